@@ -77,7 +77,8 @@ no role's model has experts, such a setting is refused.
 
 ## Optimizers
 
-They are verl's settings: any of `torch.optim` by `actor_rollout_ref.actor.optim.optimizer=...`, AdamW by default.
+They are verl's settings: `actor_rollout_ref.actor.optim.optimizer=...` is any of `torch.optim` that steps each element
+by itself, AdamW by default; Adafactor, LBFGS, Rprop and SparseAdam are refused.
 `optimizer=Muon` orthogonalises matrices, each expert and its gate and up projections apart, and steps the rest by
 AdamW:
 

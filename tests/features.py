@@ -229,9 +229,12 @@ FEATURES = (
     ),
     Feature(
         "[optimizers](engine.md#optimizers-and-schedules)",
-        "any of `torch.optim` by `optim.optimizer`; `Muon`, which orthogonalises each expert's matrices by themselves",
-        "",
+        "any that steps each element by itself, by `optim.optimizer`; `Muon`, which orthogonalises each expert's "
+        "matrices by themselves",
+        "Adafactor, LBFGS, Rprop, SparseAdam; others that use a norm or a mean of a weight; states of 8 bits",
         (
+            "engine/optim/test_every_optimizer.py::"
+            "test_every_accepted_optimizer_steps_as_on_the_plain_model_and_resumes_bit_for_bit",
             "engine/optim/test_optimizer_settings.py::test_optimizer_from_config_chooses_the_algorithms",
             "engine/optim/test_muon.py::test_muon_two_steps_of_training_equal_the_reference",
         ),

@@ -152,6 +152,7 @@ class MultiOptimizer(Optimizer):
         inner = {name: self._inner_state(o, saved_group, state) for name, o in self.optimizers.items()}
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(inner[name])
+            self._restore_dtypes(optimizer, state)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -213,9 +214,21 @@ class MultiOptimizer(Optimizer):
             if differing is not None:
                 first, second = (self._fqns[group["params"][i]] for i in (0, differing))
                 raise ValueError(f"The saved options of {first} and {second} differ, but these are now in one group.")
-            groups.append({**group, **options[0], "params": [ids[p] for p in group["params"]]})
+            # A checkpoint has numbers in the place of tensors, and torchao refuses a rate that is no tensor any more.
+            loaded = {
+                key: torch.full_like(group[key], value) if isinstance(group.get(key), torch.Tensor) else value
+                for key, value in options[0].items()
+            }
+            groups.append({**group, **loaded, "params": [ids[p] for p in group["params"]]})
         packed = {i: state[self._fqns[p]] for p, i in ids.items() if state[self._fqns[p]] is not None}
         return {"state": packed, "param_groups": groups}
+
+    def _restore_dtypes(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any] | None]) -> None:
+        """Undo torch's cast of loaded states to the parameter's dtype, which rounds NAdam's product of momenta."""
+        for param, loaded in optimizer.state.items():
+            for key, value in (state[self._fqns[param]] or {}).items():
+                if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+                    loaded[key] = value.to(loaded[key].device)
 
     def _fitting(self, param: torch.Tensor, saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Return a parameter's saved state, sharded as the parameter is."""

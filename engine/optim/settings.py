@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..errors import SettingError, close_matches
 from ..settings.values import get_setting, plain
 from .muon import Muon
+from .shard_trial import why_not_sharded
 
 __all__ = ["ACTOR_OPTIM", "adamw_arguments", "check_optimizer", "muon_arguments", "wants_muon"]
 
@@ -25,8 +26,7 @@ _OVERRIDES = "override_optimizer_config"
 # adjust_lr_fn=original needs another learning rate than AdamW.
 _MUON_OVERRIDES = ("momentum", "nesterov", "ns_steps", "ns_coefficients", "eps", "adjust_lr_fn", "ns_dtype", "adamw")
 _ADAMW_OVERRIDES = ("lr", "eps", "amsgrad", "foreach", "fused")
-# Of torch.optim, these can't train here: LBFGS calls its closure several times, SparseAdam is for sparse gradients.
-_UNUSABLE = ("Optimizer", "LBFGS", "SparseAdam")
+_TRIAL_RATE = 0.1  # with a run's own, of 1e-6, no step would differ visibly
 
 
 def wants_muon(config: Any) -> bool:
@@ -46,12 +46,13 @@ def adamw_arguments(config: Any) -> dict[str, Any]:
     return {**common, "betas": tuple(get_setting(config, "betas")), **_overrides(config).get("adamw", {})}
 
 
-def check_optimizer(config: Any, setting: str = ACTOR_OPTIM) -> None:
-    """Check that the optimizer exists and takes its arguments.
+def check_optimizer(config: Any, setting: str = ACTOR_OPTIM, device: str = "cuda") -> None:
+    """Check that the optimizer exists, takes its arguments, and steps sharded weights as it steps whole ones.
 
     Args:
         config: verl's ``optim`` settings of a role.
         setting: the name of their node, as users type it.
+        device: type of the device that the run trains on.
 
     Raises:
         SettingError: with the name of a value that would work.
@@ -69,11 +70,35 @@ def check_optimizer(config: Any, setting: str = ACTOR_OPTIM) -> None:
         _try(torch.optim.AdamW, adamw_arguments(config), setting)
         _try(Muon, muon_arguments(config), setting)
         return
+    arguments = _arguments_by_verl(config)
     parameters = inspect.signature(optimizer).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         _check_keys(overrides, [p for p in parameters if p != "params"], name, optimizer.__name__)
+        if lacking := [key for key in arguments if key not in parameters]:
+            rule = f"verl passes {lacking[0]} to every optimizer, and this one takes none."
+            raise SettingError(f"{setting}.optimizer", optimizer.__name__, rule, f"{setting}.optimizer=AdamW")
     if get_setting(config, "optimizer_impl", _TORCH) == _TORCH:
-        _try(optimizer, _arguments_by_verl(config), setting)
+        _try(optimizer, arguments, setting)
+    _check_sharded(optimizer, arguments, overrides, setting, device)
+
+
+def _check_sharded(
+    optimizer: type[Optimizer], arguments: dict[str, Any], overrides: dict[str, Any], setting: str, device: str
+) -> None:
+    """Refuse an optimizer that can't step sharded weights and be saved (``shard_trial.py``)."""
+    tried = {**arguments, "lr": _TRIAL_RATE}
+    if device != "cpu":
+        tried.pop("capturable", None)  # for CUDA graphs, changes no result; a CPU has none
+    try:
+        reason = why_not_sharded(lambda params: optimizer(params, **tried))
+    except Exception as error:
+        if not optimizer.__module__.startswith("torch.") and not isinstance(error, (TypeError, ValueError)):
+            return  # It may need a GPU, which the driver lacks.
+        reason = f"it raises {type(error).__name__}: {' '.join(str(error).split())}"
+    if reason is not None:
+        value = f"{optimizer.__name__} with {overrides}" if overrides else optimizer.__name__
+        works = f"{setting}.optimizer=AdamW" + (f" with {setting}.{_OVERRIDES}=null" if overrides else "")
+        raise SettingError(f"{setting}.optimizer", value, f"{reason.rstrip('.')}.", works)
 
 
 def _find(config: Any, setting: str) -> type[Optimizer]:
@@ -87,12 +112,10 @@ def _find(config: Any, setting: str) -> type[Optimizer]:
     usable = sorted(
         name
         for name, member in vars(module).items()
-        if inspect.isclass(member) and issubclass(member, Optimizer) and name not in _UNUSABLE
+        if inspect.isclass(member) and issubclass(member, Optimizer) and member is not Optimizer
     )
     if wanted not in usable:
         rule = f"{impl} has no such optimizer."
-        if wanted in _UNUSABLE and hasattr(module, wanted):
-            rule = "this optimizer can't train a sharded model with dense gradients in one step."
         raise SettingError(f"{setting}.optimizer", wanted, rule, f"{setting}.optimizer={_near(wanted, usable)}")
     return getattr(module, wanted)
 

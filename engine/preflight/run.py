@@ -181,7 +181,7 @@ def check_training(
     check_sequence_parallel(engine.ulysses_sequence_parallel_size, world, model, facts, setting=setting)
     check_packing(model, facts, setting)
     if optim is not None:
-        check_optimizer(optim, OPTIMIZERS.get(setting, "optim"))
+        check_optimizer(optim, OPTIMIZERS.get(setting, "optim"), device)
     return facts
 
 

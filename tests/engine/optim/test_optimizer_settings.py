@@ -52,7 +52,7 @@ def test_check_optimizer_accepts_settings_that_work(fields):
     [
         ({"optimizer": "adamw"}, "optimizer", "optimizer=AdamW"),
         ({"optimizer": "AdamWW"}, "optimizer", "AdamW"),
-        ({"optimizer": "LBFGS"}, "optimizer", "can't train a sharded model"),
+        ({"optimizer": "LBFGS"}, "optimizer", "verl passes weight_decay to every optimizer"),
         ({"optimizer": "zzz"}, "optimizer", "torch.optim has no such optimizer"),
         ({"optimizer_impl": "no_such_package"}, "optimizer_impl", "can't be imported"),
         (
@@ -63,7 +63,6 @@ def test_check_optimizer_accepts_settings_that_work(fields):
         ({"override_optimizer_config": {"eps": -1}}, "", "Invalid epsilon value"),
         ({"betas": [1.5, 0.9]}, "", "Invalid beta parameter"),
         ({"lr": -1.0}, "", "Invalid learning rate"),
-        ({"optimizer": "Rprop"}, "", "unexpected keyword argument 'weight_decay'"),
         (
             {"optimizer": "Muon", "override_optimizer_config": {"momentun": 1}},
             "override_optimizer_config.momentun",

@@ -1,0 +1,16 @@
+"""A mesh without a process group; torch has no public one (2.11 to 2.15 have these arguments of ``DeviceMesh``)."""
+
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["lone_mesh"]
+
+
+def lone_mesh(ranks: int) -> DeviceMesh | None:
+    """Return a CPU mesh whose first rank is this process, or None in a torch that has none.
+
+    DTensors on it compute with their local shards as on any mesh, and raise where they would communicate.
+    """
+    try:
+        return DeviceMesh("cpu", list(range(ranks)), _init_backend=False, _rank=0)
+    except TypeError:
+        return None

@@ -1,0 +1,201 @@
+"""Every optimizer steps sharded weights as it steps whole ones and resumes bit for bit, or is refused on the driver."""
+
+import inspect
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from epfsdp2.engine.checkpoint import state as checkpoint
+from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.optim import settings
+from epfsdp2.engine.optim.multi_optimizer import MultiOptimizer, optimizer_from_config
+from epfsdp2.engine.topology.dtensor import local_pieces
+from tests.support.engine.sharded import sharded_model, whole_parameters
+from tests.support.models.tiny import reference_model, save_qwen3_moe
+from tests.support.ranks import each_case, run_ranks
+
+SAVED = {"model", "optimizer"}
+CLASSES = {
+    name: member
+    for name, member in vars(torch.optim).items()
+    if inspect.isclass(member) and issubclass(member, Optimizer) and member is not Optimizer
+}
+
+
+def _config(name, impl="torch.optim", **overrides):
+    fields = {"optimizer": name, "optimizer_impl": impl, "override_optimizer_config": overrides}
+    return SimpleNamespace(lr=1e-2, weight_decay=0.1, betas=[0.9, 0.95], **fields)
+
+
+def _refusal(name, device="cuda", **overrides):
+    """What the driver says against an optimizer; None if it accepts it."""
+    try:
+        settings.check_optimizer(_config(name, **overrides), "optim", device)
+    except SettingError as error:
+        return str(error)
+    return None
+
+
+ACCEPTED = [name for name in CLASSES if _refusal(name) is None]
+
+
+def test_check_optimizer_accepts_the_classes_that_step_each_element_by_itself():
+    """A class of a newer torch fails here until someone has seen on which side it stands."""
+    refused = {"Adafactor", "LBFGS", "Rprop", "SparseAdam"}
+    assert set(CLASSES) - set(ACCEPTED) == refused
+    works = {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "SGD"}
+    assert set(ACCEPTED) == works
+
+
+# -- what is accepted works --------------------------------------------------------------------------------------------
+
+
+def _optimizer(model, config):
+    kind = CLASSES[config.optimizer]
+    return optimizer_from_config(model, config, lambda params: kind(params, **settings._arguments_by_verl(config)))
+
+
+def _step(model, optimizer, seed):
+    """Step on random gradients, which are the same for a plain model and for a sharded one."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        gradient = torch.randn(param.shape, generator=generator)
+        param.grad = torch.empty_like(param)
+        for held, values in local_pieces(param.grad):
+            values.copy_(gradient[held.slices])
+    optimizer.step()
+
+
+def _works(name, overrides, dtype, folder, out):
+    config = _config(name, **overrides)
+    model, _ = sharded_model(folder, 2, 2, dtype=dtype)
+    optimizer = _optimizer(model, config)
+    for seed in range(2):
+        _step(model, optimizer, seed)
+    if dtype == torch.float32:
+        plain = reference_model(folder)
+        alone = _optimizer(plain, config)
+        for seed in range(2):
+            _step(plain, alone, seed)
+        torch.testing.assert_close(whole_parameters(model), dict(plain.named_parameters()), rtol=1e-5, atol=1e-7)
+    if "foreach" in overrides:
+        return
+    checkpoint.save_checkpoint(out, model, optimizer, None, SAVED, step=2)
+    _step(model, optimizer, 2)
+    wanted = whole_parameters(model)
+    for ep in (2, 1) if dtype == torch.float32 else (2,):
+        other, _ = sharded_model(folder, 2, ep, dtype=dtype)
+        resumed = _optimizer(other, config)
+        checkpoint.load_checkpoint(out, other, resumed, None, SAVED)
+        _step(other, resumed, 2)
+        found = whole_parameters(other)
+        if ep == 2:
+            assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+        else:  # the ends of shards, and matrices, are rounded otherwise where they are cut elsewhere
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def _all_work(folder, out, cases):
+    each_case([(*case, folder, out) for case in cases], _works)
+
+
+def test_every_accepted_optimizer_steps_as_on_the_plain_model_and_resumes_bit_for_bit(tmp_path):
+    # Kernels of a GPU are foreach's by default. Sizes leave uneven shards of two ranks.
+    folder = save_qwen3_moe(
+        tmp_path / "model", vocab_size=97, hidden_size=42, intermediate_size=21, num_hidden_layers=2
+    )
+    cases = [(name, {}, dtype) for name in ACCEPTED for dtype in (torch.float32, torch.bfloat16)]
+    by_foreach = [name for name in ACCEPTED if "foreach" in inspect.signature(CLASSES[name]).parameters]
+    cases += [(name, {"foreach": True}, torch.float32) for name in by_foreach]
+    options = [("SGD", "momentum", 0.9), ("RMSprop", "centered", True), ("Adam", "amsgrad", True)]
+    cases += [(name, {option: value}, torch.float32) for name, option, value in options]
+    run_ranks(_all_work, 2, folder, tmp_path / "saved", cases)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        ("Adafactor", {}, "=Adafactor: its step of an element depends on other elements of the weight"),
+        ("Rprop", {}, "=Rprop: verl passes weight_decay to every optimizer, and this one takes none"),
+        ("SGD", {"fused": True}, "=SGD with {'fused': True}: torch lacks an operator of it for sharded tensors: "),
+        ("AdamW", {"differentiable": True}, "it raises RuntimeError: a leaf Variable"),
+        ("Adafactor", {"impl": "transformers.optimization", "relative_step": False}, "depends on other elements"),
+        ("Muon", {"impl": "torch.optim._muon"}, "depends on other elements"),
+        ("ByNorm", {"impl": __name__}, "depends on other elements"),
+        ("ByRow", {"impl": __name__}, "depends on other elements"),
+        ("CountsSteps", {"impl": __name__}, "its state 'steps' can't be saved, being no plain tensor"),
+        ("NeedsArgument", {"impl": __name__}, "it raises TypeError: .*'needed'"),
+    ],
+)
+def test_check_optimizer_refuses_what_would_be_wrong_on_shards_or_could_not_be_saved(name, overrides, said):
+    with pytest.raises(SettingError, match=said) as error:
+        settings.check_optimizer(_config(name, **overrides), "optim")
+    assert error.value.setting == "optim.optimizer" and error.value.works.startswith("optim.optimizer=AdamW")
+
+
+def test_check_optimizer_refuses_capturable_on_a_cpu_alone():
+    assert _refusal("AdamW", capturable=True) is None
+    assert "capturable=True, params and state_steps must be on supported devices" in _refusal(
+        "AdamW", device="cpu", capturable=True
+    )
+
+
+def test_check_optimizer_accepts_an_optimizer_that_only_a_gpu_can_step():
+    assert _refusal("NeedsGpu", impl=__name__) is None
+
+
+def test_load_state_dict_of_a_learning_rate_that_is_a_tensor_leaves_it_one():
+    """As torchao's have it; a checkpoint stores its number."""
+    weight = nn.Parameter(torch.ones(2))
+    multi = MultiOptimizer({"dense": torch.optim.AdamW([weight], lr=torch.tensor(0.25))}, [("weight", weight)])
+    state = json.loads(json.dumps(multi.state_dict(), default=checkpoint.plain_value))
+    multi.param_groups[0]["lr"].fill_(0.0)
+    multi.load_state_dict(state)
+    assert torch.equal(multi.param_groups[0]["lr"], torch.tensor(0.25))
+
+
+class ByNorm(torch.optim.SGD):
+    """Steps by a rate that follows from the norm of the whole weight, as LARS and LAMB do."""
+
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad *= param.detach().norm() / param.grad.norm()
+        super().step()
+
+
+class ByRow(torch.optim.SGD):
+    """Divides by a mean over each row, which is whole on a rank as long as nothing cuts the rows."""
+
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad /= param.grad.square().mean(1, keepdim=True).sqrt()
+        super().step()
+
+
+class CountsSteps(torch.optim.SGD):
+    """Counts steps by a number, as optimizers did before their steps were tensors."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["steps"] = self.state[param].get("steps", 0) + 1
+
+
+class NeedsArgument(torch.optim.SGD):
+    def __init__(self, params, lr, weight_decay, needed):
+        super().__init__(params, lr, weight_decay=weight_decay)
+
+
+class NeedsGpu(torch.optim.SGD):
+    def step(self):
+        raise RuntimeError("no kernel for a CPU")

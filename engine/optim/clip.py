@@ -72,9 +72,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their global 2-norm is at most ``max_norm``.
 
-    Every parameter, dense or expert, is sharded over the ranks of a replica without overlap. So the squares of the
-    local shards, summed in float32, give the norm by one all-reduce over the replica. Replicas hold equal gradients. A
-    shard that several ranks of a replica hold (its parameter is not sharded over one of the axes) counts once.
+    The squares of the local shards, summed in float32, give the norm by one all-reduce. Each counts by one over the
+    number of ranks that hold the shard: the replicas, and the axes that its parameter is not sharded over. Replicas
+    sum in different orders, so norms of their own could differ in the last bit, and then their parameters.
 
     Args:
         parameters: sharded parameters; those without a gradient are ignored. Gradients may be on any device, also on
@@ -96,7 +96,7 @@ def clip_grad_norm_(
     for (_, copies), group in shards.items():
         norms = torch._foreach_norm(group, 2, dtype=torch.float32)
         total += (torch.stack(norms).square().sum() / copies).to(total.device)
-    dist.all_reduce(total, group=meshes.replica_group)
+    dist.all_reduce(total)
     norm = total.sqrt() / loss_scale
     factor = torch.full_like(norm, 1 / loss_scale)
     if max_norm is not None and 0 < max_norm < float("inf"):
@@ -109,5 +109,5 @@ def clip_grad_norm_(
 
 
 def _copies(grad: torch.Tensor, meshes: Meshes) -> int:
-    """Return how many ranks of a replica hold this rank's shard of a gradient."""
-    return meshes.topology.fsdp // math.prod(step.parts for step in shard_steps(grad))
+    """Return how many ranks hold this rank's shard of a gradient."""
+    return meshes.topology.world // math.prod(step.parts for step in shard_steps(grad))

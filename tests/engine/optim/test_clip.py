@@ -91,6 +91,27 @@ def test_clip_counts_a_shard_that_several_ranks_hold_once():
     run_ranks(_copies_count_once, WORLD)
 
 
+def _replicas_agree(bad):
+    """Replicas whose gradients differ, as their sums do on GPUs; or of which one has a bad gradient."""
+    meshes = build_meshes("cpu", Topology.arrange(WORLD, 1, 2))
+    params, _ = _parameters(meshes)
+    for param in params[:4]:
+        if dist.get_rank() >= 2:
+            param.grad.to_local().mul_(1 + 2**-20)
+    if dist.get_rank() == 3 and bad is not None:
+        params[0].grad.to_local()[0] = bad
+    norm = clip_grad_norm_(params, 0.5, meshes)
+    norms = [torch.empty_like(norm) for _ in range(WORLD)]
+    dist.all_gather(norms, norm)
+    assert all(torch.equal(other.view(torch.int32), norm.view(torch.int32)) for other in norms), norms
+    assert bool(norm.isfinite()) == (bad is None)
+
+
+@pytest.mark.parametrize("bad", [None, float("inf")])
+def test_clip_of_replicas_whose_gradients_differ_has_one_norm(bad):
+    run_ranks(_replicas_agree, WORLD, bad)
+
+
 def _skipped_everywhere(bad):
     lines, rank = logged_lines(), dist.get_rank()
     meshes = build_meshes("cpu", Topology.arrange(WORLD, 2))

@@ -170,7 +170,8 @@ class ReplayedRoutes(StepFeature):
         outputs["routed_experts"] = torch.nested.nested_tensor_from_jagged(routes, offsets)
 
     def metrics(self) -> Mapping[str, float]:
-        differing = self._replay.differing(self._sp_group)
+        # Of all ranks: verl averages what they return, whatever their numbers of tokens.
+        differing = self._replay.differing(dist.group.WORLD)
         return {} if differing is None else {"router_replay_differing": differing}
 
 

@@ -40,6 +40,7 @@ class _Layer:
     num_experts: int
     chosen: torch.Tensor | None = None
     is_replayed: bool = False
+    is_counted: bool = False
 
 
 class RouterReplay:
@@ -107,19 +108,21 @@ class RouterReplay:
         if routes.shape[2] < 2:
             raise ReplayError("routes of one expert per token can't be told from rows that were not recorded.")
         self._is_recording, self._routes = False, routes
+        for layer in self._layers.values():
+            layer.is_counted = False
 
     def stop(self) -> None:
         """Let the router choose again."""
         self._is_recording, self._routes = False, None
 
     def differing(self, group: dist.ProcessGroup | None = None) -> float | None:
-        """Return the share of replayed tokens for which the router chose other experts, and reset it.
+        """Return the share of replayed routes for which the router chose other experts, and reset it.
 
         Args:
             group: ranks whose tokens are counted together; collective over it.
 
         Returns:
-            A share over all layers since the last call; None if nothing was replayed.
+            A share over all layers since the last call, recomputations left out; None if nothing was replayed.
         """
         if not self._differing:
             return None
@@ -147,7 +150,7 @@ class RouterReplay:
 
         def told(native: torch.Tensor) -> None:
             layer.is_replayed = True
-            self._count(native, wanted, is_route)
+            self._count(layer, native, wanted, is_route)
 
         with MaximumRouting(wanted, is_route, layer.num_experts, block.training, told):
             return forward(*args, **kwargs)
@@ -167,7 +170,10 @@ class RouterReplay:
                     f"the routes of shape {tuple(wanted.shape)} differ from them."
                 )
 
-    def _count(self, native: torch.Tensor, wanted: torch.Tensor, is_route: torch.Tensor) -> None:
+    def _count(self, layer: _Layer, native: torch.Tensor, wanted: torch.Tensor, is_route: torch.Tensor) -> None:
+        if layer.is_counted:  # a recomputation
+            return
+        layer.is_counted = True
         differs = is_route & ~_same_experts(native, wanted)
         self._differing.append(torch.stack([differs.sum(), is_route.sum()]))
 
@@ -190,7 +196,7 @@ class _Replay(RoutingMode):
                 f"{self.layer.fqn}: the router chose {tuple(ids.shape)} ids, but routes have {tuple(wanted.shape)}."
             )
         is_route = _is_route(wanted)
-        self.owner._count(ids, wanted, is_route)
+        self.owner._count(self.layer, ids, wanted, is_route)
         self.layer.is_replayed = True
         return torch.where(is_route[:, None], wanted, ids)
 

@@ -204,6 +204,39 @@ def test_replay_with_every_checkpointing_has_the_plain_gradients(tmp_path):
     run_ranks(_on_ranks, 2, save_qwen3_moe(tmp_path))
 
 
+def _counted(folder):
+    """Replay routes of which a few tokens' in the last layer differ; ranks have 9 and 5 tokens."""
+    rank = dist.get_rank()
+    batch = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
+    ids = batch[rank : rank + 1, : (9, 5)[rank]]
+    plain = reference_model(folder)
+    replay = _with_replay(plain)
+    replay.record()
+    with torch.no_grad():
+        plain(input_ids=ids, use_cache=False)
+    routes = replay.recorded()
+    differ = (4, 1)[rank]
+    routes[:differ] = _shifted(routes[:differ], [2], 8)  # of layers 0 and 2, which have experts
+    meshes = [(2, 1, checkpointing) for checkpointing in CHECKPOINTING] + [(1, 2, "full")]
+    for ep, etp, checkpointing in meshes:
+        installed = []
+
+        def install(model, installed=installed):
+            installed.append(_with_replay(model))
+
+        model, _ = sharded_model(folder, 2, ep, etp=etp, before=install, checkpointing=checkpointing)
+        model.train()
+        for _ in range(2):  # micro-batches
+            installed[0].replay(routes)
+            token_loss(model, ids).backward()
+        assert installed[0].differing(dist.group.WORLD) == (4 + 1) / (2 * (9 + 5)), (ep, etp, checkpointing)
+        assert installed[0].differing(dist.group.WORLD) is None
+
+
+def test_replay_with_every_checkpointing_counts_each_route_once(tmp_path):
+    run_ranks(_counted, 2, save_qwen3_moe(tmp_path))
+
+
 def _two(folder):
     """Run verl's worker: the update takes the routes that the log-probs recorded (R2)."""
     from verl.utils import tensordict_utils as tu
@@ -212,11 +245,17 @@ def _two(folder):
     mine = ppo_samples()[4 * dist.get_rank() : 4 * dist.get_rank() + 4]
     results, routes = {}, []
     for mode in ("disabled", "R2", "R3"):
-        worker = ppo_worker(folder, 2, router_replay=EngineRouterReplayConfig(mode=mode))
+        replay = EngineRouterReplayConfig(mode=mode)
+        worker = ppo_worker(folder, 2, router_replay=replay, activation_checkpointing="full")
         infer, train = ppo_batch(mine), ppo_batch(mine)
         if mode == "R3":
-            # Of a rollout with another router: each token takes the experts after those that it would.
-            others = torch.nested.as_nested_tensor([(own + 1) % 8 for own in routes], layout=torch.jagged)
+            # Of a rollout with another router in the last layer: on rank 0 all tokens, on rank 1 those of one sample
+            # take the experts after those that they would.
+            last = [len(routes), 1][dist.get_rank()]
+            shifted = [_shifted(own, [2], 8) if i < last else own for i, own in enumerate(routes)]
+            counts = torch.tensor([sum(map(len, routes[:last])), 2 * sum(map(len, routes))])
+            dist.all_reduce(counts)
+            others = torch.nested.as_nested_tensor(shifted, layout=torch.jagged)
             infer["routed_experts"] = train["routed_experts"] = others
         tu.assign_non_tensor(infer, compute_loss=False)
         output = worker.infer_batch(infer)
@@ -232,7 +271,8 @@ def _two(folder):
     assert not torch.equal(other["log_probs"], plain["log_probs"]) and other["grad_norm"] != plain["grad_norm"]
     assert "router_replay_differing" not in plain
     assert again["router_replay_differing"] == [[0.0], [0.0]]  # of both ranks
-    assert min(share for (share,) in other["router_replay_differing"]) > 0.9
+    differing, replayed = counts.tolist()
+    assert other["router_replay_differing"] == [[differing / replayed], [differing / replayed]]
 
     worker = ppo_worker(folder, 2, router_replay=EngineRouterReplayConfig(mode="R3"))
     with pytest.raises(ReplayError, match=r"router_replay.mode=R3: the rollout has left no routed_experts"):

@@ -151,6 +151,16 @@ def test_check_optimizer_accepts_an_optimizer_that_only_a_gpu_can_step():
     assert _refusal("NeedsGpu", impl=__name__) is None
 
 
+def test_check_optimizer_in_a_torch_without_a_lone_mesh_still_compares_halves(monkeypatch):
+    def without_rank(*args, **kwargs):
+        raise TypeError("unexpected keyword argument '_rank'")
+
+    assert _refusal("SGD", fused=True) is not None
+    monkeypatch.setattr("epfsdp2.engine.compat.lone_mesh.DeviceMesh", without_rank)
+    assert _refusal("SGD", fused=True) is None
+    assert "depends on other elements" in _refusal("Adafactor")
+
+
 def test_load_state_dict_of_a_learning_rate_that_is_a_tensor_leaves_it_one():
     """As torchao's have it; a checkpoint stores its number."""
     weight = nn.Parameter(torch.ones(2))

@@ -76,6 +76,15 @@ def test_etp_size_with_settings_that_exclude_it_is_refused(model):
     paragraph(caught.value, f"{OPTIMIZERS[MODEL]}.optimizer", "Muon")
 
 
+@pytest.mark.parametrize("setting, optim", OPTIMIZERS.items())
+def test_optimizer_that_needs_whole_weights_is_refused_in_every_role(model, setting, optim):
+    settings = {"optimizer": "Adafactor", "lr": 1e-6, "weight_decay": 0.0, "betas": (0.9, 0.99)}
+    with pytest.raises(SettingError) as caught:
+        check_training(engine(ep_size=2), 8, model, optim=settings, device="cpu", setting=setting)
+    text = paragraph(caught.value, f"{optim}.optimizer", "Adafactor")
+    assert "depends on other elements of the weight" in text and f"{optim}.optimizer=AdamW" in text
+
+
 @pytest.mark.parametrize(
     "dim, ep, world, rest",
     # gate_up_proj [8, 32, 32], down_proj [8, 32, 16]

@@ -37,6 +37,7 @@ __all__ = [
     "ExpertsRuntime",
     "adapt_experts",
     "attach",
+    "experts_shared_by",
     "linears",
     "rows_computed",
 ]
@@ -73,7 +74,7 @@ class ExpertsRuntime:
     etp_group: dist.ProcessGroup | None = None
     """The ranks that share each expert, ``None`` where this rank holds its experts whole."""
     rows_computed: int = 0
-    """Rows that this rank's experts have computed so far, recomputations included."""
+    """Rows that this rank's experts have computed so far, recomputations included; of cut experts, its part of them."""
 
 
 class Adapters(Protocol):
@@ -112,9 +113,18 @@ def _scaling(module: nn.Module, weight: str) -> float | None:
 
 
 def rows_computed(module: nn.Module) -> int | None:
-    """Return how many (token, expert) pairs a module's experts on this rank have computed; None for custom experts."""
+    """Return how many (token, expert) pairs a module's experts on this rank have computed; None for custom experts.
+
+    Each of the ranks that share an expert (``experts_shared_by``) computes a part of a pair, and counts it.
+    """
     runtime: ExpertsRuntime | None = getattr(module, _HANDLE, None)
     return None if runtime is None else runtime.rows_computed
+
+
+def experts_shared_by(module: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks that share each expert of a module; None where a rank holds its experts whole."""
+    runtime: ExpertsRuntime | None = getattr(module, _HANDLE, None)
+    return None if runtime is None else runtime.etp_group
 
 
 def experts_forward(

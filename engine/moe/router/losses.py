@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...wrap_forward import wrap_forward
 from ..find import ExpertsInfo, UnsupportedModelError, experts_by_layer
-from ..forward import rows_computed
+from ..forward import experts_shared_by, rows_computed
 
 __all__ = ["RouterLosses", "check_router_logits"]
 
@@ -69,11 +69,15 @@ class _Layer:
         counts = torch.zeros(self.info.num_experts, dtype=torch.long, device=ids.device)
         return counts.scatter_add_(0, ids.reshape(-1), is_token[:, None].expand_as(ids).reshape(-1).long())
 
-    def rows(self) -> tuple[int, int]:
-        """Count the assignments of all rows, padding included, and how many of them the experts have computed."""
+    def routed(self) -> int:
+        """Count the assignments of all rows, padding included."""
         assert self.ids is not None
+        return self.ids.numel()
+
+    def computed(self) -> int:
+        """Count those that this rank's experts have computed, whichever rank they came from."""
         computed = rows_computed(self.info.module)
-        return self.ids.numel(), self.ids.numel() if computed is None else computed - self.rows_before
+        return self.routed() if computed is None else computed - self.rows_before
 
 
 @dataclass
@@ -151,20 +155,32 @@ class RouterLosses:
             if layer.ids is None:
                 raise UnsupportedModelError(f"{layer.info.fqn} was not called in a forward.")
         loads = torch.stack([layer.load(is_token) for layer in self._layers])
-        # Numbers that the host knows are filled in: a copy from its memory would wait for the device.
-        known = [
-            loads.new_full((1,), sum(each)) for each in zip(*(layer.rows() for layer in self._layers), strict=True)
-        ]
-        everyone = torch.cat([loads.reshape(-1), is_token.sum()[None], *known])
+        everyone = torch.cat([loads.reshape(-1), torch.stack([is_token.sum(), self._dropped(loads)])])
         dist.all_reduce(everyone)
-        loads, (tokens, routed, computed) = everyone[:-3].view_as(loads), everyone[-3:].unbind()
+        loads, (tokens, dropped) = everyone[:-2].view_as(loads), everyone[-2:].unbind()
         tokens = tokens.clamp(min=1)
         self._sums.loads = self._sums.loads + loads
-        self._sums.dropped = self._sums.dropped + routed - computed
+        self._sums.dropped = self._sums.dropped + dropped
         added = self._added(loads / tokens, is_token) if self._has_loss else None
         for layer in self._layers:
             layer.forget()
         return added
+
+    def _dropped(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a number whose sum over all ranks is that of the assignments that no expert has computed; collective
+        over the ranks that share experts.
+
+        An assignment is computed where all of these ranks have computed their parts of it. Of each layer they agree on
+        the fewest that one of them has, and the first of them counts it.
+        """
+        # Numbers that the host knows are filled in: a copy from its memory would wait for the device.
+        routed = like.new_full((), sum(layer.routed() for layer in self._layers))
+        computed = torch.stack([like.new_full((), layer.computed()) for layer in self._layers])
+        sharing = experts_shared_by(self._layers[0].info.module)
+        if sharing is None:
+            return routed - computed.sum()
+        dist.all_reduce(computed, dist.ReduceOp.MIN, group=sharing)
+        return routed - computed.sum() if dist.get_rank(sharing) == 0 else routed
 
     def _added(self, per_token: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
         aux, z = [], []

@@ -11,6 +11,7 @@ from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.activation_checkpoint import CHECKPOINTING
 from epfsdp2.engine.lora.adapters import lora_of
+from epfsdp2.engine.moe.dispatch import combine, dispatch
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.moe.router.losses import RouterLosses
@@ -188,8 +189,39 @@ def test_router_losses_are_over_the_tokens_of_all_ranks(tmp_path, save_model, si
     half, whole = SAMPLES // WORLD // 2, SAMPLES // WORLD
     cases = [(whole, {"ep": 2, "activation_checkpointing": kind}) for kind in CHECKPOINTING]
     cases += [(whole, {"ep": 2, "ulysses_sequence_parallel_size": 2})]
+    cases += [(whole, {"ep": 1, "etp_size": 2, "activation_checkpointing": "full"})]
     cases += [(half, {"ep": 2}), (whole, {"ep": 1, "pad_to_length": True, "pad_to_length_bucket": 64})]
     run_ranks(_updates, WORLD, save_model(tmp_path), sigmoid, cases)
+
+
+# Of each layer's experts, the rows that each of the two ranks leaves out; and the pairs that are dropped so.
+LEFT_OUT = [(1, 3), (2, 0)]
+DROPPED = [({"ep": 2}, 6), ({"ep": 1}, 6), ({"ep": 1, "etp_size": 2}, 5)]
+
+
+def _drops(folder):
+    """Experts that leave out the last rows that they get."""
+    from verl.utils import tensordict_utils as tu
+
+    def leave_out(rows, group, etp_group, hidden, ids, weights, compute):
+        sent = dispatch(hidden, ids, 8, group, etp_group)
+        kept = len(sent.rows_RD) - rows
+        counts = sent.counts_e.cumsum(0).clamp(max=kept).diff(prepend=sent.counts_e.new_zeros(1))
+        out = torch.cat([compute(sent.rows_RD[:kept], counts), sent.rows_RD.new_zeros(rows, hidden.shape[1])])
+        return combine(out, sent, weights, group)
+
+    for settings, dropped in DROPPED:
+        worker = ppo_worker(folder, micro_batch=SAMPLES // WORLD, router_metrics=True, **settings)
+        for info, rows in zip(find_experts(worker.engine.module), LEFT_OUT, strict=True):
+            runtime = info.module._epfsdp2
+            runtime.exchange = partial(leave_out, rows[dist.get_rank()], runtime.group, runtime.etp_group)
+        batch = ppo_batch(of_this_rank(worker, ppo_samples()))
+        found = tu.get(worker.train_batch(batch), "metrics")["router_dropped"]
+        assert torch.tensor(found).unique().tolist() == [dropped], settings
+
+
+def test_router_dropped_counts_a_pair_once_that_one_of_its_ranks_leaves_out(tmp_path):
+    run_ranks(_drops, WORLD, save_qwen3_moe(tmp_path))
 
 
 def test_router_losses_of_unsuitable_models_are_refused(tmp_path):

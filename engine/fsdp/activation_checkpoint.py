@@ -6,10 +6,12 @@ the recomputed layer would then have other sizes than those of the forward (NVID
 kept too, which saves the recomputation an all-to-all, two sorts and a wait for the device.
 """
 
+import copy
 import functools
+import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -77,6 +79,8 @@ def _recomputed(
         return forward(*args, **kwargs)
     # A cache would be appended to a second time.
     kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
+    if left := {name: value for name, value in kwargs.items() if isinstance(value, MutableMapping)}:
+        forward = _as_at_first(left, forward)
     context = functools.partial(_routing_contexts, num_experts)
     if host is not None and not args:  # torch keeps keyword arguments as they are
         forward, args = _first_as("hidden_states", forward), (kwargs.pop("hidden_states"),)
@@ -90,6 +94,21 @@ def _recomputed(
             preserve_rng_state=draws_numbers(module),
             **kwargs,
         )
+
+
+def _as_at_first(left: dict[str, MutableMapping], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Have ``forward`` get copies of mappings as they are now each time that it is computed again.
+
+    A layer leaves keys and values in them for later layers (Gemma 4): the recomputation would find these there, which
+    the guards of a compiled part tell from the forward.
+    """
+    now, calls = {name: copy.copy(value) for name, value in left.items()}, itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        again = {name: copy.copy(value) for name, value in now.items()} if next(calls) else {}
+        return forward(*args, **(kwargs | again))
+
+    return call
 
 
 def _first_as(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:

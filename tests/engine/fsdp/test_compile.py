@@ -1,16 +1,20 @@
 """Compiling the dense parts: the same numbers, and eager with a clear line of log where compiling fails."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
 
 from epfsdp2.engine import parallelize
 from epfsdp2.engine.fsdp import compile as compiling
+from tests.parity.families import save
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.logs import logged_lines
 from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
-WORLD = 2
+WORLD, COMPILE = 2, compiling.compile_dense_parts
 
 
 def _gradients(folder, backend, **options):
@@ -61,9 +65,53 @@ def _compiled_and_broken(folder):
         _equal(_gradients(folder, breaks_later, compile_dense=True, checkpointing=checkpointing), want)
         assert len(lines) == 1 and len(compiled) == 3
 
+    # Else the backwards would be compiled where nothing else can run any more.
+    for checkpointing in ("none", "full"):
+        torch._dynamo.reset()
+        lines.clear(), compiled.clear()
+        backend = aot_autograd(fw_compiler=counting, bw_compiler=broken)
+        _equal(_gradients(folder, backend, compile_dense=True, checkpointing=checkpointing), want)
+        assert compiled and len(lines) == 1 and "no compiler on this machine" in lines[0]
+
 
 def test_compile_of_dense_parts_gives_the_eager_gradients_and_falls_back_with_one_line(tmp_path):
     run_ranks(_compiled_and_broken, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _recomputed(folder, lengths):
+    """Steps on rows of several lengths; the second length is compiled for any."""
+    in_backward = []
+
+    def compiling_once(graph, inputs):
+        assert not in_backward
+        return graph.forward
+
+    for checkpointing in ("selective", "full"):
+        torch._dynamo.reset()
+        models = []
+        for backend in (None, compiling_once):
+            patched = mock.patch.object(
+                parallelize,
+                "compile_dense_parts",
+                lambda layers, experts, backend=backend: COMPILE(layers, experts, backend),
+            )
+            with patched:
+                options = {"compile_dense": backend is not None, "checkpointing": checkpointing}
+                models.append(sharded_model(folder, WORLD, 1, etp=2, **options)[0].train())
+        for length in lengths:
+            generator = torch.Generator().manual_seed(length + 100 * dist.get_rank())
+            ids = torch.randint(0, VOCAB, (2, length), generator=generator)
+            losses = [token_loss(model, ids) for model in models]
+            in_backward.append(True)
+            for loss in losses:
+                loss.backward()
+            in_backward.clear()
+            _equal(whole_gradients(models[1]), whole_gradients(models[0]))
+
+
+def test_compile_of_a_layer_whose_router_and_states_change_compiles_nothing_in_backward(tmp_path):
+    """Gemma 4's router stands beside attention, which leaves keys and values in a mapping."""
+    run_ranks(_recomputed, WORLD, save("gemma4", tmp_path), (9, 11, 9))
 
 
 def test_compile_of_a_layer_with_experts_leaves_the_experts_out(tmp_path):

@@ -7,11 +7,17 @@ from typing import Any
 __all__ = ["optimizer_config", "training_worker"]
 
 
-def optimizer_config(**override: Any) -> Any:
+def optimizer_config(optimizer: str = "AdamW", clip_grad: float = 1e9, **override: Any) -> Any:
     """AdamW without clipping; ``override`` is what torch's takes besides the learning rate."""
     from verl.workers.config import FSDPOptimizerConfig
 
-    return FSDPOptimizerConfig(lr=1e-3, clip_grad=1e9, total_training_steps=10, override_optimizer_config=override)
+    return FSDPOptimizerConfig(
+        optimizer=optimizer,
+        lr=1e-3,
+        clip_grad=clip_grad,
+        total_training_steps=10,
+        override_optimizer_config=override,
+    )
 
 
 def training_worker(
@@ -30,7 +36,7 @@ def training_worker(
         engine: ``EPFSDP2EngineConfig``.
         loss: what verl's ``set_loss_fn`` takes.
         saved: contents of its checkpoints.
-        optimizer: what torch's AdamW takes besides the learning rate.
+        optimizer: arguments of ``optimizer_config``.
         model: verl's settings of the model.
     """
     from verl.trainer.config import CheckpointConfig

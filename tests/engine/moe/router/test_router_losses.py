@@ -19,6 +19,7 @@ from epfsdp2.engine.preflight.run import check_training
 from tests.parity.families import FAMILIES, save
 from tests.support.engine.lora import SETTINGS, adapt, stirred
 from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe
+from tests.support.moe.router_formula import watched_routers
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import SAMPLES, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
@@ -34,15 +35,6 @@ def one_rank(tmp_path_factory):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('one')}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def _formula(logits: torch.Tensor, ids: torch.Tensor, sigmoid: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute both losses of one layer, token by token."""
-    tokens, experts = logits.shape
-    scores = logits.sigmoid() if sigmoid else logits.exp()
-    probs = scores / scores.sum(-1, keepdim=True)
-    aux = sum(experts * (ids == expert).sum() / tokens * probs[:, expert].sum() / tokens for expert in range(experts))
-    return aux, torch.stack([row.exp().sum().log() ** 2 for row in logits]).mean()
 
 
 @pytest.mark.parametrize("name", WATCHED)
@@ -81,22 +73,10 @@ def test_router_losses_of_every_family_equal_their_formula(name):
 
 def _plain_losses(model: nn.Module, sigmoid: bool, samples) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the losses, averaged over the layers, of samples as one micro-batch."""
-    experts = find_experts(model)
-    logits: dict[str, list[torch.Tensor]] = {info.fqn: [] for info in experts}
-    ids: dict[str, list[torch.Tensor]] = {info.fqn: [] for info in experts}
-
-    def arrive(info, module, args):
-        gate = model.get_submodule(info.fqn.rpartition(".")[0]).gate
-        logits[info.fqn].append(args[0] @ gate.weight.T)
-        ids[info.fqn].append(args[1])
-
-    hooks = [info.module.register_forward_pre_hook(partial(arrive, info)) for info in experts]
-    for tokens, *_ in samples:
-        model(input_ids=tokens[None], use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    pairs = [_formula(torch.cat(logits[fqn]), torch.cat(ids[fqn]), sigmoid) for fqn in logits]
-    return torch.stack([aux for aux, _ in pairs]).mean(), torch.stack([z for _, z in pairs]).mean()
+    with watched_routers(model, find_experts(model), sigmoid) as losses:
+        for tokens, *_ in samples:
+            model(input_ids=tokens[None], use_cache=False)
+        return losses()
 
 
 def _mean_losses(model: nn.Module, sigmoid: bool, samples, per_rank: int, micro_batch: int):

@@ -2,24 +2,28 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
-import torch
+from torch import overrides
 
 __all__ = ["without_function_modes"]
 
+_overrides: Any = overrides
 _NAMES = ("_get_current_function_mode_stack", "_pop_mode", "_push_mode")
-# In a torch without them the modes stay on, which changes no result.
-_stack, _pop, _push = (getattr(torch.overrides, name, None) for name in _NAMES)
 
 
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Empty the stack of modes, of which the compiler's guards speak too, and fill it again at the end."""
-    modes = _stack() if _stack and _pop and _push else []
+    """Empty the stack of modes, which the compiler's guards read too, and fill it again at the end.
+
+    In a torch without these names the modes stay on, which changes no result.
+    """
+    known = all(hasattr(_overrides, name) for name in _NAMES)
+    modes = _overrides._get_current_function_mode_stack() if known else []
     for _ in modes:
-        _pop()
+        _overrides._pop_mode()
     try:
         yield
     finally:
         for mode in modes:
-            _push(mode)
+            _overrides._push_mode(mode)

@@ -132,7 +132,7 @@ def _draw(number: int, rng: random.Random) -> Draw:
         if chance(2):
             take(actor, loss_agg_mode=rng.choice(_AGGREGATIONS))
         if chance(2):
-            take(actor, policy_loss={"loss_mode": rng.choice(_LOSSES)})
+            take(actor, policy_loss={"loss_mode": rng.choice(_LOSSES), "dro_beta": 0.5})
         if chance(4):
             take(actor, use_kl_loss=True, kl_loss_coef=0.5)
         if chance(3):

@@ -1,6 +1,6 @@
 """Random combinations of settings: an update is the plain model's, or the engine's own checks refuse it.
 
-``DRAW=17 pytest tests/engine/integration/test_combinations.py -m "not long"`` repeats one.
+``DRAW=17 pytest tests/engine/test_combinations.py -m "not long"`` repeats one.
 """
 
 import itertools

@@ -198,7 +198,7 @@ class RolloutSync:
         return {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
 
     def values(self, adapters: AdapterUse = "merged") -> LocalValues:
-        """Return a function from a parameter to this rank's values to send; collective where adapters are merged."""
+        """Return a function from a parameter to this rank's values to send; calling it merges adapters, collectively."""
         return local_values(self.model, self.meshes.dense.device_type, adapters)
 
     def dtypes_for(self, rollout: Rollout) -> Mapping[str, torch.dtype]:
@@ -209,10 +209,12 @@ class RolloutSync:
         return {**self.dtypes, **dict.fromkeys(self._quantised, dtype)}
 
     def quantised(self, rollout: Rollout, values: LocalValues) -> QuantisedShards:
-        """Return this rank's values with the weights quantised that such a rollout holds so; collective."""
+        """Return this rank's values with the weights quantised that such a rollout holds so; calling it is collective."""
         params = {name: self.model.get_parameter(name) for name in self._quantised}
         scheme = scheme_of(rollout.block, rollout.channels)
-        return QuantisedShards(params, values, scheme, self.meshes.dense.device_type)
+        # One weight at a time with adapters: then one gather of its adapter serves its scales and its values.
+        limit = round_bytes(self.settings.memory_bytes) if lora_of(self.model) is None else 0
+        return QuantisedShards(params, values, scheme, self.meshes.dense.device_type, limit)
 
     def missing_bytes(self, adapters: bool = False) -> int:
         """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.lora.merge import AdapterUse
+from ..engine.lora.merge import AdapterUse, LocalValues
 from ..engine.model import hf_names
 from ..engine.topology.rank_consistency import check_agreement
 from .layout.layout_check import planned_layouts
@@ -83,7 +83,8 @@ class WorkerWeights:
 
     def _slices(self, receive_buffers: ReceiveBuffers | None) -> Generator[tuple[str, torch.Tensor]]:
         sync = self._sync
-        quantised, values = self._quantised(), sync.values(self._adapters)
+        values = sync.values(self._adapters)
+        quantised = self._quantised(values)
         blocks = self._exchange.run(sync.state(), self._dtypes, self.traffic, quantised or values, receive_buffers)
         with contextlib.closing(blocks):
             for found in blocks:
@@ -105,7 +106,7 @@ class WorkerWeights:
 
         An all-gather sends a shard to each other node once, where an exchange would send it once per rank.
         """
-        quantised = self._quantised()
+        quantised = self._quantised(self._sync.values(self._adapters))
         gathered = self._sync.shards(self.traffic, self._adapters, quantised)
         with contextlib.closing(gathered):
             for found in gathered:
@@ -115,11 +116,11 @@ class WorkerWeights:
                     for name, inside in self._indices(tensor, block):
                         yield name, values[inside]
 
-    def _quantised(self) -> QuantisedShards | None:
-        """Return the values to send to a worker that holds quantised weights, None for any other; collective."""
+    def _quantised(self, values: LocalValues) -> QuantisedShards | None:
+        """Return the values to send to a worker that holds quantised weights, None for any other."""
         if not self.is_quantised_here:
             return None
-        quantised = self._sync.quantised(self._rollout, self._sync.values(self._adapters))
+        quantised = self._sync.quantised(self._rollout, values)
         self.traffic.sent += quantised.nbytes
         self.traffic.received += quantised.nbytes
         return quantised

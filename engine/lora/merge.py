@@ -1,8 +1,8 @@
 """Merge adapters into weights, one weight at a time and shard by shard; the trained parameters are unchanged.
 
-A shard of ``W + scaling * B @ A`` needs the matching rows of ``B`` and columns of ``A``. So adapters are gathered over
-the axes that cut them, those of experts among the ranks that share these experts; weights are not gathered. What DoRA
-divides by is the norm of a row, which no rank has a part of. A module that is trained as a whole is sent as its copy.
+A shard of ``W + scaling * B @ A`` needs the matching rows of ``B`` and columns of ``A``. So a weight's adapter is gathered
+when the weight is asked for, over the axes that cut it, that of experts among the ranks that share these experts; weights
+are not gathered. What DoRA divides by is the norm of a row, which no rank has a part of. A module that is trained as a whole is sent as its copy.
 """
 
 import itertools
@@ -37,7 +37,10 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def local_values(model: nn.Module, device: torch.device | str, adapters: AdapterUse = "merged") -> LocalValues:
-    """Return a function from a tensor to its local values; collective if there are adapters to merge.
+    """Return a function from a tensor to its local values.
+
+    Calling it is collective if there are adapters to merge: all ranks ask for the same tensors in the same order, also
+    ranks that have no use for the values. Only the last values are kept, so asking again for older ones gathers again.
 
     Args:
         device: device type of the tensors that the mesh's backend sends.
@@ -86,19 +89,15 @@ class _MergedShards:
     def __init__(self, model: nn.Module, device: torch.device | str):
         lora = lora_of(model)
         assert lora is not None, "a model without adapters has nothing to merge"
-        self._lora, self._model = lora, model
+        self._lora, self._model, self._device = lora, model, device
         self._saved = set(lora.saved)
-        self._halves = {
-            name: (_gathered(model.get_parameter(name + A), device), _gathered(model.get_parameter(name + B), device))
-            for name in lora.targets
-        }
         self._last: tuple[str, torch.Tensor] | None = None  # a tensor that is sent in parts is needed several times
 
     @torch.no_grad()
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name in self._saved:
             return local_tensor(self._model.get_parameter(name + SAVED)).detach()
-        if name not in self._halves:
+        if name not in self._lora.targets:
             return local_tensor(tensor).detach()
         if self._last is None or self._last[0] != name:
             self._last = None
@@ -106,14 +105,17 @@ class _MergedShards:
         return self._last[1]
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        a, b = (_gathered(self._model.get_parameter(name + half), self._device) for half in (A, B))
         ranges, out = local_ranges(weight), torch.empty_like(local_tensor(weight))
         for held, local in local_pieces(weight):
             into = out if len(ranges) == 1 else out[slices_in_shard(held, ranges)]
-            into.copy_(self._merged_piece(name, local, held))
+            into.copy_(self._merged_piece(name, local, held, a, b))
         return out
 
-    def _merged_piece(self, name: str, local: torch.Tensor, held: IndexRange) -> torch.Tensor:
-        (a, b), target = self._halves[name], self._lora.targets[name]
+    def _merged_piece(
+        self, name: str, local: torch.Tensor, held: IndexRange, a: _Gathered, b: _Gathered
+    ) -> torch.Tensor:
+        target = self._lora.targets[name]
         transposed, rank = target.is_transposed, target.rank
         experts = slice(0, len(held.low) - 2)
         (low, high), (first, second) = (

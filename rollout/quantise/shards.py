@@ -1,5 +1,7 @@
 """A rank's shards in FP8 or INT8, with the scales of whole weights."""
 
+import bisect
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -16,31 +18,32 @@ __all__ = ["QuantisedShards"]
 class QuantisedShards:
     """Maps a tensor to this rank's values to send: quantised where it is one of ``weights``, else as they are.
 
-    Scales are of whole weights: the largest values of the elements that share one are reduced over all ranks, in one
-    all-reduce for the model, so that every rank has all scales, of 4 bytes each.
+    Scales are of whole weights: the largest values of the elements that share one are reduced over all ranks, so that
+    every rank has all scales, of 4 bytes each. Calling it is collective: all ranks ask for the same tensors in the same
+    order.
 
     Args:
         weights: sharded weights ``[..., rows, columns]`` by name, equal on all ranks.
         values: returns the local values of a tensor; they are rounded to bfloat16 before they are quantised.
         scheme: what shares a scale, and the dtype of the values.
         device: device type of the tensors that the default group's backend sends.
+        limit: bytes of the scales that are reduced in one all-reduce; those of one weight may have more.
+
+    Attributes:
+        nbytes: of all scales.
+        scales: by name, of the weights that were asked for and some after them; a consumer removes them.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], values: LocalValues, scheme: Scheme, device: str):
-        self._weights, self._values, self.scheme = weights, values, scheme
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], values: LocalValues, scheme: Scheme, device: str, limit: int
+    ):
+        self._weights, self._values, self.scheme, self._device = weights, values, scheme, device
         self._last: tuple[str, torch.Tensor] | None = None  # a tensor that is sent in parts is needed several times
-        shapes = {name: scheme.sharing(IndexRange.of(weight.shape)).shape for name, weight in weights.items()}
-        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-        maxima = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        grids = {
-            name: part.view(shape) for (name, shape), part in zip(shapes.items(), maxima.split(sizes), strict=True)
-        }
-        with torch.no_grad():
-            for name, weight in weights.items():
-                self._add_maxima(grids[name], name, weight)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        self.nbytes = maxima.nbytes
-        self.scales = {name: scheme.scales(grid) for name, grid in grids.items()}
+        # Shapes of the scales that are not known yet.
+        self._missing = {n: torch.Size(scheme.sharing(IndexRange.of(w.shape)).shape) for n, w in weights.items()}
+        self.nbytes = sum(4 * shape.numel() for shape in self._missing.values())
+        self._limit = limit
+        self.scales: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name not in self._weights:
@@ -48,8 +51,23 @@ class QuantisedShards:
         if self._last is None or self._last[0] != name:
             self._last = None
             with torch.no_grad():
+                while name in self._missing:
+                    self._add_scales()
                 self._last = (name, self._quantised(name, tensor))
         return self._last[1]
+
+    def _add_scales(self) -> None:
+        """Compute the scales of as many of the next weights as the limit allows, at least of one; collective."""
+        ends = list(itertools.accumulate(4 * shape.numel() for shape in self._missing.values()))
+        names = list(self._missing)[: max(1, bisect.bisect(ends, self._limit))]
+        shapes = {name: self._missing.pop(name) for name in names}
+        sizes = [shape.numel() for shape in shapes.values()]
+        maxima = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
+        grids = {n: part.view(shape) for (n, shape), part in zip(shapes.items(), maxima.split(sizes), strict=True)}
+        for name, grid in grids.items():
+            self._add_maxima(grid, name, self._weights[name])
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        self.scales |= {name: self.scheme.scales(grid) for name, grid in grids.items()}
 
     def _add_maxima(self, grid: torch.Tensor, name: str, weight: torch.Tensor) -> None:
         local, ranges = self._values(name, weight), local_ranges(weight)

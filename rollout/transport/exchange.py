@@ -112,6 +112,7 @@ class Exchange:
         self._shard_blocks: dict[str, tuple[IndexRange, ...]] = {}
         self._send_blocks: list[list[SendBlock]] = []
         self._local_blocks: list[list[LocalBlock]] = []
+        self._names: list[list[str]] = []  # of each round's tensors
         self._receive_offsets: dict[int, list[tuple[TensorSpec, IndexRange, int]]] = {}
         self._send_buffers: list[torch.Tensor] = []
         self._receive_buffers: list[torch.Tensor] = []
@@ -260,9 +261,8 @@ class Exchange:
 
     def _pack(self, index: int, buffers: RoundBuffers, shards: LocalShards) -> None:
         """Write what a round sends into its send buffer, and what is cast with it for the own worker into ``local``."""
-        send_blocks, local_blocks = self._send_blocks[index], self._local_blocks[index]
-        shards.drop_except({b.tensor.name for b in send_blocks} | {b.tensor.name for b in local_blocks})
-        for block in send_blocks:
+        shards.hold(self._names[index])
+        for block in self._send_blocks[index]:
             name = block.tensor.name
             dtype, values = shards.dtype(name), shards.values(name)
             if block.rows is not None:
@@ -316,6 +316,7 @@ class Exchange:
                 send_blocks.append(SendBlock(tensor, None, (), list(self._packed_parts(begins, shard, itemsize))))
         self._send_blocks.append(send_blocks)
         self._local_blocks.append(local_blocks)
+        self._names.append(list(dict.fromkeys(self._transfers_of(p).tensor.name for p in self.plan.rounds[index])))
 
     def _rows_to_cast(self, piece: PieceTransfers, shards: LocalShards, local_bytes: int) -> list[IndexRange]:
         """Return the rows to cast before they are split, if any.

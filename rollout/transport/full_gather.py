@@ -189,10 +189,11 @@ def gather(
         group, buffer = groups[started], buffers[started % 2]
         own, everyone = buffer[: group.rank_bytes], buffer[max_rank_bytes : max_rank_bytes + ranks * group.rank_bytes]
         for sent, pieces in zip(group.members, group.layouts[meshes.fsdp_rank], strict=True):
+            local = values(sent.name, sent.param)  # also of an empty shard: merging an adapter is collective
             for piece in pieces:
                 if piece.nbytes:
                     shard = own[piece.offset : piece.offset + piece.nbytes].view(sent.dtype)
-                    shard.view(piece.block.shape).copy_(values(sent.name, sent.param)[piece.inside])
+                    shard.view(piece.block.shape).copy_(local[piece.inside])
         traffic.sent += everyone.numel() - own.numel()
         traffic.received += everyone.numel() - own.numel()
         work = dist.all_gather_into_tensor(everyone, own, group=meshes.replica_group, async_op=True)

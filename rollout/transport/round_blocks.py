@@ -92,7 +92,7 @@ class LocalBlock:
 
 
 class LocalShards:
-    """The local shards of the trainer's tensors, computed at most once per sync.
+    """The local shards of the trainer's tensors, computed once per sync.
 
     Args:
         blocks: cache of each shard's ranges by the tensor's name, kept from sync to sync.
@@ -125,15 +125,19 @@ class LocalShards:
         return self._blocks[name]
 
     def values(self, name: str) -> torch.Tensor:
-        """Return the shard's values in the dtype in which they are stored."""
-        if name not in self._local:
-            with torch.no_grad():
-                self._local[name] = self._values(name, self._tensors[name])
+        """Return the shard's values in the dtype in which they are stored; the tensor has to be held."""
         return self._local[name]
 
-    def drop_except(self, names: Collection[str]) -> None:
-        """Free the values of all other tensors; values merged with an adapter take memory of their own."""
+    def hold(self, names: Collection[str]) -> None:
+        """Compute the values of these tensors in their order, and free those of all others.
+
+        Every rank holds all tensors of a round, because merging an adapter is collective.
+        """
         self._local = {name: local for name, local in self._local.items() if name in names}
+        with torch.no_grad():
+            for name in names:
+                if name not in self._local:
+                    self._local[name] = self._values(name, self._tensors[name])
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:

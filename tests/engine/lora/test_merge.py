@@ -1,0 +1,102 @@
+"""What merging adapters costs a sync: each is gathered once, and one weight's at a time, in every stream."""
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from epfsdp2.engine.lora import merge
+from epfsdp2.engine.lora.adapters import B
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.topology.dtensor import is_adapter, local_tensor
+from epfsdp2.rollout.layout.vllm_layout import Rollout
+from epfsdp2.rollout.remote.delta_shards import ShardExport
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from tests.support.engine.lora import stirred
+from tests.support.engine.lora_runs import sharded_with_adapters
+from tests.support.models.quantised import BLOCK, SIZES
+from tests.support.models.tiny import save_qwen3_moe
+from tests.support.ranks import run_ranks
+
+WORLD = 4
+STREAMS = {
+    "full": ("full", Rollout()),
+    "slices of an exchange": ("sliced", Rollout(2)),
+    "slices of a gather": ("sliced", Rollout(1)),
+    "whole experts": ("expert_local", Rollout(2, expert_parallel=True)),
+    "FP8 of an exchange": ("sliced", Rollout(2, block=BLOCK)),
+    "FP8 of a gather": ("sliced", Rollout(1, block=BLOCK)),
+    "INT8 of an exchange": ("sliced", Rollout(2, channels="int8")),
+}
+
+
+class _Gathers:
+    """Counts the gathers of each adapter, and the most bytes of gathered ones that are alive at the same time."""
+
+    def __init__(self, model, patch):
+        names = {id(param): name for name, param in model.named_parameters()}
+        self.counts, self.most, self._live = {}, 0, 0
+        gathered = merge._gathered
+
+        def counting(param, device):
+            found, name = gathered(param, device), names[id(param)]
+            self.counts[name] = self.counts.get(name, 0) + 1
+            nbytes = found.values.nbytes
+            self._live += nbytes
+            self.most = max(self.most, self._live)
+            weakref.finalize(found, self._free, nbytes)
+            return found
+
+        patch.setattr(merge, "_gathered", counting)
+
+    def _free(self, nbytes):
+        self._live -= nbytes
+
+
+def _sent(sync, stream):
+    """Return all that a rank sends to its worker."""
+    if stream == "delta":
+        return {name: values.clone() for name, values, _ in ShardExport(sync.model, sync.meshes).shards()}
+    mode, rollout = STREAMS[stream]
+    weights = sync.worker_weights(mode, rollout, dist.get_rank() % rollout.workers)
+    return {name: torch.empty_like(values).copy_(values).float() for name, values in weights.tensors()}
+
+
+def _gathers_once(folder, streams, ep, memory):
+    model, meshes, lora = sharded_with_adapters(folder, ep)
+    lora.initialize(model, 0, stirred(model))
+    adapters = {name for name, _ in model.named_parameters() if is_adapter(name)}
+    # An expert's adapters are on the ranks of its ``ep`` coordinate.
+    pairs = [
+        sum(model.get_parameter(name + half).numel() * 4 for half in lora.suffixes) // (ep if target.experts else 1)
+        for name, target in lora.targets.items()
+    ]
+    dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
+    sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("auto", memory))
+    with_adapters = {}
+    for stream in streams:
+        with pytest.MonkeyPatch.context() as patch:
+            gathers = _Gathers(model, patch)
+            with_adapters[stream] = _sent(sync, stream)
+        assert gathers.counts == dict.fromkeys(adapters, 1), stream
+        assert gathers.most <= max(pairs) < sum(pairs) / 2, stream
+    # The same weights without an adapter are sent in the same bits.
+    values = merge.local_values(model, "cpu")
+    with torch.no_grad():
+        for name, param in merge.weights(model):
+            local_tensor(param).copy_(values(name, param))
+        for name in lora.targets:
+            local_tensor(model.get_parameter(name + B)).zero_()
+    for stream, expected in with_adapters.items():
+        found = _sent(sync, stream)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found), stream
+
+
+@pytest.mark.parametrize(
+    ("ep", "memory"),
+    [(2, 1 << 22), *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, 1 << 30), (1, 1 << 22)])],
+)
+def test_merge_in_any_stream_gathers_each_adapter_once_and_one_weights_at_a_time(tmp_path, ep, memory):
+    run_ranks(_gathers_once, WORLD, save_qwen3_moe(tmp_path, **SIZES), [*STREAMS, "delta"], ep, memory)

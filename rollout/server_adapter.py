@@ -5,7 +5,6 @@ does, and the run hangs (seen with verl 0.9.1). This one sends the same way and 
 receiving remote call has failed, or after a time-out.
 """
 
-import asyncio
 import contextlib
 import os
 import time
@@ -23,7 +22,7 @@ from .transport.checksums import with_checksums
 from .transport.exchange import ReceiveBuffers
 from .transport.report import TransferStats
 from .transport.sender import is_verl_sender, new_sender
-from .transport.watched_sockets import WatchedContext, WeightSyncError
+from .transport.watched_sockets import WatchedContext, WeightSyncError, await_result
 
 __all__ = ["WeightSyncError", "install"]
 
@@ -47,7 +46,7 @@ def install(timeout_seconds: float) -> None:
     global _timeout_seconds
     _timeout_seconds = timeout_seconds
     base._ROLLOUT_REGISTRY[("vllm", "async")] = f"{__name__}.{_ADAPTER}"
-    base._ROLLOUT_REGISTRY[("sglang", "async")] = sglang_adapter.ADAPTER
+    sglang_adapter.install(timeout_seconds)
 
 
 def __getattr__(name: str) -> Any:
@@ -97,9 +96,10 @@ class WatchedUpdates:
             await self._update(stage, weights, {**kwargs, **arguments})
         if self._has_server:
             # Cached keys and values are of the old weights.
-            await self.server_handle.clear_kv_cache.remote()
+            failure = "vLLM's server did not answer after the update"
+            await await_result(self.server_handle.clear_kv_cache.remote(), _timeout_seconds, failure)
             if global_steps is not None:
-                await self.server_handle.set_global_steps.remote(global_steps)
+                await await_result(self.server_handle.set_global_steps.remote(global_steps), _timeout_seconds, failure)
 
     def _stages(self, weights: Any) -> Iterable[tuple[Any, dict[str, Any]]]:
         """Return what the worker loads one after the other; None for another engine's weights, sent unchanged."""
@@ -153,7 +153,7 @@ class WatchedUpdates:
                 "epfsdp2_check_layout", non_block=True, kwargs={"layouts": weights.planned_layouts()}
             )
             if future is not None:
-                await _await_result(future, _timeout_seconds, "vLLM did not compare its layout with the trainer's plan")
+                await await_result(future, _timeout_seconds, "vLLM did not compare its layout with the trainer's plan")
         except Exception as error:
             failure = WeightSyncError(_describe(error))
         weights.check_plans(failure)
@@ -211,7 +211,7 @@ async def send_weights(
         await sender.async_send_weights(progress.iterate)
         sent = time.monotonic()
         if future is not None:
-            await _await_result(future, timeout_seconds, "vLLM received every tensor but did not finish the update")
+            await await_result(future, timeout_seconds, "vLLM received every tensor but did not finish the update")
         finishing = time.monotonic() - sent
         wire = sent - started - progress.gather_seconds - context.waited_seconds
         load = context.waited_seconds + finishing
@@ -268,16 +268,6 @@ class _Progress:
             self.nbytes += tensor.nbytes
 
 
-async def _await_result(future: Any, timeout_seconds: float, failure: str) -> None:
-    async def result() -> Any:
-        return await future
-
-    try:
-        await asyncio.wait_for(result(), timeout_seconds)
-    except asyncio.TimeoutError:
-        raise WeightSyncError(f"{failure} within {timeout_seconds:g} s") from None
-
-
 def _failure_of_ray_call(reference: Any) -> Exception | None:
     import ray
 
@@ -302,6 +292,10 @@ def _describe(cause: BaseException) -> str:
 
 async def _close(weights: Any) -> None:
     # verl drops the generator without closing it, which would leave the remaining collectives unstarted.
+    # A generator that has not begun does nothing when it is closed.
+    if callable(weights):
+        weights = weights(None)
+        next(weights, None)
     if hasattr(weights, "aclose"):
         await weights.aclose()
     elif hasattr(weights, "close"):

@@ -197,9 +197,11 @@ class RolloutSync:
         # Names of persistent buffers are cached: finding them takes longer than sending a small layer.
         return {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
 
-    def values(self, adapters: AdapterUse = "merged") -> LocalValues:
-        """Return a function from a parameter to this rank's values to send; calling it merges adapters, collectively."""
-        return local_values(self.model, self.meshes.dense.device_type, adapters)
+    def values(
+        self, adapters: AdapterUse = "merged", wait: Callable[[dist.Work], object] = dist.Work.wait
+    ) -> LocalValues:
+        """Return a function from a parameter to this rank's values to send; see ``local_values``."""
+        return local_values(self.model, self.meshes.dense.device_type, adapters, wait)
 
     def dtypes_for(self, rollout: Rollout) -> Mapping[str, torch.dtype]:
         """Return the dtype in which each tensor is sent in slices to such a rollout."""
@@ -209,7 +211,7 @@ class RolloutSync:
         return {**self.dtypes, **dict.fromkeys(self._quantised, dtype)}
 
     def quantised(self, rollout: Rollout, values: LocalValues) -> QuantisedShards:
-        """Return this rank's values with the weights quantised that such a rollout holds so; calling it is collective."""
+        """Return this rank's values, quantised as such a rollout holds them; see ``QuantisedShards``."""
         params = {name: self.model.get_parameter(name) for name in self._quantised}
         scheme = scheme_of(rollout.block, rollout.channels)
         # One weight at a time with adapters: then one gather of its adapter serves its scales and its values.

@@ -345,12 +345,13 @@ class EngineSettings:
         "Upper bound in MB on the buffers that a rank holds during a weight sync: two gathers of a full sync, one "
         "in flight and one that is sent on, and what is assembled from the latter (a tensor that a "
         "checkpoint has whole and that does not fit is gathered alone); or the four buffers of two rounds of the "
-        "others. The transport's bucket comes on top",
+        "others. On top come the transport's bucket and, where adapters are merged or weights quantised, a copy of a "
+        "round's shards",
     )
     sync_timeout_seconds: float = setting(
         300.0,
         POSITIVE_NUMBER,
-        "Seconds after which a weight sync without progress ends the run with its cause; vLLM's final processing "
+        "Seconds after which a weight sync without progress ends the run with its cause; a rollout's final processing "
         "of the weights, which shows no progress, has to end within them too",
     )
     survivors_folder: str | None = setting(

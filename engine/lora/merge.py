@@ -1,8 +1,9 @@
 """Merge adapters into weights, one weight at a time and shard by shard; the trained parameters are unchanged.
 
-A shard of ``W + scaling * B @ A`` needs the matching rows of ``B`` and columns of ``A``. So a weight's adapter is gathered
-when the weight is asked for, over the axes that cut it, that of experts among the ranks that share these experts; weights
-are not gathered. What DoRA divides by is the norm of a row, which no rank has a part of. A module that is trained as a whole is sent as its copy.
+A shard of ``W + scaling * B @ A`` needs the matching rows of ``B`` and columns of ``A``. So a weight's adapter is
+gathered when the weight is asked for, over the axes that cut it, that of experts among the ranks that share these
+experts; weights are not gathered. What DoRA divides by is the norm of a row, which no rank has a part of. A module that
+is trained as a whole is sent as its copy.
 """
 
 import itertools
@@ -36,7 +37,12 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, param) for name, param in model.named_parameters() if is_adapter(name))
 
 
-def local_values(model: nn.Module, device: torch.device | str, adapters: AdapterUse = "merged") -> LocalValues:
+def local_values(
+    model: nn.Module,
+    device: torch.device | str,
+    adapters: AdapterUse = "merged",
+    wait: Callable[[dist.Work], object] = dist.Work.wait,
+) -> LocalValues:
     """Return a function from a tensor to its local values.
 
     Calling it is collective if there are adapters to merge: all ranks ask for the same tensors in the same order, also
@@ -44,10 +50,11 @@ def local_values(model: nn.Module, device: torch.device | str, adapters: Adapter
 
     Args:
         device: device type of the tensors that the mesh's backend sends.
+        wait: waits for a gather; raises where another rank has left the sync.
     """
     if adapters != "merged" or lora_of(model) is None:
         return lambda name, tensor: local_tensor(tensor).detach()
-    return _MergedShards(model, device)
+    return _MergedShards(model, device, wait)
 
 
 def merged(
@@ -86,10 +93,10 @@ class _Gathered:
 
 
 class _MergedShards:
-    def __init__(self, model: nn.Module, device: torch.device | str):
+    def __init__(self, model: nn.Module, device: torch.device | str, wait: Callable[[dist.Work], object]):
         lora = lora_of(model)
         assert lora is not None, "a model without adapters has nothing to merge"
-        self._lora, self._model, self._device = lora, model, device
+        self._lora, self._model, self._device, self._wait = lora, model, device, wait
         self._saved = set(lora.saved)
         self._last: tuple[str, torch.Tensor] | None = None  # a tensor that is sent in parts is needed several times
 
@@ -105,7 +112,7 @@ class _MergedShards:
         return self._last[1]
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        a, b = (_gathered(self._model.get_parameter(name + half), self._device) for half in (A, B))
+        a, b = (_gathered(self._model.get_parameter(name + half), self._device, self._wait) for half in (A, B))
         ranges, out = local_ranges(weight), torch.empty_like(local_tensor(weight))
         for held, local in local_pieces(weight):
             into = out if len(ranges) == 1 else out[slices_in_shard(held, ranges)]
@@ -131,7 +138,7 @@ class _MergedShards:
         return merged(local, of_a, of_b, target.scaling, transposed, magnitude)
 
 
-def _gathered(param: torch.Tensor, device: torch.device | str) -> _Gathered:
+def _gathered(param: torch.Tensor, device: torch.device | str, wait: Callable[[dist.Work], object]) -> _Gathered:
     """Gather a parameter over the axes that cut it but ``ep``; collective."""
     shard = local_tensor(param).detach().to(device)
     axes = [step.axis for step in shard_steps(param) if step.axis != "ep" and step.parts > 1]
@@ -148,7 +155,9 @@ def _gathered(param: torch.Tensor, device: torch.device | str) -> _Gathered:
     values[: shard.numel()] = shard.reshape(-1)
     for axis in axes:
         everyone = values.new_empty(mesh[axis].size() * values.numel())
-        dist.all_gather_into_tensor(everyone, values, group=mesh.get_group(axis))
+        work = dist.all_gather_into_tensor(everyone, values, group=mesh.get_group(axis), async_op=True)
+        assert work is not None
+        wait(work)
         values = everyone
     whole = bounding_range([held for ranges in held_by for held in ranges])
     found = shard.new_empty(whole.shape)

@@ -32,7 +32,7 @@ __all__ = [
     "round_bytes",
 ]
 
-# What sends or receives: ("sent", a trainer's rank) or ("received", a worker).
+# What sends, receives or keeps: ("sent", a trainer's rank), ("received", a worker) or ("kept", a rank for its worker).
 End = tuple[str, int]
 # Two send buffers, two receive buffers, and one for what is cast before it is packed.
 ROUND_BUFFERS = 5
@@ -92,20 +92,23 @@ class TensorPlan:
 
     def max_rank_bytes(self, part: int = 0, parts: int = 1) -> int:
         """Return the most bytes that any rank sends or receives for this part."""
-        return max(self.rank_bytes(part, parts).values(), default=0)
+        return max((size for (end, _), size in self.rank_bytes(part, parts).items() if end != "kept"), default=0)
 
     @cached_property
     def _counts(self) -> dict[tuple[int, ...], Counter[End]]:
-        """How many blocks of a shape each end sends or receives: the size of a part depends on nothing else."""
+        """How many blocks of a shape each end has: the size of a part depends on nothing else."""
         counts: dict[tuple[int, ...], Counter[End]] = {}
-        for transfer in self.remote_transfers:
+        for transfer in self.transfers:
             ends = counts.setdefault(transfer.block.shape, Counter())
+            if self.is_local(transfer):
+                ends["kept", transfer.target] += 1
+                continue
             ends["sent", transfer.source] += 1
             ends["received", transfer.target] += 1
         return counts
 
     def rank_bytes(self, part: int = 0, parts: int = 1) -> dict[End, int]:
-        """Return the bytes sent by each source, ``("sent", rank)``, and received by each target."""
+        """Return the bytes sent by each source, ``("sent", rank)``, received by each target, and kept by each rank."""
         nbytes: dict[End, int] = {}
         for shape, ends in self._counts.items():
             if size := _part_numel(shape, part, parts) * self.tensor.itemsize:
@@ -233,7 +236,11 @@ class TransferPlan:
 
     @cached_property
     def rounds(self) -> tuple[tuple[Piece, ...], ...]:
-        """The pieces of each round in the model's order; no rank sends or receives more than ``limit`` bytes."""
+        """The pieces of each round in the model's order; no rank sends or receives more than ``limit`` bytes.
+
+        Nor does a rank keep more, because it holds a copy of its shards where they are merged or quantised; but what it
+        keeps of a tensor is not divided further for that.
+        """
         divided = [[plan.divided(self.limit) for plan in template.tensors] for template in self.templates]
         rounds: list[tuple[Piece, ...]] = []
         pieces: list[Piece] = []
@@ -244,10 +251,11 @@ class TransferPlan:
                     while first < last:
                         room = ((self.limit - load.get(end, 0)) // more for end, more in nbytes.items())
                         fitting = min([last - first, *room])
-                        if not fitting:
+                        if fitting < 1 and pieces:
                             rounds.append(tuple(pieces))
                             pieces, load = [], {}
                             continue
+                        fitting = max(1, fitting)
                         pieces += [Piece(group, index, part, parts) for part in range(first, first + fitting)]
                         for end, more in nbytes.items():
                             load[end] = load.get(end, 0) + fitting * more

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..transport.watched_sockets import WeightSyncError
+from ..transport.watched_sockets import WeightSyncError, wait_for_work
 
 __all__ = ["Members", "SyncGroup", "register_message_types"]
 
 _FAILURE = "failure"
-_POLL_SECONDS, _SHORTEST_POLL_SECONDS = 0.01, 0.0002
+_POLL_SECONDS = 0.01
 # NCCL's time counts from when a collective is launched, which may be long before the others are there.
 _NCCL_TIMEOUT = timedelta(days=1)
 _NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -126,21 +126,13 @@ class SyncGroup:
     def finish(self, work: dist.Work) -> None:
         """Wait until a collective has ended on this rank, or has failed on any.
 
-        The host waits, since NCCL's ``wait`` does neither that nor raise, and its kernels go on when another member
-        leaves the group: every member that sees the failure in the store leaves it too (``abort_on_error``).
+        NCCL's kernels go on when another member leaves the group: every member that sees the failure in the store
+        leaves it too (``abort_on_error``).
 
         Raises:
             WeightSyncError: a member failed, or did not take part in time.
         """
-        deadline, pause = time.monotonic() + self.timeout_seconds, _SHORTEST_POLL_SECONDS
-        while not work.is_completed():
-            if self._store.check([_FAILURE]):
-                raise WeightSyncError(self._published_failure())
-            if time.monotonic() > deadline:
-                raise WeightSyncError(f"another rank took no part in a collective within {self.timeout_seconds:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_SECONDS)
-        work.wait()  # orders this rank's stream after it, and raises what the backend noticed
+        wait_for_work(work, self.timeout_seconds, self._check)
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -163,8 +155,7 @@ class SyncGroup:
         key = f"{self._syncs}/{name}"
         deadline = time.monotonic() + self.timeout_seconds
         while not self._store.check([key]):
-            if self._store.check([_FAILURE]):
-                raise WeightSyncError(self._published_failure())
+            self._check()
             if time.monotonic() > deadline:
                 raise WeightSyncError(f"no other rank published {name!r} within {self.timeout_seconds:g} s")
             time.sleep(_POLL_SECONDS)
@@ -214,6 +205,10 @@ class SyncGroup:
 
     def _set(self, key: str, message: Any) -> None:
         self._store.set(key, json.dumps(message, default=_encode))
+
+    def _check(self) -> None:
+        if self._store.check([_FAILURE]):
+            raise WeightSyncError(self._published_failure())
 
     def _published_failure(self) -> str:
         return str(_decode(self._store.get(_FAILURE)))

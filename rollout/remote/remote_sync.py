@@ -150,7 +150,8 @@ class Sender(_Endpoint):
             return self._broadcast(weights, layout.limit)
         assert isinstance(weights, RolloutWeights), "weights of other engines are sent as full tensors"
         sync, exchange = weights.sync, self._exchange(layout, requests)
-        for _ in exchange.run(sync.state(), sync.dtypes, values=sync.values(weights.adapters)):
+        values = sync.values(weights.adapters, self.group.finish)
+        for _ in exchange.run(sync.state(), sync.dtypes, values=values):
             raise AssertionError("a trainer rank receives no blocks")
         return max(exchange.plan.sent.get(rank, 0) for rank in range(self.group.members.trainers))
 

@@ -1,9 +1,10 @@
 """verl's SGLang server adapter, which sends slices where they are known to be right, and full tensors elsewhere."""
 
 import asyncio
-import contextlib
+import itertools
 import os
 import time
+from collections.abc import Coroutine, Generator, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -13,14 +14,23 @@ import torch.distributed as dist
 from ..layout.rollout_config import SGLANG_LOADER
 from ..transport.checksums import with_checksums
 from ..transport.report import TransferStats
-from ..transport.watched_sockets import WeightSyncError
+from ..transport.watched_sockets import WeightSyncError, await_result, taking_part, wait_for_work
 from .bucket import ANSWER_BYTES, Header, answer_of, fill, synchronize
 
-__all__ = ["ADAPTER", "shared_memory"]
+__all__ = ["install", "shared_memory"]
 
 # On a CPU, where memory that a worker maps costs more than messages.
 _SHM_BYTES = 32 << 20
-ADAPTER = f"{__name__}.SlicingServerAdapter"  # as verl's registry names it
+_timeout_seconds = 300.0
+
+
+def install(timeout_seconds: float) -> None:
+    """Make verl build this adapter for SGLang; see ``server_adapter.install``."""
+    from verl.workers.rollout import base
+
+    global _timeout_seconds
+    _timeout_seconds = timeout_seconds
+    base._ROLLOUT_REGISTRY[("sglang", "async")] = f"{__name__}.SlicingServerAdapter"
 
 
 def __getattr__(name: str) -> Any:
@@ -60,73 +70,96 @@ class SlicedUpdates:
         """Send ``weights`` to SGLang's workers. Arguments as in verl's method.
 
         Raises:
-            WeightSyncError: a worker could not load them; on all ranks of the replica, with its rank and the cause.
+            WeightSyncError: a worker could not load them or did not answer in time, or a rank could not send them; on
+                all ranks of the replica, with its rank and the cause.
         """
         selected = weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None
-        if selected is None or selected.mode == "full" or wire_format != "named_tensors":
-            stock = super().update_weights  # type: ignore[misc]
+        stock = super().update_weights  # type: ignore[misc]
+        if selected is None or wire_format != "named_tensors":
             return await stock(weights, global_steps, wire_format=wire_format, **kwargs)
-        await self._init_server_adapter()
+        if selected.mode == "full":
+            counted = _Counted(weights)
+            with taking_part(counted.tensors):
+                call = stock(counted.tensors, global_steps, wire_format=wire_format, **kwargs)
+                return await _await_progress(call, counted)
         if selected.mode != self._checked_mode:
-            selected.check_plans(None)
+            failure: Exception | None = None
+            try:
+                await await_result(
+                    self._init_server_adapter(), _timeout_seconds, "SGLang's server did not say where it is"
+                )
+            except Exception as error:  # the other ranks wait for this one
+                failure = error
+            selected.check_plans(failure)
         transfer = await self._send(selected)
         self._checked_mode = selected.mode
         report = selected.report(transfer)
         if dist.get_rank() == 0:
             print(f"[epfsdp2] {report}", flush=True)
         if self._engine is not None:
-            await self._engine.flush_cache()
+            failed = "SGLang's server did not answer after the update"
+            await await_result(self._engine.flush_cache(), _timeout_seconds, failed)
             if global_steps is not None:
-                await self.server_actor.set_global_steps.remote(global_steps)
+                await await_result(self.server_actor.set_global_steps.remote(global_steps), _timeout_seconds, failed)
 
     async def _send(self, selected: Any) -> TransferStats:
-        from verl.utils.device import get_device_name
-
         started = time.monotonic()
         waited, sent, nbytes = 0.0, 0, 0
+        tensors = with_checksums(selected.tensors()) if selected.has_checksums else selected.tensors()
+        stream = self._buckets(selected, tensors)
+        is_done = are_all_done = False
+        request, memory = None, None
+        with taking_part(tensors):
+            while True:
+                failure: Exception | None = None
+                try:
+                    header, following, packed = next(stream)  # while the worker loads the bucket before
+                except Exception as error:  # the other ranks of the replica wait for this one
+                    failure = error
+                before = time.monotonic()
+                await self._finish(request, memory, failure)
+                waited += time.monotonic() - before
+                if are_all_done:
+                    break
+                memory, is_done = following, is_done or header.is_last
+                sent, nbytes = sent + len(header.entries), nbytes + sum(t.nbytes for _, t in header.tensors(memory))
+                request, are_all_done = self._post(packed, is_done)
+        gathered = time.monotonic() - started - waited
+        return TransferStats(sent, nbytes, gathered, 0.0, waited)
+
+    def _buckets(
+        self, selected: Any, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[Header, torch.Tensor, Any]]:
+        """Yield the header and the memory of each bucket, and what SGLang is sent for it; then empty ones for ever."""
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+        from verl.utils.device import get_device_name
+
+        monkey_patch_torch_reductions()
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 2
         is_on_cpu = get_device_name() == "cpu"
         if is_on_cpu:
             size = min(size, _SHM_BYTES)
-        tensors = with_checksums(selected.tensors()) if selected.has_checksums else selected.tensors()
         buffers = self._buffers or [shared_memory(ANSWER_BYTES + size) for _ in range(2)]
         self._buffers = buffers if is_on_cpu else None
-        stream = fill(tensors, buffers, shared_memory)
-        idle = shared_memory(ANSWER_BYTES)
-        is_done = False
-        with contextlib.closing(tensors):  # which takes part in what is left of the exchange, if a worker has failed
-            header, memory = next(stream)
-            header.verify = selected.has_checksums
-            if selected.mode != self._checked_mode:
-                header.layouts = selected.planned_layouts()
-            while True:
-                is_done = is_done or header.is_last
-                sent, nbytes = sent + len(header.entries), nbytes + sum(t.nbytes for _, t in header.tensors(memory))
-                request, are_all_done = self._post(header, memory, is_done)
-                following = (Header(), idle) if is_done else next(stream)  # while the worker loads this one
-                before = time.monotonic()
-                await self._finish(request, memory)
-                waited += time.monotonic() - before
-                if are_all_done:
-                    break
-                header, memory = following
-        gathered = time.monotonic() - started - waited
-        return TransferStats(sent, nbytes, gathered, 0.0, waited)
+        idle = (Header(), shared_memory(ANSWER_BYTES))
+        for header, memory in itertools.chain(fill(tensors, buffers, shared_memory), itertools.repeat(idle)):
+            if header.is_first:
+                header.verify = selected.has_checksums
+                if selected.mode != self._checked_mode:
+                    header.layouts = selected.planned_layouts()
+            synchronize(memory)
+            yield header, memory, MultiprocessingSerializer.serialize([(header.as_text(), memory)])
 
-    def _post(self, header: Header, memory: torch.Tensor, is_done: bool) -> tuple["asyncio.Future[Any] | None", bool]:
+    def _post(self, packed: Any, is_done: bool) -> tuple["asyncio.Future[Any] | None", bool]:
         """Pass a bucket of each rank of a replica to its worker.
 
         Returns:
             SGLang's answer, on the rank that asks it, and whether all workers have everything after it.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
-        monkey_patch_torch_reductions()
-        synchronize(memory)
-        mine = (MultiprocessingSerializer.serialize([(header.as_text(), memory)]), is_done)
-        everyone = self._of_replica(mine)
+        everyone = self._of_replica((packed, is_done))
         request = None
         if self._engine is not None:
             update = UpdateWeightsFromTensorReqInput(
@@ -136,32 +169,78 @@ class SlicedUpdates:
             )
             # In a thread, since this one goes on with the next bucket; verl opens a session for each request.
             answer = self._engine.update_weights_from_tensor(update)
+            answer = await_result(answer, _timeout_seconds, "it did not answer")
             request = asyncio.get_running_loop().run_in_executor(None, asyncio.run, answer)
         return request, all(is_done for _, is_done in everyone)
 
-    async def _finish(self, request: "asyncio.Future[Any] | None", memory: torch.Tensor) -> None:
+    async def _finish(
+        self, request: "asyncio.Future[Any] | None", memory: torch.Tensor | None, failure: Exception | None
+    ) -> None:
         """Wait until the workers have loaded their buckets.
+
+        Args:
+            memory: this rank's bucket; None before the first.
+            failure: why this rank can't send another bucket, if it can't.
 
         Raises:
             WeightSyncError: on all ranks of the replica.
         """
-        failure = ""
+        text = "" if failure is None else f"its trainer rank failed: {type(failure).__name__}: {failure}"
         if request is not None:
             try:
                 await request
             except Exception as error:  # the other ranks wait for it
-                failure = f"SGLang did not take the update: {type(error).__name__}: {error}"
-        failures = self._of_replica(failure)  # before that the workers have not answered
-        answers = self._of_replica("".join(failures) or answer_of(memory))
-        if failed := [f"worker {i}: {text}" for i, text in enumerate(answers) if text]:
+                text = text or f"SGLang did not take the update: {type(error).__name__}: {error}"
+        texts = self._of_replica(text)  # before that the workers have not answered
+        if memory is not None and not any(texts):
+            texts = self._of_replica(answer_of(memory))
+        if failed := [f"worker {i}: {text}" for i, text in enumerate(texts) if text]:
             rank = int(os.environ.get("RANK", "0"))
-            raise WeightSyncError(f"weight sync failed on trainer rank {rank}: {failed[0]}")
+            raise WeightSyncError(f"weight sync failed on trainer rank {rank}: {failed[0]}") from failure
 
     def _of_replica(self, mine: Any) -> list[Any]:
-        """Gather a value from each rank of a replica."""
-        everyone: list[Any] = [None] * self.device_mesh["infer_tp"].size()
-        dist.all_gather_object(everyone, mine, self.device_mesh["infer_tp"].get_group())
+        """Gather a value from each rank of a replica.
+
+        Raises:
+            WeightSyncError: a rank took no part within twice the time-out, once for what it waits for itself.
+        """
+        mesh = self.device_mesh["infer_tp"]
+        everyone: list[Any] = [None] * mesh.size()
+        ready = dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=mesh.get_group(), async_op=True)
+        assert ready is not None
+        wait_for_work(ready, 2 * _timeout_seconds)
+        dist.all_gather_object(everyone, mine, mesh.get_group())
         return everyone
+
+
+class _Counted:
+    """Counts the tensors that verl takes from ``tensors``, and notes when it took the last."""
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]):
+        self.count, self.last, self.tensors = 0, time.monotonic(), self._counting(weights)
+
+    def _counting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor], None, None]:
+        for each in weights:
+            self.count, self.last = self.count + 1, time.monotonic()
+            yield each
+
+
+async def _await_progress(call: Coroutine[Any, Any, None], counted: _Counted) -> None:
+    """Await verl's own update, which is cancelled if it has taken no tensor for the time-out.
+
+    Raises:
+        WeightSyncError: it was cancelled.
+    """
+    update = asyncio.ensure_future(call)
+    while not update.done():
+        left = counted.last + _timeout_seconds - time.monotonic()
+        if left <= 0:
+            update.cancel()
+            raise WeightSyncError(
+                f"SGLang did not take the update within {_timeout_seconds:g} s, after {counted.count} tensors"
+            )
+        await asyncio.wait({update}, timeout=left)
+    await update
 
 
 def shared_memory(nbytes: int) -> torch.Tensor:

@@ -1,24 +1,26 @@
-"""ZMQ sockets whose waits time out.
+"""Waits of a weight sync that time out: of ZMQ sockets, remote calls and collectives.
 
 verl's bucketed sender and receiver take their socket from ``self.zmq_context`` and block on it without a time-out
 (verl 0.9.1, ``vllm_rollout/bucketed_weight_transfer.py``). Handing them a ``WatchedContext`` instead of the process's
 own context bounds every wait without patching verl.
 """
 
+import asyncio
 import contextlib
 import functools
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 import zmq
 
 from .metadata import read_metadata
 
-__all__ = ["WatchedContext", "WeightSyncError"]
+__all__ = ["WatchedContext", "WeightSyncError", "await_result", "taking_part", "wait_for_work"]
 
 _T = TypeVar("_T")
 
@@ -27,10 +29,66 @@ _POLL_MILLISECONDS = 200
 # retry interval is unsafe: the socket of one sync could connect to the next one's before it is closed and take its
 # message.
 _LISTENING_SECONDS, _LOOK_SECONDS = 1.0, 0.002
+# Between looks at a collective, which become rarer.
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0002, 0.01
 
 
 class WeightSyncError(RuntimeError):
     """Raised when a weight sync can't be completed; its message names the side, its progress and the cause."""
+
+
+async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any:
+    """Return the result of an awaitable, which is cancelled after the time-out.
+
+    Args:
+        failure: what the awaitable did not do in time, for the error's text.
+
+    Raises:
+        WeightSyncError: it took longer.
+    """
+
+    async def result() -> Any:
+        return await future
+
+    try:
+        return await asyncio.wait_for(result(), timeout_seconds)
+    except asyncio.TimeoutError:
+        raise WeightSyncError(f"{failure} within {timeout_seconds:g} s") from None
+
+
+def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
+    """Wait until a collective has ended on this rank.
+
+    The host waits, since NCCL's ``wait`` neither does that nor raises.
+
+    Args:
+        check: called again and again while waiting; raises when another rank has failed.
+
+    Raises:
+        WeightSyncError: another rank took no part in time.
+    """
+    deadline, pause = time.monotonic() + timeout_seconds, _SHORTEST_PAUSE_SECONDS
+    while not work.is_completed():
+        check()
+        if time.monotonic() > deadline:
+            raise WeightSyncError(f"another rank took no part in a collective within {timeout_seconds:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    work.wait()  # orders this rank's stream after it, and raises what the backend noticed
+
+
+@contextlib.contextmanager
+def taking_part(tensors: Generator[Any, None, None]) -> Iterator[None]:
+    """Close ``tensors`` after the block, which takes part in what is left of their exchange if the block raises.
+
+    They are begun before that, because closing a generator that has not begun does nothing, and other ranks would wait.
+    """
+    with contextlib.closing(tensors):
+        try:
+            yield
+        except BaseException:
+            next(tensors, None)
+            raise
 
 
 class WatchedContext:

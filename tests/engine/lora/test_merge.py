@@ -39,8 +39,8 @@ class _Gathers:
         self.counts, self.most, self._live = {}, 0, 0
         gathered = merge._gathered
 
-        def counting(param, device):
-            found, name = gathered(param, device), names[id(param)]
+        def counting(param, *rest):
+            found, name = gathered(param, *rest), names[id(param)]
             self.counts[name] = self.counts.get(name, 0) + 1
             nbytes = found.values.nbytes
             self._live += nbytes
@@ -52,6 +52,36 @@ class _Gathers:
 
     def _free(self, nbytes):
         self._live -= nbytes
+
+
+def _holds_a_round(folder):
+    """On one rank nothing is sent to another, so that no bytes of all-to-alls bound a round."""
+    memory = 1 << 20
+    model, meshes, lora = sharded_with_adapters(folder, 1)
+    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("sliced", memory))
+    values, live, most = sync.values(), 0, 0
+
+    def free(nbytes):
+        nonlocal live
+        live -= nbytes
+
+    def counting(name, tensor):
+        nonlocal live, most
+        found = values(name, tensor)
+        if name in lora.targets:
+            live += found.nbytes
+            most = max(most, live)
+            weakref.finalize(found, free, found.nbytes)
+        return found
+
+    for _ in sync.exchange("sliced", Rollout(), 0).run(sync.state(), sync.dtypes, values=counting):
+        pass
+    sizes = [model.get_parameter(name).numel() * 4 for name in lora.targets]
+    assert most <= max(memory // 5, *sizes) + max(sizes) < sum(sizes) / 2
+
+
+def test_merge_on_one_rank_holds_the_weights_of_a_round_and_not_all(tmp_path):
+    run_ranks(_holds_a_round, 1, save_qwen3_moe(tmp_path, **SIZES))
 
 
 def _sent(sync, stream):

@@ -48,7 +48,7 @@ def test_plan_transfers_every_element_once_within_the_limit(problem):
     received_values = defaultdict(lambda: None)
     sent_total, received_total = Counter(), Counter()
     for pieces in plan.rounds:
-        sent, received = Counter(), Counter()
+        sent, received, kept = Counter(), Counter(), Counter()
         for piece in pieces:
             name, tensor_plan = plan.tensor(piece)
             for transfer in plan.transfers(piece):
@@ -57,6 +57,8 @@ def test_plan_transfers_every_element_once_within_the_limit(problem):
                 if not tensor_plan.is_local(transfer):
                     sent[transfer.source] += nbytes
                     received[transfer.target] += nbytes
+                else:
+                    kept[transfer.target] += nbytes
                 at = (name, transfer.target)
                 if received_values[at] is None:
                     received_values[at] = torch.full(by_name[name].shape, -1)
@@ -64,6 +66,7 @@ def test_plan_transfers_every_element_once_within_the_limit(problem):
                 assert (taken == -1).all(), "an element was sent twice"
                 taken.copy_(held(name, transfer.source)[transfer.block.slices])
         assert max([*sent.values(), *received.values(), 0]) <= limit
+        assert max([*kept.values(), 0]) <= limit or len(pieces) == 1
         sent_total += sent
         received_total += received
     assert sent_total == Counter(plan.sent)

@@ -1,6 +1,7 @@
 """Weights quantised on the trainer's ranks have the bits that vLLM makes of the same weights in bfloat16."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.layout_check import difference, planned_layout
 from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, scale_slices, target_slices
 from epfsdp2.rollout.quantise.blocks import FP8, block_maxima, blocks_of, quantise, scales_of
+from epfsdp2.rollout.quantise.schemes import Blocks
+from epfsdp2.rollout.quantise.shards import QuantisedShards
 from tests.support.models.quantised import BLOCK, SIZES
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -71,6 +74,21 @@ CASES = [
 
 def test_quantise_of_slices_has_the_bits_that_vllm_makes_of_the_whole_weights(tmp_path):
     run_ranks(_sent, 4, save_qwen3_moe(tmp_path, **SIZES), CASES, timeout=600)
+
+
+def test_quantise_reduces_scales_within_the_limit_and_of_one_weight_at_least():
+    torch.manual_seed(0)
+    weights = {f"{i}": torch.randn(128 * i, 300).bfloat16() for i in range(1, 5)}  # with 12 bytes of scales times i
+    found = []
+    for limit, reductions in ((0, 4), (40, 3), (1 << 20, 1)):
+        shards = QuantisedShards(weights, lambda name, tensor: tensor, Blocks(BLOCK), "cpu", limit)
+        assert shards.nbytes == 12 * 10
+        with mock.patch.object(dist, "all_reduce") as reduced:
+            found.append({name: (bits(shards(name, weight)), shards.scales[name]) for name, weight in weights.items()})
+        assert reduced.call_count == reductions, limit
+    for name, (values, scales) in found[0].items():
+        for others in found[1:]:
+            assert torch.equal(others[name][0], values) and torch.equal(others[name][1], scales), name
 
 
 def test_quantise_of_a_slice_that_cuts_a_block_is_refused():

@@ -18,7 +18,7 @@ from epfsdp2.rollout.sglang import adapter
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.ranks import run_ranks
 
-TIMEOUT = 2.0
+TIMEOUT, LONG = 1.5, 60.0  # seconds; the latter where nothing is to run into it
 TENSORS = 4
 
 
@@ -116,11 +116,11 @@ class _Adapter(adapter.SlicedUpdates, _Stock):
 
 
 @contextlib.contextmanager
-def _replica(server):
+def _replica(server, timeout=LONG):
     with pytest.MonkeyPatch.context() as patch:
         for name, module in _sglang().items():
             patch.setitem(sys.modules, name, module)
-        server_adapter.install(TIMEOUT)
+        server_adapter.install(timeout)
         patch.setattr(adapter, "_SHM_BYTES", 1 << 19)
         yield _Adapter(server)
 
@@ -157,7 +157,7 @@ def _ends(cases):
             cause = f"worker {failing}: its trainer rank failed: ValueError: no memory left"
             with pytest.raises(WeightSyncError, match=cause):
                 asyncio.run(replica.update_weights(weights))
-            assert time.monotonic() - started < TIMEOUT and weights.closed
+            assert time.monotonic() - started < LONG / 2 and weights.closed
 
 
 def test_sglang_sync_of_a_rank_whose_weights_fail_ends_on_all_ranks_with_the_cause():
@@ -194,44 +194,38 @@ def test_sglang_sync_of_a_rank_without_memory_for_buckets_ends_on_all_ranks():
     run_ranks(_begins_to_drain, 2)
 
 
-def _times_out(method, mode, failure):
-    server = _Server()
-    setattr(server, method, _never)
-    weights = _Weights(mode)
-    with _replica(server) as replica:
-        started = time.monotonic()
-        if dist.get_rank() == 0 or (mode == "sliced" and method == "update_weights_from_tensor"):
-            with pytest.raises(WeightSyncError, match=failure):
+def _times_out(cases):
+    for method, mode, failure in cases:
+        server, weights = _Server(), _Weights(mode)
+        setattr(server, method, _never)
+        with _replica(server, TIMEOUT) as replica:
+            started = time.monotonic()
+            if dist.get_rank() == 0 or failure.startswith("worker 0"):
+                with pytest.raises(WeightSyncError, match=failure):
+                    asyncio.run(replica.update_weights(weights))
+                assert TIMEOUT <= time.monotonic() - started < LONG / 2
+            else:
                 asyncio.run(replica.update_weights(weights))
-            assert TIMEOUT <= time.monotonic() - started < 3 * TIMEOUT
-        else:
-            asyncio.run(replica.update_weights(weights))
-        assert weights.closed
+            assert weights.closed
 
 
-@pytest.mark.parametrize(
-    ("method", "mode", "failure"),
-    [
-        (
-            "update_weights_from_tensor",
-            "sliced",
-            "worker 0: SGLang did not take the update: .*did not answer within 2 s",
-        ),
-        ("flush_cache", "sliced", "SGLang's server did not answer after the update within 2 s"),
-        ("update_weights_from_tensor", "full", "SGLang did not take the update within 2 s, after 1 tensors"),
-    ],
-)
-def test_sglang_server_that_does_not_answer_ends_the_sync_in_time(method, mode, failure):
-    run_ranks(_times_out, 2, method, mode, failure)
+def test_sglang_server_that_does_not_answer_ends_the_sync_in_time():
+    update = "update_weights_from_tensor"
+    cases = [
+        (update, "sliced", "worker 0: SGLang did not take the update: .*it did not answer within 1.5 s"),
+        ("flush_cache", "sliced", "SGLang's server did not answer after the update within 1.5 s"),
+        (update, "full", "SGLang did not take the update within 1.5 s, after 1 tensors"),
+    ]
+    run_ranks(_times_out, 2, cases)
 
 
 def _waits_for_each_tensor():
     async def slow(request):
-        await asyncio.sleep(0.6 * TIMEOUT)
+        await asyncio.sleep(0.4 * TIMEOUT)
 
     server = _Server()
     server.update_weights_from_tensor = slow
-    with _replica(server) as replica:
+    with _replica(server, TIMEOUT) as replica:
         asyncio.run(replica.update_weights(_Weights("full")))
 
 
@@ -246,8 +240,8 @@ def _absent():
         time.sleep(3 * TIMEOUT)
         dist.all_reduce(torch.zeros(1), group=mesh["infer_tp"].get_group())  # too late, for the barrier at the end
         return
-    refused = pytest.raises(WeightSyncError, match="another rank took no part in a collective within 4 s")
-    with _replica(_Server()) as replica, refused:
+    refused = pytest.raises(WeightSyncError, match="another rank took no part in a collective within 3 s")
+    with _replica(_Server(), TIMEOUT) as replica, refused:
         asyncio.run(replica.update_weights(_Weights()))
 
 

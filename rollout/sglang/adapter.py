@@ -1,6 +1,7 @@
 """verl's SGLang server adapter, which sends slices where they are known to be right, and full tensors elsewhere."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -78,8 +79,8 @@ class SlicedUpdates:
         if selected is None or wire_format != "named_tensors":
             return await stock(weights, global_steps, wire_format=wire_format, **kwargs)
         if selected.mode == "full":
-            counted = _Counted(weights)
-            with taking_part(counted.tensors):
+            counted = _Counted(self._agreed(weights))
+            with contextlib.closing(counted.tensors):
                 call = stock(counted.tensors, global_steps, wire_format=wire_format, **kwargs)
                 return await _await_progress(call, counted)
         if selected.mode != self._checked_mode:
@@ -185,16 +186,50 @@ class SlicedUpdates:
         Raises:
             WeightSyncError: on all ranks of the replica.
         """
-        text = "" if failure is None else f"its trainer rank failed: {type(failure).__name__}: {failure}"
+        text = ""
         if request is not None:
             try:
                 await request
             except Exception as error:  # the other ranks wait for it
-                text = text or f"SGLang did not take the update: {type(error).__name__}: {error}"
-        texts = self._of_replica(text)  # before that the workers have not answered
-        if memory is not None and not any(texts):
-            texts = self._of_replica(answer_of(memory))
-        if failed := [f"worker {i}: {text}" for i, text in enumerate(texts) if text]:
+                text = f"SGLang did not take the update: {type(error).__name__}: {error}"
+        self._agree(text, failure)  # before that the workers have not answered
+        if memory is not None:
+            self._agree(answer_of(memory))
+
+    def _agreed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield full tensors for verl's own update, some at a time, after all ranks of the replica have made them.
+
+        verl gathers a bucket from each rank, and would wait for one that has failed before it.
+        """
+        size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 4
+        with contextlib.closing(iter(weights)) as tensors:  # type: ignore[type-var]
+            while True:
+                failure: Exception | None = None
+                some: list[tuple[str, torch.Tensor]] = []
+                nbytes = 0
+                try:
+                    for each in tensors:
+                        some.append(each)
+                        nbytes += each[1].nbytes
+                        if nbytes >= size:
+                            break
+                except Exception as error:
+                    failure = error
+                self._agree("", failure)
+                if not some:
+                    return
+                yield from some
+
+    def _agree(self, text: str, failure: Exception | None = None) -> None:
+        """Raise on all ranks of the replica if one has failed.
+
+        Args:
+            text: what is wrong with this rank's worker, if anything.
+            failure: what this rank itself could not do, if anything.
+        """
+        if failure is not None:
+            text = f"its trainer rank failed: {type(failure).__name__}: {failure}"
+        if failed := [f"worker {i}: {text}" for i, text in enumerate(self._of_replica(text)) if text]:
             rank = int(os.environ.get("RANK", "0"))
             raise WeightSyncError(f"weight sync failed on trainer rank {rank}: {failed[0]}") from failure
 

@@ -130,6 +130,30 @@ def test_send_weights_times_out_on_a_call_that_never_returns(handle):
         send(handle, Weights(), future=never(), failure_of=lambda _: None)
 
 
+def test_send_weights_without_memory_for_a_bucket_takes_part_in_the_exchange(handle, monkeypatch):
+    """Other ranks wait for its part: a generator that has not begun would do nothing when it is closed."""
+    done = []
+
+    def exchange(receive_buffers):
+        try:
+            done.append("begun")
+            yield "a", torch.ones(2)
+        finally:
+            done.append("ended")
+
+    class Fails:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        async def async_send_weights(self, weights):
+            raise OSError("no space left")
+
+    monkeypatch.setattr(server_adapter, "new_sender", Fails)
+    with pytest.raises(WeightSyncError, match="after 0 tensors .*no space left"):
+        send(handle, exchange)
+    assert done == ["begun", "ended"]
+
+
 class StockAdapter:
     """Fakes the parts of verl's ServerAdapter that the mix-in uses."""
 
@@ -274,6 +298,15 @@ def test_adapter_with_differing_layouts_raises_before_sending(handle):
         with pytest.raises(WeightSyncError, match="RuntimeError: worker 0 of a replica: they differ"):
             sync(adapter, weights)
     assert [name for name, *_ in adapter.calls] == ["epfsdp2_check_layout"] * 2
+
+
+def test_adapter_whose_server_does_not_clear_its_cache_ends_in_time(handle, monkeypatch):
+    monkeypatch.setattr(server_adapter, "_timeout_seconds", 1.0)
+    adapter = Adapter(handle, EXTENSION)
+    adapter.server_handle.clear_kv_cache = SimpleNamespace(remote=lambda: asyncio.sleep(600))
+    receive(handle, None)
+    with pytest.raises(WeightSyncError, match="vLLM's server did not answer after the update within 1 s"):
+        asyncio.run(adapter.update_weights(Weights()))
 
 
 def test_adapter_passes_deltas_to_verls_method(handle):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
 import time
@@ -107,6 +108,7 @@ class _Stock:
 
     async def update_weights(self, weights, global_steps, wire_format, **kwargs):
         for _ in weights:
+            dist.barrier(self.device_mesh["infer_tp"].get_group())  # verl gathers what each rank has
             if self._engine is not None:
                 await self._engine.update_weights_from_tensor(SimpleNamespace(headers=[]))
 
@@ -150,8 +152,8 @@ def test_sglang_adapter_sends_every_bucket_of_each_rank_once():
 
 def _ends(cases):
     """Every rank raises the cause, and before its time; what is left of the exchange was taken part in."""
-    for failing, at in cases:
-        weights = _Weights(fails_at=at if dist.get_rank() == failing else None)
+    for failing, at, mode in cases:
+        weights = _Weights(mode, at if dist.get_rank() == failing else None)
         with _replica(_Server()) as replica:
             started = time.monotonic()
             cause = f"worker {failing}: its trainer rank failed: ValueError: no memory left"
@@ -161,7 +163,7 @@ def _ends(cases):
 
 
 def test_sglang_sync_of_a_rank_whose_weights_fail_ends_on_all_ranks_with_the_cause():
-    run_ranks(_ends, 2, [(failing, at) for failing in (0, 1) for at in (0, 2, TENSORS - 1)])
+    run_ranks(_ends, 2, list(itertools.product((0, 1), (0, 2, TENSORS - 1), ("sliced", "full"))))
 
 
 def _begins_to_drain():
@@ -195,8 +197,8 @@ def test_sglang_sync_of_a_rank_without_memory_for_buckets_ends_on_all_ranks():
 
 
 def _times_out(cases):
-    for method, mode, failure in cases:
-        server, weights = _Server(), _Weights(mode)
+    for method, failure in cases:
+        server, weights = _Server(), _Weights()
         setattr(server, method, _never)
         with _replica(server, TIMEOUT) as replica:
             started = time.monotonic()
@@ -210,13 +212,33 @@ def _times_out(cases):
 
 
 def test_sglang_server_that_does_not_answer_ends_the_sync_in_time():
-    update = "update_weights_from_tensor"
-    cases = [
-        (update, "sliced", "worker 0: SGLang did not take the update: .*it did not answer within 1.5 s"),
-        ("flush_cache", "sliced", "SGLang's server did not answer after the update within 1.5 s"),
-        (update, "full", "SGLang did not take the update within 1.5 s, after 1 tensors"),
-    ]
-    run_ranks(_times_out, 2, cases)
+    update = "worker 0: SGLang did not take the update: .*it did not answer within 1.5 s"
+    flush = "SGLang's server did not answer after the update within 1.5 s"
+    run_ranks(_times_out, 2, [("update_weights_from_tensor", update), ("flush_cache", flush)])
+
+
+def _full_times_out():
+    server, weights = _Server(), _Weights("full")
+    server.update_weights_from_tensor = _never
+    failure = "SGLang did not take the update within 1.5 s, after 1 tensors"
+    if dist.get_rank() > 0:
+        failure = "another rank took no part in a collective within 3 s"
+    with _replica(server, TIMEOUT) as replica:
+        with pytest.raises(WeightSyncError, match=failure):
+            asyncio.run(replica.update_weights(weights))
+        assert weights.closed
+        if dist.get_rank() == 0:
+            _is_too_late(replica)
+
+
+def _is_too_late(replica):
+    """Take part in what another rank has stopped waiting for, so that the group can be used again."""
+    time.sleep(3 * TIMEOUT)
+    dist.all_reduce(torch.zeros(1), group=replica.device_mesh["infer_tp"].get_group())
+
+
+def test_sglang_server_that_does_not_answer_to_full_tensors_ends_the_sync_in_time():
+    run_ranks(_full_times_out, 2)
 
 
 def _waits_for_each_tensor():
@@ -235,10 +257,9 @@ def test_sglang_server_that_takes_full_tensors_slowly_is_waited_for():
 
 def _absent():
     if dist.get_rank() == 1:
-        mesh = _Stock(None).device_mesh
+        replica = _Stock(None)
         check_agreement({})
-        time.sleep(3 * TIMEOUT)
-        dist.all_reduce(torch.zeros(1), group=mesh["infer_tp"].get_group())  # too late, for the barrier at the end
+        _is_too_late(replica)
         return
     refused = pytest.raises(WeightSyncError, match="another rank took no part in a collective within 3 s")
     with _replica(_Server(), TIMEOUT) as replica, refused:

@@ -37,6 +37,7 @@ from epfsdp2.engine.compat import versions
 from epfsdp2.engine.compat.versions import installed
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.run import check_training
+from epfsdp2.engine.settings.values import DTYPES
 from tests.e2e.models import small_families
 from tests.e2e.runs import overrides, running
 from tests.rollout.served_families import SERVED
@@ -83,6 +84,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="also write each script's arguments to this folder")
     options = parser.parse_args()
     console = Console(highlight=False)
+    here = machine()
     commit = _git(options.verl, "rev-parse", "HEAD").decode().strip()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "verl"
@@ -100,15 +102,16 @@ def main() -> int:
             file = (options.record or Path(folder)) / (path.replace("/", "-").removesuffix(".sh") + ".json")
             file.write_text(json.dumps(facts, indent=1) + "\n")
             if options.steps and (family := runs_here(row)):
-                row["step"] = two_steps(file, Path(folder) / "run", family)
+                row |= {"step": two_steps(file, Path(folder) / "run", family), "step_commit": here["commit"]}
             said = (row["model"], row["composes"], row["checks"], row.get("step", "-"))
             console.print(f"{path}: {'; '.join(said)}", markup=False)
             rows.append(row)
     before = newest("verl_scripts", "scripts", "path", [])
     for row in rows:
-        row.setdefault("step", before.get(row["path"], {}).get("step", "-"))
+        if "step" not in row:
+            row |= {key: before.get(row["path"], {}).get(key, "-") for key in ("step", "step_commit")}
     scripts = list({**before, **{row["path"]: row for row in rows}}.values()) if options.match else rows
-    write({"machine": machine(), "verl": commit, "installed": verl.__version__, "scripts": scripts})
+    write({"machine": here, "verl": commit, "installed": verl.__version__, "scripts": scripts})
     return 0
 
 
@@ -215,7 +218,17 @@ def two_steps(facts: Path, output: Path, family: str) -> str:
         causes = [line for line in run.text().splitlines() if re.search(r"Error\b|What works", line)]
         return f"ends with {causes[-1].strip()[:200]}".replace("|", "\\|") if causes else "ends early"
     differences = [value for step in steps if (value := step.get("training/rollout_probs_diff_mean")) is not None]
-    return f"{len(steps)} steps" + (f", difference to vLLM {max(differences):.0e}" if differences else "")
+    said = f", difference to vLLM {max(differences):.0e}, {dtypes(facts, family)}" if differences else ""
+    return f"{len(steps)} steps{said}"
+
+
+def dtypes(facts: Path, family: str) -> str:
+    """Return the dtypes of vLLM and of the actor's forward, which a script may set for itself."""
+    arguments = json.loads(facts.read_text())["arguments"]
+    rollout = SERVED[family].dtype
+    own = [word.partition("=")[2] for word in arguments if "actor.fsdp_config.mixed_precision.param_dtype=" in word]
+    actor = str(DTYPES[own[-1]]).removeprefix("torch.") if own else rollout
+    return f"both in {rollout}" if actor == rollout else f"actor in {actor}, vLLM in {rollout}"
 
 
 def missing_config(module: str, arguments: list[str]) -> str | None:
@@ -295,7 +308,12 @@ def write(result: dict) -> None:
     """The table: scripts for models with experts first."""
     rows = sorted(result["scripts"], key=lambda row: (not _has_experts(row["model"]), row["path"]))
     cells = [
-        [row["path"], row["model"], row["added"], row["composes"], row["checks"], row.get("step", "-")] for row in rows
+        [
+            *(row[key] for key in ("path", "model", "added", "composes", "checks")),
+            row.get("step", "-"),
+            row.get("step_commit", "-")[:12],
+        ]
+        for row in rows
     ]
     experts = [row for row in rows if _has_experts(row["model"])]
     counts = [
@@ -315,7 +333,7 @@ def write(result: dict) -> None:
             "model of the same architecture. A refusal is quoted with its first sentence. Steps of gdpo, otb and remax "
             "end with any engine: verl 0.9.1's default trainer lacks what their advantages need.",
         ],
-        ["script", "model", "words added", "composes", "driver's checks", "a step on the CPU"],
+        ["script", "model", "words added", "composes", "driver's checks", "steps on the CPU", "of commit"],
         cells,
     )
 

@@ -13,6 +13,14 @@ pytestmark = pytest.mark.e2e
 # too long for every run of the suite.
 QUICK = ("gpt_oss", "mixtral", "gemma4", "qwen3", "llama")
 
+# vLLM's CPU kernels of these families compute in bfloat16 alone.
+PLAIN = "tests.rollout.served.plain_linear_attention.PlainLinearAttention"
+LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl")
+# Of a probability: float32 alone makes 2e-5 of difference to float64 in these models, and bfloat16 at least 5e-2.
+ROUNDING = 1e-4
+# vLLM's CPU build computes others than these models: (a) and (b) in docs/weight_sync.md.
+OTHER_MODELS = ("ernie4_5_moe", "minimax_m2")
+
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in SERVED])
 def test_vllm_after_three_syncs_of_full_tensors_equals_a_fresh_engine(name, start_engine, tmp_path):
@@ -54,3 +62,33 @@ def test_vllm_after_three_syncs_of_full_tensors_equals_a_fresh_engine(name, star
         assert verify.compare(wanted_digests[0], digests[0]) == ""
         assert outputs == wanted_outputs
     assert engine.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "qwen3_next" else pytest.mark.long) for n in SERVED if n not in OTHER_MODELS],
+)
+def test_vllm_in_float32_computes_the_plain_models_log_probs(name, start_engine, tmp_path):
+    """Bfloat16's rounding, which is all that some families' kernels have, would hide any other difference."""
+    served = SERVED[name]
+    served.skip_where_broken()
+    if served.is_mute:
+        pytest.skip(f"vLLM's CPU build can't compute {name}")
+    model = build(name).eval()
+    randomise(model, 1)
+    settings = {**({"extension": PLAIN} if name in LINEAR_ATTENTION else {}), **served.settings}
+    engine = start_engine(
+        export(model, torch.float32, tmp_path),
+        environment=served.environment,
+        distributed_executor_backend="uni",
+        max_model_len=112,
+        **settings,
+    )
+    # Of more than one chunk of linear attention's rule (64), of less than one, and of less than a convolution.
+    prompts = [torch.randint(3, 90, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (90, 37, 2)]
+    for prompt, (generated, decoded, prefilled) in zip(prompts, engine.generating(prompts).result(), strict=True):
+        with torch.no_grad():
+            log_probs = model(torch.tensor([prompt + generated])).logits[0, :-1].log_softmax(-1)
+        for row, plain in zip([*prefilled, *decoded], log_probs, strict=True):
+            found = torch.tensor(list(row.values()))
+            torch.testing.assert_close(found.exp(), plain[list(row)].exp(), rtol=0, atol=ROUNDING)

@@ -13,13 +13,13 @@ pytestmark = pytest.mark.e2e
 # too long for every run of the suite.
 QUICK = ("gpt_oss", "mixtral", "gemma4", "qwen3", "llama")
 
-# vLLM's CPU kernels of these families compute in bfloat16 alone.
+# vLLM's CPU kernels of these families compute in bfloat16 alone; Granite's do where there is AMX.
 PLAIN = "tests.rollout.served.plain_linear_attention.PlainLinearAttention"
-LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl")
+IN_BFLOAT16 = ("qwen3_next", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl", "granitemoehybrid")
 # Of a probability: float32 alone makes 2e-5 of difference to float64 in these models, and bfloat16 at least 5e-2.
 ROUNDING = 1e-4
-# vLLM's CPU build computes others than these models: (a) and (b) in docs/weight_sync.md.
-OTHER_MODELS = ("ernie4_5_moe", "minimax_m2")
+# vLLM's CPU build routes as others than the first two models do (docs/weight_sync.md), and reads sinks in bfloat16.
+OTHER_MODELS = ("ernie4_5_moe", "minimax_m2", "gpt_oss")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in SERVED])
@@ -76,7 +76,7 @@ def test_vllm_in_float32_computes_the_plain_models_log_probs(name, start_engine,
         pytest.skip(f"vLLM's CPU build can't compute {name}")
     model = build(name).eval()
     randomise(model, 1)
-    settings = {**({"extension": PLAIN} if name in LINEAR_ATTENTION else {}), **served.settings}
+    settings = {**({"extension": PLAIN} if name in IN_BFLOAT16 else {}), **served.settings}
     engine = start_engine(
         export(model, torch.float32, tmp_path),
         environment=served.environment,

@@ -68,8 +68,9 @@ def main() -> int:
         [cells(row) for row in rows],
         [
             "",
-            "On a GPU with FP8 instructions the kernels of `rollout/quantise/triton_blocks.py` do it. **Compiled** by "
-            f"Triton {triton.__version__} for experts of the first row, not measured; a cast of float32 moves 6 bytes:",
+            "On a GPU with FP8 instructions the kernels of `rollout/quantise/triton_blocks.py` do it "
+            f"([measured](gpu.md)). **Compiled** by Triton {triton.__version__} for experts of the first row; a cast "
+            "of float32 moves 6 bytes:",
             "",
             *rows_of(COMPILED, [_compiled_cells(row) for row in compiled]),
         ],

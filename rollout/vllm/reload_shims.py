@@ -1,4 +1,4 @@
-"""Shims for defects of vLLM's layer-wise reload and of its loaders; each is a no-op where its cause is absent."""
+"""Shims for defects of vLLM's layer-wise reload, its loaders and a head; each is a no-op where its cause is absent."""
 
 import functools
 import importlib
@@ -20,9 +20,30 @@ _NESTED = "routed_experts"
 
 
 def install() -> None:
-    """Let experts load what vLLM's own loaders lose or do not find, once per process."""
+    """Let vLLM load and compute with what its own classes lose or do not find, once per process."""
     _mend_loader_of_experts()
     _find_experts_of_dbrx()
+    _add_bias_of_phimoe()
+
+
+def _add_bias_of_phimoe() -> None:
+    """Let vLLM add the bias of Phi-3.5-MoE's head, which its class loads and then leaves out of the logits.
+
+    The head's linear adds the bias that it is given, and never its own. Source: ``PhiMoEForCausalLM.compute_logits``.
+    """
+    try:
+        model: Any = importlib.import_module("vllm.model_executor.models.phimoe").PhiMoEForCausalLM
+        compute = model.compute_logits
+    except (ImportError, AttributeError):
+        return
+    if hasattr(compute, "__wrapped__") or "bias" in inspect.getsource(compute):
+        return
+
+    @functools.wraps(compute)
+    def compute_logits(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states, self.lm_head.bias)
+
+    model.compute_logits = compute_logits
 
 
 def _find_experts_of_dbrx() -> None:

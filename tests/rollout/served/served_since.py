@@ -62,7 +62,7 @@ SINCE: dict[str, Served] = {
             shared_intermediate_size=96,
             layer_types=[MAMBA2_LAYER, "attention"],
         ),
-        dtype="bfloat16",  # the CPU kernel takes nothing else
+        dtype="bfloat16",  # with AMX the CPU kernel takes nothing else
         mute={"0.24": "its CPU build computes the state with Triton"},
     ),
     "phimoe": Served(
@@ -78,10 +78,11 @@ SINCE: dict[str, Served] = {
             **QWEN,
             num_shared_experts=1,
             mlp_layer_types=["dense", "sparse"],
-            layer_types=["full_attention"] * 2,
+            layer_types=["sliding_attention", "full_attention"],  # only the first has rotary embeddings
             n_group=1,
             topk_group=1,
-            sliding_windows=None,  # which vLLM reads
+            sliding_window=8,
+            sliding_windows=[8, None],  # which vLLM reads
         )
     ),
     "lfm2_moe": Served(
@@ -150,7 +151,12 @@ SINCE: dict[str, Served] = {
         mute={"0.27": "its CPU build has no selective scan of Mamba's first kind"},
     ),
     "deepseek_v2": Served(
-        of("DeepseekV2", **{**DEEPSEEK, **MLA}, topk_method="greedy"),
+        # As published: vLLM follows these whatever the method of routing is, and transformers does not.
+        of(
+            "DeepseekV2",
+            **{**DEEPSEEK, **MLA, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+            topk_method="greedy",
+        ),
         settings=PLAIN_ROTARY,
         environment={"VLLM_MLA_DISABLE": "1"},
     ),

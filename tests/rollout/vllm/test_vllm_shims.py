@@ -95,6 +95,17 @@ def test_install_has_experts_load_the_correction_bias_that_is_among_them(shims):
     assert holder.e_score_correction_bias.tolist() == [0, 1, 2, 3]
 
 
+def test_install_has_phimoe_add_the_bias_of_its_head(shims):
+    """vLLM 0.27 loads it and computes without it."""
+    model = pytest.importorskip("vllm.model_executor.models.phimoe").PhiMoEForCausalLM
+    shims.install()
+    shims.install()
+    assert not hasattr(getattr(model.compute_logits, "__wrapped__", None), "__wrapped__")
+    head = SimpleNamespace(bias=object())
+    given = model.compute_logits(SimpleNamespace(lm_head=head, logits_processor=lambda *given: given), "hidden")
+    assert given == (head, "hidden", head.bias)
+
+
 def test_install_has_experts_load_by_the_loaders_of_their_parameters(shims):
     """vLLM 0.24 calls the module's, which a reload does not see."""
     experts = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts").RoutedExperts

@@ -332,6 +332,11 @@ def write(result: dict) -> None:
             f"{counts[0]}; of all {counts[1]}. The checks are those of a machine with GPUs and flash-attn, on a small "
             "model of the same architecture. A refusal is quoted with its first sentence. Steps of gdpo, otb and remax "
             "end with any engine: verl 0.9.1's default trainer lacks what their advantages need.",
+            "",
+            "Steps are of small models on two ranks. A difference in bfloat16 is that dtype's rounding: vLLM's CPU "
+            "kernels of linear attention (Qwen3-Next, Qwen3.5) refuse float32, and a script may set it for its actor. "
+            "With transformers' rule in the kernels' place vLLM has the plain model's log-probs in float32 "
+            "([test](../../tests/rollout/test_families.py)).",
         ],
         ["script", "model", "words added", "composes", "driver's checks", "steps on the CPU", "of commit"],
         cells,

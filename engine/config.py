@@ -241,7 +241,7 @@ def actor_config(**settings: Any) -> EPFSDP2ActorConfig:
         DriverError: for a setting of the role that is not there, is wrong, or contradicts another of its spellings.
     """
     with _on_the_driver():
-        check_background_saves(settings.get("checkpoint") or {}, settings.get("rollout") or {})
+        check_background_saves(settings)
     reference = settings.pop("reference", None)
     role = ROLES["ref" if settings.get("forward_only") else "actor"]
     if reference is not None:

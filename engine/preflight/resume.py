@@ -11,7 +11,7 @@ from ..checkpoint.atomic_folder import MANIFEST, CheckpointError, partial_dir
 from ..checkpoint.saves import latest_step
 from ..checkpoint.stored_shards import check_contents
 from ..errors import SettingError
-from ..settings.values import plain
+from ..settings.values import get_setting, plain
 
 __all__ = ["check_background_saves", "check_resume"]
 
@@ -41,14 +41,17 @@ def check_resume(trainer: Mapping[str, Any], role: str, contents: Collection[str
         raise SettingError("trainer.resume_mode", trainer["mode"], str(error), works) from error
 
 
-def check_background_saves(checkpoint: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:
+def check_background_saves(actor: Mapping[str, Any]) -> None:
     """Check that verl's trainer leaves it to the engine to name the latest checkpoint, and calls it after each save.
+
+    Args:
+        actor: its settings.
 
     Raises:
         SettingError: fully-async names a step before a save in the background has ended, and one-step-off calls the
             engine no more after its last save, so that nothing would name it.
     """
-    if checkpoint.get("async_save") and rollout.get("separate_nodes") is not None:
+    if get_setting(actor, "checkpoint.async_save") and get_setting(actor, "rollout.separate_nodes") is not None:
         setting = "actor_rollout_ref.actor.checkpoint.async_save"
         rule = "is for main_ppo: one-step-off and fully-async don't name the latest checkpoint when it is complete."
         raise SettingError(setting, True, rule, f"{setting}=False")

@@ -107,7 +107,7 @@ FEATURES = (
         "SGLang with longer sequences than longrope's short factors are for, or with dynamic NTK",
         (
             "engine/packing/test_positions.py::test_positions_in_ppo_updates_are_those_of_each_alone",
-            "rollout/vllm_workers/test_vllm_positions.py::test_longrope_of_an_actor_beside_vllm_is_chosen_by_its_max_model_len",
+            "rollout/vllm/test_vllm_positions.py::test_longrope_of_an_actor_beside_vllm_is_chosen_by_its_max_model_len",
         ),
     ),
     Feature(

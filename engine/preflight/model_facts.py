@@ -150,7 +150,7 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
         check_no_kernels(config, str(model.get("path")), setting)
         # Every class has it, with or without flash attention on this machine; the class says what else it supports.
         config._attn_implementation = "eager"
-        _override(config, overrides)
+        _override(config, overrides, f"{setting}.override_config")
         check_not_quantised(config, str(model.get("path")), setting)
         # All of it on meta, buffers too: nothing is computed, and a fused stack can be larger than the driver's memory.
         with torch.device("meta"), no_init_weights():
@@ -235,9 +235,17 @@ def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None) -> tupl
     return largest
 
 
-def _override(config: Any, overrides: Mapping[str, Any]) -> None:
+def _override(config: Any, overrides: Mapping[str, Any], setting: str) -> None:
+    """Set the overrides as verl does; warn of those that no code of transformers reads.
+
+    Args:
+        setting: how the user calls the node of the overrides.
+    """
     for key, value in overrides.items():
         if isinstance(value, dict):
-            _override(getattr(config, key), value)
-        else:
-            setattr(config, key, value)
+            _override(getattr(config, key), value, f"{setting}.{key}")
+            continue
+        if not hasattr(config, key):
+            kind = type(config).__name__
+            logger.warning("epfsdp2: %s.%s changes nothing, because %s has no such field", setting, key, kind)
+        setattr(config, key, value)

@@ -131,6 +131,14 @@ def test_driver_of_a_config_that_asks_for_flash_attention_checks_the_runs_attent
     _check(folder)
 
 
+def test_driver_of_an_override_that_the_config_does_not_have_warns_of_it(tmp_path, caplog):
+    overrides = {"attn_implementation": "sdpa", "rope_theta": 1e6, "num_experts_per_tok": 1}
+    model = {"path": str(save_qwen3_moe(tmp_path)), "override_config": overrides}
+    check_training(EPFSDP2EngineConfig(ep_size=2), WORLD, model, device="cpu")
+    (line,) = [line for line in caplog.messages if "changes nothing" in line]
+    assert "override_config.rope_theta changes nothing, because Qwen3MoeConfig has no such field" in line
+
+
 @pytest.mark.parametrize("values", [{"output_attentions": True}, {"num_hidden_layers": "three"}], ids=str)
 def test_driver_of_a_config_that_transformers_refuses_names_the_path(tmp_path, values):
     folder = save_qwen3_moe(tmp_path)

@@ -104,7 +104,7 @@ def _built(side: str) -> Iterator[dict[str, Any]]:
     if side == PADDED_ROWS:
         yield PADDED
     elif side == DENSE:
-        with mock.patch.object(building, "PackedSequences", lambda module: None):
+        with mock.patch.object(building, "PackedSequences", lambda module, longest: None):
             yield {}
     elif side == NOTHING:
         with mock.patch.object(attention, "PackedAttention", _NoAttention):

@@ -52,7 +52,9 @@ NOT_SERVED = {
 
 
 def _publish(folder):
-    """Add files to a model's folder, and to its config what published ones have."""
+    """Add files to a folder, and to its config what published ones have; its tokenizer is not of transformers."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
     for name, content in {**SERVED, **NOT_SERVED}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
@@ -205,7 +207,7 @@ def test_save_with_a_config_from_another_folder_has_that_one_and_its_code(tmp_pa
 
 
 def test_save_with_a_chat_template_of_the_run_has_that_one(tmp_path):
-    base = _publish(_tokenizer(save_qwen3_moe(tmp_path / "base")))
+    base = _tokenizer(_publish(save_qwen3_moe(tmp_path / "base")))
     files = _written(base, tmp_path / "out", custom_chat_template="{{ 'the run' }}")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ 'the run' }}"
     assert not [name for name in files if name.startswith("additional_chat_templates/")]

@@ -255,7 +255,7 @@ def test_dequantise_command_names_what_it_leaves_out(tmp_path, capsys):
     save_file({"tok_embeddings.weight": torch.ones(2)}, folder / "consolidated.safetensors")
     assert dequantise.main([str(folder), str(tmp_path / "out")]) == 0
     said = capsys.readouterr().err.splitlines()
-    named = ["consolidated.safetensors", "layers.*.a.input_scale", "layers.*.attn.k_scale"]
+    named = ["consolidated.safetensors", "pytorch_model.bin", "layers.*.a.input_scale", "layers.*.attn.k_scale"]
     assert [line for line in said if line.startswith("left out")] == [f"left out: {name}" for name in named]
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"layers.0.a.weight"}
 

@@ -185,6 +185,7 @@ def _waits_for_the_last(folder, out):
     dist.barrier()  # rank 0 names them
     assert (out / "global_step_2/actor" / MANIFEST).is_file()
     assert tracker.read_text() == "1"  # verl's trainer still has to write its own part of the step
+    dist.barrier()
     engine.get_per_tensor_param()
     dist.barrier()
     assert tracker.read_text() == "2"

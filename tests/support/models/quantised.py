@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+
+from tests.support.models.published import stored_values
 
 __all__ = ["BLOCK", "COMPRESSED", "SIZES", "compressed", "save_compressed", "save_quantised"]
 
@@ -65,7 +67,7 @@ def compressed(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Ten
 def save_compressed(folder: Path, out: Path, kind: str) -> Path:
     """Write the checkpoint of ``folder`` to ``out`` as compressed-tensors stores it; return ``out``."""
     tensors = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
+    for name, weight in stored_values(folder).items():
         weight = weight.bfloat16()
         if weight.dim() == 2 and not any(part in name for part in (".gate.", "embed_tokens", "lm_head")):
             tensors[name], tensors[f"{name}_scale"] = compressed(weight, kind)
@@ -87,7 +89,7 @@ def save_quantised(folder: Path, out: Path) -> Path:
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     tensors = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
+    for name, weight in stored_values(folder).items():
         weight = weight.bfloat16()
         if weight.dim() == 2 and not any(part in name for part in (".gate.", "embed_tokens", "lm_head")):
             tensors[name], scales = per_block_cast_to_fp8(weight, [BLOCK, BLOCK], use_ue8m0=False)

@@ -44,6 +44,7 @@ def _other_modules() -> list[str]:
     return [name for name, packages in modules if not there & {canonicalize_name(package) for package in packages}]
 
 
+@pytest.mark.long
 def test_gpu_check_of_every_section_holds_on_a_cpu(tmp_path, monkeypatch, capsys):
     others = _other_modules()
     assert {"vllm", "ray", "tensordict", "hydra"} <= set(others) and not {"torch", "zmq", "verl", "numpy"} & set(others)

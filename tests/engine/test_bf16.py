@@ -85,7 +85,7 @@ def _both(folder, out):
         out.write_text(json.dumps(errors))
 
 
-@pytest.mark.parametrize("save", [save_qwen3_moe, save_glm4_moe])
+@pytest.mark.parametrize("save", [save_qwen3_moe, pytest.param(save_glm4_moe, marks=pytest.mark.long)])
 def test_update_in_bfloat16_is_no_further_from_float32_than_verls_fsdp2(tmp_path, save):
     run_ranks(_both, WORLD, save(tmp_path / "model"), tmp_path / "errors.json")
     errors = json.loads((tmp_path / "errors.json").read_text())

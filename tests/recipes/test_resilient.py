@@ -144,6 +144,7 @@ def test_node_is_lost_by_refused_connections_and_not_by_one_that_waits(monkeypat
     answers.put(True)  # what the last question waits for
 
 
+@pytest.mark.long
 def test_resilient_run_on_a_small_or_silent_cluster_says_so_at_its_start(tmp_path):
     config = copy.deepcopy(CONFIG)
     config["trainer"] |= {"nnodes": 2}
@@ -159,6 +160,7 @@ def test_resilient_run_on_a_small_or_silent_cluster_says_so_at_its_start(tmp_pat
     assert "trainer.nnodes=1" in run.attempts[0]
 
 
+@pytest.mark.long
 def test_resilient_run_that_starts_from_a_given_checkpoint_reports_the_step(tmp_path):
     given = tmp_path / "other" / "global_step_3"
     run = Run(tmp_path, *[{"step": 4, "cause": "x"}] * 2, resume_mode="resume_path", resume_from_path=str(given))

@@ -6,12 +6,11 @@ import pytest
 
 from tests.e2e.runs import EXTENSION, leftovers, overrides, running, unused
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 INJECTED = "a fault that the test injected"
 GONE = "the vLLM worker process died or was killed"
-LONG = pytest.mark.long
 # Rollouts with one worker per replica, and one replica of two workers that are sent their slices.
 WHOLE = ["engine.rollout_sync=full"]
 SLICED = ["engine.rollout_sync=sliced", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
@@ -21,8 +20,8 @@ SLICED = ["engine.rollout_sync=sliced", "actor_rollout_ref.rollout.tensor_model_
     ("fault", "rollout", "causes"),
     [
         ("worker killed", WHOLE, ("WeightSyncError", GONE)),
-        pytest.param("worker raises", SLICED, ("WeightSyncError", INJECTED), marks=LONG),
-        pytest.param("trainer raises", WHOLE, (INJECTED,), marks=LONG),
+        ("worker raises", SLICED, ("WeightSyncError", INJECTED)),
+        ("trainer raises", WHOLE, (INJECTED,)),
     ],
     ids=["worker killed", "worker raises", "trainer raises"],
 )

@@ -279,6 +279,7 @@ def _fused_is_called(folder, cases):
             torch.testing.assert_close(value, after[1][name], rtol=1e-5, atol=1e-6, msg=f"{ep} {options} {name}")
 
 
+@pytest.mark.long
 def test_fused_adamw_of_every_placement_steps_as_the_plain_one_does(tmp_path):
     cases = [(1, -1, {}), (2, -1, {"expert_shard_dim": 0}), (2, -1, {"expert_shard_dim": 1}), (2, 2, {})]
     cases += [(2, -1, {"cpu_offload": True})]

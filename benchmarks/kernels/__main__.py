@@ -1,7 +1,7 @@
 """Compile every Triton kernel that a GPU user meets, for GPUs that need not be there; refuse what is over a budget.
 
     make kernels                            all models, dtypes, GPUs and tiles; writes results/kernels.md and .json
-    python -m benchmarks.kernels --few      what `make test` compiles
+    python -m benchmarks.kernels --few      what `make test-long` compiles
 
 The tables say what compiled (registers, stack, shared memory, CTAs per SM) and what arithmetic predicts of it
 (``kernel_model.py``: bytes from HBM, share of the peak). Nothing is measured: no kernel runs.
@@ -254,7 +254,7 @@ def _code(row: dict) -> tuple:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--few", action="store_true", help="what `make test` compiles; prints JSON, writes no file")
+    parser.add_argument("--few", action="store_true", help="what `make test-long` compiles; prints JSON, writes no file")
     asked = parser.parse_args()
     cases = list(_few() if asked.few else _every())
     rows, problems = [], []

@@ -29,6 +29,7 @@ from benchmarks.kernels.kernel_model import (
 MMA = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_kernel_model_of_every_kernel_and_gpu_compiles_within_its_budgets():
     """In a process of its own: Triton decides once, at import, whether kernels are interpreted."""

@@ -117,6 +117,7 @@ def test_plan_of_shared_rows_says_what_is_not_counted(capsys, tmp_path):
     assert "Not counted where sp is above 1: what Qwen3NextGatedDeltaNet sends" in said
 
 
+@pytest.mark.long
 def test_plan_that_does_not_fit_names_the_part_and_the_cluster_that_does(capsys, tmp_path):
     out = tmp_path / "plan.json"
     assert main(["--model", "gpt-oss-120b", "--nodes", "1", "--tokens", "4096", "--json", str(out)]) == 2

@@ -22,6 +22,8 @@ from epfsdp2.recipes.resilient.saving.checkpoints import latest
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.trainer.resilient import CONFIG, FAKE, TRAINER, Run, command_of, save_step
 
+pytestmark = pytest.mark.long
+
 
 def test_resilient_run_that_fails_continues_from_its_last_complete_checkpoint(tmp_path):
     fates = [{"step": 5, "signal": "SIGKILL"}, {"step": 7, "cause": "first"}, {"step": 7, "cause": "second"}]
@@ -144,7 +146,6 @@ def test_node_is_lost_by_refused_connections_and_not_by_one_that_waits(monkeypat
     answers.put(True)  # what the last question waits for
 
 
-@pytest.mark.long
 def test_resilient_run_on_a_small_or_silent_cluster_says_so_at_its_start(tmp_path):
     config = copy.deepcopy(CONFIG)
     config["trainer"] |= {"nnodes": 2}
@@ -160,7 +161,6 @@ def test_resilient_run_on_a_small_or_silent_cluster_says_so_at_its_start(tmp_pat
     assert "trainer.nnodes=1" in run.attempts[0]
 
 
-@pytest.mark.long
 def test_resilient_run_that_starts_from_a_given_checkpoint_reports_the_step(tmp_path):
     given = tmp_path / "other" / "global_step_3"
     run = Run(tmp_path, *[{"step": 4, "cause": "x"}] * 2, resume_mode="resume_path", resume_from_path=str(given))

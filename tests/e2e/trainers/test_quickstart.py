@@ -58,6 +58,7 @@ def interrupted_run(folder, warmed_up):
     return run
 
 
+@pytest.mark.long
 def test_sync_of_every_step_leaves_the_trainers_weights_in_every_worker(folder, interrupted_run):
     """The first sync is the one before the first step; those after steps 1 and 2 are compared with what was saved."""
     config = AutoConfig.from_pretrained(folder / "second/checkpoints/global_step_1/actor/huggingface")
@@ -72,11 +73,13 @@ def test_sync_of_every_step_leaves_the_trainers_weights_in_every_worker(folder, 
     assert held[1, 0] != held[2, 0]
 
 
+@pytest.mark.long
 def test_quickstart_listens_on_loopback_but_for_torchs_stores(interrupted_run):
     """torch's ``TCPStore`` listens on every interface: one of the trainer's rank 0, one of each vLLM worker."""
     assert interrupted_run.open_to_others <= {"ray::WorkerDict", "VLLM::Worker"}
 
 
+@pytest.mark.long
 def test_quickstart_interrupted_in_a_step_leaves_nothing(interrupted_run):
     run = interrupted_run
     assert len(run.family) > 10
@@ -104,6 +107,7 @@ def test_quickstart_without_weight_syncs_fails_its_reward_check(folder, warmed_u
     assert run.steps()[-1]["training/rollout_probs_diff_mean"] > 5e-3
 
 
+@pytest.mark.long
 def test_quickstart_interrupted_in_the_warm_up_leaves_nothing(folder):
     with running(folder / "warming_up", "--warmup-steps", "1000") as run:
         run.wait(until=lambda: (run.output / "warmup.jsonl").exists() and (run.output / "warmup.jsonl").stat().st_size)

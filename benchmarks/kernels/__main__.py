@@ -254,7 +254,7 @@ def _code(row: dict) -> tuple:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--few", action="store_true", help="what `make test-long` compiles; prints JSON, writes no file")
+    parser.add_argument("--few", action="store_true", help="what `make test-long` compiles, as JSON on stdout")
     asked = parser.parse_args()
     cases = list(_few() if asked.few else _every())
     rows, problems = [], []

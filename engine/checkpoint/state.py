@@ -16,11 +16,11 @@ A checkpoint folder of one role holds
 All of it is safetensors and JSON: nothing is ever unpickled.
 """
 
-import contextlib
 import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -46,7 +46,7 @@ from ..topology.rank_consistency import raise_on_all_ranks
 from .atomic_folder import CheckpointError, atomic_dir_all_ranks, verify_all_ranks
 from .background import copied_to_host
 from .export_hf import MODEL, reader, write_hf_weights
-from .stored_shards import HF, SHARDS, STATE, check_contents, contents_of, read_facts, shards_metadata
+from .stored_shards import HF, SHARDS, STATE, check_contents, read_facts, shards_metadata
 
 __all__ = [
     "BASE",
@@ -211,10 +211,12 @@ def load_checkpoint(
             All of these are raised before a parameter has changed.
     """
     contents = set(contents)
-    with contextlib.suppress(CheckpointError):  # damage is reported next, with every file
-        check_contents(folder, contents)  # before its bytes are read
+    try:
+        held = check_contents(folder, contents)  # before its bytes are read
+    except CheckpointError:
+        verify_all_ranks(folder, device)  # names every damaged file
+        raise
     verify_all_ranks(folder, device)
-    check_contents(folder, contents)
     facts = read_facts(folder)
     if "model" in contents and facts.get("lora") != _lora_facts(model):
         raise CheckpointError(f"{folder} has adapters {facts.get('lora')}, but this run's are {_lora_facts(model)}.")
@@ -245,7 +247,7 @@ def load_checkpoint(
         if loss_scale is not None and "loss_scale" in facts:
             loss_scale.load_state_dict(facts["loss_scale"])
         _restore_random_state(folder)
-    anew = sorted({"optimizer", "extra"} - (contents & contents_of(folder)))
+    anew = sorted({"optimizer", "extra"} - (contents & held))
     if anew and optimizer is not None and dist.get_rank() == 0:
         logger.warning("epfsdp2: resumed from %s without %s (checkpoint.load_contents); it starts anew", folder, anew)
     dist.barrier()
@@ -304,7 +306,7 @@ def _restore_random_state(folder: Path) -> None:
         )
 
 
-@contextlib.contextmanager
+@contextmanager
 def _readable(path: Path) -> Iterator[SafetensorsFile]:
     """
     Raises:

@@ -18,7 +18,7 @@ from ..errors import SettingError, listed
 from ..model.safetensors_files import DamagedFileError, SafetensorsFile
 from .atomic_folder import CheckpointError
 
-__all__ = ["HF", "MODEL", "SHARDS", "STATE", "check_contents", "contents_of", "read_facts", "shards_metadata"]
+__all__ = ["HF", "MODEL", "SHARDS", "STATE", "check_contents", "read_facts", "shards_metadata"]
 
 SHARDS, HF, STATE = "dist_ckpt", "huggingface", "trainer_state.json"
 MODEL = "model."  # prefix of the names of a model's tensors in SHARDS
@@ -44,7 +44,7 @@ def shards_metadata(folder: Path) -> Metadata:
     return dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
 
 
-def contents_of(folder: Path) -> set[str]:
+def _contents_of(folder: Path) -> set[str]:
     """Return which of ``model``, ``optimizer`` and ``extra`` a checkpoint holds.
 
     Raises:
@@ -59,18 +59,18 @@ def contents_of(folder: Path) -> set[str]:
     return {content for content, is_there in found.items() if is_there}
 
 
-def check_contents(folder: Path, contents: Collection[str], node: str = "checkpoint") -> None:
-    """Check that a run can resume from a checkpoint by what it loads of it.
+def check_contents(folder: Path, contents: Collection[str], node: str = "checkpoint") -> set[str]:
+    """Check that a run can resume from a checkpoint by what it loads of it, and return what the checkpoint holds.
 
     Args:
         node: how the user calls the role's checkpoint settings.
 
     Raises:
-        SettingError: the checkpoint has no weights or no optimizer state to load, or its weights are not loaded, so
-            that a run would go on from its step with the weights of ``model.path``.
+        SettingError: the checkpoint has no weights or no optimizer state to load, or its weights are not loaded. Then a
+            run would go on from its step with the weights of ``model.path``.
         CheckpointError: it is damaged.
     """
-    held, setting = contents_of(folder), f"{node}.load_contents"
+    held, setting = _contents_of(folder), f"{node}.load_contents"
     resumed = [content for content in ("model", "optimizer", "extra") if content in held]
     works = f"{setting}=[{','.join(resumed)}]"
     if "model" not in held:
@@ -83,7 +83,7 @@ def check_contents(folder: Path, contents: Collection[str], node: str = "checkpo
     elif "optimizer" in set(contents) - held:
         rule = f"{folder} holds no optimizer state."
     else:
-        return
+        return held
     raise SettingError(setting, list(contents), rule, works)
 
 

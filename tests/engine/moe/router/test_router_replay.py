@@ -170,6 +170,18 @@ def test_replay_takes_the_current_routing_weights_with_their_gradient():
     assert weight.abs().max() > 0
 
 
+def _sharded_with_replay(folder):
+    """Yield a name, a model on two ranks and its replay, with every checkpointing and with cut experts."""
+    for ep, etp, checkpointing in [*((2, 1, each) for each in CHECKPOINTING), (1, 2, "full")]:
+        installed = []
+
+        def install(model, installed=installed):
+            installed.append(_with_replay(model))
+
+        model, _ = sharded_model(folder, 2, ep, etp=etp, before=install, checkpointing=checkpointing)
+        yield f"{ep} x {etp}, {checkpointing}", model.train(), installed[0]
+
+
 def _on_ranks(folder):
     """Shard experts over two ranks; with every checkpointing the replayed gradients are those of the plain model."""
     rank = dist.get_rank()
@@ -183,21 +195,11 @@ def _on_ranks(folder):
     replay.replay(routes)
     token_loss(plain, ids).backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
-    meshes = [(2, 1, checkpointing) for checkpointing in CHECKPOINTING] + [(1, 2, "full")]
-    for ep, etp, checkpointing in meshes:
-        installed = []
-
-        def install(model, installed=installed):
-            installed.append(_with_replay(model))
-
-        model, _ = sharded_model(folder, 2, ep, etp=etp, before=install, checkpointing=checkpointing)
-        model.train()
-        installed[0].replay(routes.view(2, 9, *routes.shape[1:])[rank])
+    for where, model, sharded in _sharded_with_replay(folder):
+        sharded.replay(routes.view(2, 9, *routes.shape[1:])[rank])
         token_loss(model, ids[rank : rank + 1]).backward()
         for name, found in whole_gradients(model).items():
-            torch.testing.assert_close(
-                found, wanted[name], rtol=1e-4, atol=1e-6, msg=f"{ep} x {etp}, {checkpointing}: {name}"
-            )
+            torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-6, msg=f"{where}: {name}")
 
 
 def test_replay_with_every_checkpointing_has_the_plain_gradients(tmp_path):
@@ -217,20 +219,12 @@ def _counted(folder):
     routes = replay.recorded()
     differ = (4, 1)[rank]
     routes[:differ] = _shifted(routes[:differ], [2], 8)  # of layers 0 and 2, which have experts
-    meshes = [(2, 1, checkpointing) for checkpointing in CHECKPOINTING] + [(1, 2, "full")]
-    for ep, etp, checkpointing in meshes:
-        installed = []
-
-        def install(model, installed=installed):
-            installed.append(_with_replay(model))
-
-        model, _ = sharded_model(folder, 2, ep, etp=etp, before=install, checkpointing=checkpointing)
-        model.train()
+    for where, model, sharded in _sharded_with_replay(folder):
         for _ in range(2):  # micro-batches
-            installed[0].replay(routes)
+            sharded.replay(routes)
             token_loss(model, ids).backward()
-        assert installed[0].differing(dist.group.WORLD) == (4 + 1) / (2 * (9 + 5)), (ep, etp, checkpointing)
-        assert installed[0].differing(dist.group.WORLD) is None
+        assert sharded.differing(dist.group.WORLD) == (4 + 1) / (2 * (9 + 5)), where
+        assert sharded.differing(dist.group.WORLD) is None
 
 
 def test_replay_with_every_checkpointing_counts_each_route_once(tmp_path):

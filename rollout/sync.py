@@ -1,41 +1,46 @@
-"""The weights that a trainer rank sends in a sync: full tensors, or the slices that one vLLM worker keeps.
+"""The weights that an engine sends to its rollout: full tensors, or the parameters of each worker.
 
 Iterating ``RolloutWeights`` yields full tensors, which every backend of verl accepts. An adapter that knows its worker
-calls ``RolloutWeights.for_rollout`` instead.
+calls ``for_rollout`` before, which chooses what is sent.
 """
 
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ..engine.compat import versions
-from ..engine.lora.adapters import lora_of
+from ..engine.lora.adapters import A, B, lora_of
 from ..engine.lora.merge import AdapterUse, LocalValues, adapter_weights, local_values, weights
 from ..engine.lora.rollout_names import RolloutNames
 from ..engine.model import hf_names
-from ..engine.topology.dtensor import local_tensor, persistent_buffers
+from ..engine.topology.dtensor import local_tensor, persistent_buffers, shard_steps
 from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Meshes
-from .adapter_sync import RolloutAdapters, SentBase
+from ..engine.topology.rank_consistency import check_agreement
+from .layout.layout_check import planned_layouts
 from .layout.rollout_config import quantisation_settings, rollout_of
-from .layout.slice_names import NamedIndex, named_indices
+from .layout.routes import Member
+from .layout.slice_names import slice_name
+from .layout.specs import Heads, Rollout, TargetSlice, TensorSpec
 from .layout.sync_mode import choose_mode
 from .layout.trainer_tensors import sharded_tensor_specs
-from .layout.transfer_plan import Targets, make_transfer_plan, round_bytes
-from .layout.vllm_layout import Heads, Rollout, SyncMode, TargetSlice, TensorSpec, is_quantised, target_slices
+from .layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
+from .layout.vllm_layout import SyncMode, is_quantised
+from .quantise.scales import SCALES, slices_of_workers, with_scales
 from .quantise.schemes import scheme_of
 from .quantise.shards import QuantisedShards
-from .transport import full_gather
-from .transport.exchange import Exchange
-from .transport.report import SyncReport, Traffic
-from .worker_weights import WorkerWeights
+from .sent_base import SentBase
+from .transport.checksums import has_checksums
+from .transport.exchange import Exchange, Received, Values
+from .transport.report import SyncReport, Traffic, TransferStats
+from .transport.watched_sockets import WeightSyncError
 
-__all__ = ["RolloutSync", "RolloutWeights", "SyncSettings"]
+__all__ = ["RolloutSync", "RolloutWeights", "SyncSettings", "narrower"]
 
 logger = logging.getLogger("epfsdp2")
 
@@ -58,13 +63,17 @@ class SyncSettings:
 
 
 class RolloutSync:
-    """Exports an engine's weights, sync after sync; keeps the transfer plan of each rollout layout.
+    """Exports an engine's weights, sync after sync; keeps the plan of each kind of sync.
 
     Args:
         model: sharded.
         layers: FQNs of its layers.
         dtypes: the dtype in which each parameter is sent, where it is narrower than the stored one
             (``engine/fsdp/wrap_plan.py``, ``compute_dtypes``).
+
+    Attributes:
+        base: the weights that the rollout has below its adapters.
+        last_report: of the last sync that ended.
     """
 
     def __init__(
@@ -76,38 +85,28 @@ class RolloutSync:
         settings: SyncSettings,
     ):
         self.model, self.meshes, self.layers, self.settings = model, meshes, layers, settings
-        stored = {name: p.dtype for name, p in model.named_parameters()}
-        self.dtypes = {name: full_gather.narrower(dtype, dtypes.get(name)) for name, dtype in stored.items()}
+        self.dtypes = {name: narrower(p.dtype, dtypes.get(name)) for name, p in model.named_parameters()}
         buffers = persistent_buffers(model)
         self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
+        # Cached: finding them takes longer than sending a small layer.
         self._buffers = list(buffers)
         self.heads = Heads.of(model.config)
-        self._quantised = [name for name in stored if is_quantised(self.heads.family, name)]
-        self._exchanges: dict[tuple[SyncMode, Rollout, int], Exchange] = {}
-        self._slices: dict[tuple[SyncMode, Rollout, int], dict[str, list[TargetSlice]]] = {}
-        self._indices: dict[tuple[SyncMode, Rollout, int], dict[tuple[str, IndexRange], list[NamedIndex]]] = {}
-        self._by_expert: dict[str, bool] = {}
-        self._last_warning = ""
-        self._adapter_names: RolloutNames | None = None
+        self.device = meshes.dense.device_type
         self.base = SentBase(model)
-        self._sync_count = 0
         self.last_report: SyncReport | None = None
+        self._exchanges: dict[object, Exchange] = {}
+        self._by_expert: dict[str, bool] = {}
+        self._adapter_names: RolloutNames | None = None
+        self._last_warning = ""
+        self._sync_count = 0
 
     def weights(self, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None) -> "RolloutWeights":
-        """Return the weights of the next sync, with adapters merged or left out.
+        """Return the weights of the next sync, with adapters merged or left out, or the adapters alone.
 
         Args:
             peft_config: of adapters that rollout ranks in other processes are sent apart from the weights.
         """
         return RolloutWeights(self, adapters, peft_config)
-
-    def adapters(self) -> RolloutAdapters:
-        """Return the adapters of the next sync, for a rollout that has the weights without them."""
-        if self._adapter_names is None:
-            lora = lora_of(self.model)
-            assert lora is not None, "a model without adapters has none to send"
-            self._adapter_names = RolloutNames(self.model, lora)
-        return RolloutAdapters(self, self._adapter_names)
 
     def next_number(self) -> int:
         """Count a sync; return its number, from 1."""
@@ -130,51 +129,155 @@ class RolloutSync:
 
     def full(
         self, traffic: Traffic | None = None, *, as_checkpoint: bool = False, adapters: AdapterUse = "merged"
-    ) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield all tensors in full under names that loaders accept; collective.
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield all tensors in full under names that loaders accept, each in memory of its own; collective.
 
         A stack of experts that exceeds the memory bound is yielded expert by expert where checkpoints have it so.
 
         Args:
             as_checkpoint: use the names of checkpoints only; those of most families have one matrix per expert.
         """
-        traffic = traffic or Traffic()
-        limit = self.gather_limit
-        gathered = self.gather(limit, traffic, self._is_stored_by_expert, adapters)
         waiting: dict[str, torch.Tensor] = {}
-        with contextlib.closing(gathered):
-            for rows in full_gather.assemble(gathered, traffic, limit):
-                if rows.first is None:
-                    one = [(rows.name, rows.values)]
-                    yield from hf_names.for_vllm(self.model, one, waiting, may_be_fused=not as_checkpoint)
-                else:
-                    yield from hf_names.experts_from(self.model, rows.name, rows.values, rows.first)
+        with contextlib.closing(self.gathered(traffic or Traffic(), adapters)) as tensors:
+            for name, first, step, values in tensors:
+                if step == 1:
+                    yield from hf_names.for_vllm(self.model, [(name, values)], waiting, may_be_fused=not as_checkpoint)
+                    continue
+                for i, expert in enumerate(values):
+                    yield from hf_names.experts_from(self.model, name, expert[None], first + i * step)
 
-    def shards(
-        self, traffic: Traffic, adapters: AdapterUse = "merged", quantised: QuantisedShards | None = None
-    ) -> Generator[full_gather.GatheredTensor, None, None]:
-        """Yield all tensors as the shards of all ranks, without assembling them; collective."""
-        limit = full_gather.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp)
-        return self.gather(limit, traffic, lambda name: True, adapters, quantised)
+    def adapters(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield every adapter in full, under names that vLLM's adapter loader takes; collective."""
+        if self._adapter_names is None:
+            lora = lora_of(self.model)
+            assert lora is not None, "a model without adapters has none to send"
+            self._adapter_names = RolloutNames(self.model, lora)
+        halves: dict[str, torch.Tensor] = {}
+        with contextlib.closing(self.gathered(traffic, "alone")) as tensors:
+            for name, _, _, values in tensors:
+                weight = name.removesuffix(A).removesuffix(B)
+                halves[name] = values
+                if weight + A in halves and weight + B in halves:
+                    yield from self._adapter_names.tensors(weight, halves.pop(weight + A), halves.pop(weight + B))
 
-    def gather(
+    def gathered(self, traffic: Traffic, adapters: AdapterUse) -> Generator[Received, None, None]:
+        """Yield full tensors under the model's names, or rows of them, in memory of their own; collective."""
+        exchange = self._full_exchange(adapters == "alone")
+        with contextlib.closing(exchange.run(self.values(adapters), traffic)) as tensors:
+            for found in tensors:
+                traffic.hold(found.values.nbytes)
+                yield found._replace(values=found.values.clone())
+                traffic.release(found.values.nbytes)
+
+    def values(self, adapters: AdapterUse = "merged", rollout: Rollout | None = None, wait: Any = None) -> Values:
+        """Return a function from a tensor's name to this rank's values to send; see ``local_values``.
+
+        Args:
+            rollout: for which weights are quantised; None for one that holds them as they are.
+            wait: waits for a collective.
+        """
+        # Reading a model's parameters anew takes longer than sending a small layer.
+        state = {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
+        local = local_values(self.model, self.device, adapters, wait or dist.Work.wait)
+        if rollout is None or not rollout.is_quantised:
+            return lambda name: local(name, state[name])
+        quantised = self._quantised(rollout, local)
+
+        def of(name: str) -> torch.Tensor:
+            weight = name.removesuffix(SCALES)
+            return quantised.scales_of(weight) if name.endswith(SCALES) else quantised(name, state[name])
+
+        return of
+
+    def _quantised(self, rollout: Rollout, values: LocalValues) -> QuantisedShards:
+        """Return this rank's values, quantised as such a rollout holds them; see ``QuantisedShards``."""
+        params = {n: p for n, p in weights(self.model) if is_quantised(self.heads.family, n)}
+        scheme = scheme_of(rollout.block, rollout.channels)
+        # One weight at a time with adapters: then one gather of its adapter serves its scales and its values.
+        limit = round_bytes(self.settings.memory_bytes) if lora_of(self.model) is None else 0
+        return QuantisedShards(params, values, scheme, self.device, limit)
+
+    def missing_bytes(self, adapters: bool = False) -> int:
+        """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""
+        params = (adapter_weights if adapters else weights)(self.model)
+        return sum((p.numel() - local_tensor(p).numel()) * self.dtypes[name].itemsize for name, p in params)
+
+    def tensor_specs(self, rollout: Rollout | None = None) -> list[TensorSpec]:
+        """Describe the tensors to send to such a rollout, for the plan; one that holds them as they are by default."""
+        found = sharded_tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
+        return found if rollout is None else with_scales(found, rollout, self.family)
+
+    def dtype_in(self, rollout: Rollout) -> Callable[[str], torch.dtype]:
+        """Return a function from a tensor's name to the dtype in which it is sent to such a rollout."""
+        if not rollout.is_quantised:
+            return self.dtypes.__getitem__
+        scheme, family = scheme_of(rollout.block, rollout.channels), self.family
+
+        def of(name: str) -> torch.dtype:
+            if name.endswith(SCALES):
+                return torch.float32
+            return scheme.dtype if is_quantised(family, name) else self.dtypes[name]
+
+        return of
+
+    def exchange(self, rollout: Rollout, worker: int) -> Exchange:
+        """Return the exchange that brings ``worker`` of each replica its parameters; planned once.
+
+        Running it is collective, this call is not.
+        """
+        if (rollout, worker) not in self._exchanges:
+            specs = self.tensor_specs(rollout)
+            slices_of = slices_of_workers(specs, rollout, self.heads)
+            targets = Targets.colocated(self.meshes.topology, rollout.workers)
+            self._exchanges[rollout, worker] = self._exchange(
+                specs, targets, slices_of, worker, self.dtype_in(rollout), round_bytes(self.settings.memory_bytes)
+            )
+        return self._exchanges[rollout, worker]
+
+    def _full_exchange(self, of_adapters: bool) -> Exchange:
+        """Return the exchange that brings every rank the whole of each tensor."""
+        if of_adapters not in self._exchanges:
+            # Beside its buffers there is a tensor in memory of its own, and a copy of it in a checkpoint's layout.
+            limit = self.settings.memory_bytes // (ROUND_BUFFERS + 2)
+            found = adapter_weights(self.model) if of_adapters else ()
+            specs = [TensorSpec(n, tuple(p.shape), self.dtypes[n].itemsize, shard_steps(p)) for n, p in found]
+            specs = specs if of_adapters else self.tensor_specs()
+            large = {tensor.name for tensor in specs if tensor.nbytes > limit}
+
+            def may_split(name: str) -> bool:
+                return name in large and not of_adapters and self._is_stored_by_expert(name)
+
+            targets = Targets.colocated(self.meshes.topology, 1)
+            self._exchanges[of_adapters] = self._exchange(
+                specs, targets, _whole, 0, self.dtypes.__getitem__, limit, may_split, must_fit=False
+            )
+        return self._exchanges[of_adapters]
+
+    def _exchange(
         self,
+        specs: list[TensorSpec],
+        targets: Targets,
+        slices_of: Callable[[TensorSpec, int], list[TargetSlice]],
+        worker: int,
+        dtypes: Callable[[str], torch.dtype],
         limit: int,
-        traffic: Traffic,
-        may_split: Callable[[str], bool] = lambda name: False,
-        adapters: AdapterUse = "merged",
-        quantised: QuantisedShards | None = None,
-    ) -> Generator[full_gather.GatheredTensor, None, None]:
-        """Gather the weights or the adapters, in the dtypes in which they are sent; see ``full_gather.gather``."""
-        dtypes = self.dtypes if quantised is None else self._with(quantised.scheme.dtype)
-        return full_gather.gather(
-            self.model, self.meshes, self.layers, limit, dtypes, traffic, may_split, adapters, quantised
+        may_split: Callable[[str], bool] = lambda name: True,
+        must_fit: bool = True,
+    ) -> Exchange:
+        topology, is_gather = self.meshes.topology, max(targets.kinds) == 0
+        plan = make_transfer_plan(
+            specs, self.layers, topology, targets, slices_of, limit, may_split, is_gather, must_fit
         )
-
-    @property
-    def gather_limit(self) -> int:
-        """Bytes of one gather whose tensors are assembled, within the memory bound."""
-        return full_gather.gather_bytes(self.settings.memory_bytes, self.meshes.topology.fsdp, is_assembled=True)
+        replica, rank = divmod(dist.get_rank(), topology.fsdp)
+        return Exchange(
+            plan,
+            Member.colocated(plan, replica, rank),
+            lambda tensor: slices_of(tensor, worker),
+            dtypes,
+            self.device,
+            self.meshes.replica_group,
+            self.heads.dim,
+        )
 
     def _is_stored_by_expert(self, name: str) -> bool:
         """Tell whether checkpoints store a stack expert by expert; warns once of one that has to be held in full."""
@@ -192,124 +295,121 @@ class RolloutSync:
                 )
         return self._by_expert[name]
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the sharded parameters and the persistent buffers by name."""
-        # Names of persistent buffers are cached: finding them takes longer than sending a small layer.
-        return {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
-
-    def values(
-        self, adapters: AdapterUse = "merged", wait: Callable[[dist.Work], object] = dist.Work.wait
-    ) -> LocalValues:
-        """Return a function from a parameter to this rank's values to send; see ``local_values``."""
-        return local_values(self.model, self.meshes.dense.device_type, adapters, wait)
-
-    def dtypes_for(self, rollout: Rollout) -> Mapping[str, torch.dtype]:
-        """Return the dtype in which each tensor is sent in slices to such a rollout."""
-        return self._with(scheme_of(rollout.block, rollout.channels).dtype) if rollout.is_quantised else self.dtypes
-
-    def _with(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        return {**self.dtypes, **dict.fromkeys(self._quantised, dtype)}
-
-    def quantised(self, rollout: Rollout, values: LocalValues) -> QuantisedShards:
-        """Return this rank's values, quantised as such a rollout holds them; see ``QuantisedShards``."""
-        params = {name: self.model.get_parameter(name) for name in self._quantised}
-        scheme = scheme_of(rollout.block, rollout.channels)
-        # One weight at a time with adapters: then one gather of its adapter serves its scales and its values.
-        limit = round_bytes(self.settings.memory_bytes) if lora_of(self.model) is None else 0
-        return QuantisedShards(params, values, scheme, self.meshes.dense.device_type, limit)
-
-    def missing_bytes(self, adapters: bool = False) -> int:
-        """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""
-        params = (adapter_weights if adapters else weights)(self.model)
-        return sum((p.numel() - local_tensor(p).numel()) * self.dtypes[name].itemsize for name, p in params)
-
-    def tensor_specs(self, rollout: Rollout | None = None) -> list[TensorSpec]:
-        """Describe the tensors to send in slices to such a rollout, for the plan; one in bfloat16 by default."""
-        dtypes = self.dtypes if rollout is None else self.dtypes_for(rollout)
-        return sharded_tensor_specs(self.model, {name: dtype.itemsize for name, dtype in dtypes.items()})
-
-    def worker_weights(
-        self,
-        mode: SyncMode,
-        rollout: Rollout,
-        worker: int,
-        is_quantised: bool = False,
-        adapters: AdapterUse = "merged",
-    ) -> WorkerWeights:
-        """Return the weights of the next sync for the worker with this index in its replica."""
-        return WorkerWeights(self, self.next_number(), mode, rollout, worker, is_quantised, adapters)
-
-    def slices_of(self, mode: SyncMode, rollout: Rollout, worker: int) -> Callable[[TensorSpec], list[TargetSlice]]:
-        """Return a function from a tensor to the slices that a worker keeps, cached by name across syncs."""
-        known = self._slices.setdefault((mode, rollout, worker), {})
-
-        def of(tensor: TensorSpec) -> list[TargetSlice]:
-            if tensor.name not in known:
-                known[tensor.name] = target_slices(tensor, rollout, worker, self.heads, mode)
-            return known[tensor.name]
-
-        return of
-
-    def indices_of(
-        self, mode: SyncMode, rollout: Rollout, worker: int
-    ) -> Callable[[TensorSpec, IndexRange], list[NamedIndex]]:
-        """Return a function from a block of a tensor to its ``named_indices`` for a worker, cached across syncs."""
-        slices_of = self.slices_of(mode, rollout, worker)
-        known = self._indices.setdefault((mode, rollout, worker), {})
-
-        def of(tensor: TensorSpec, block: IndexRange) -> list[NamedIndex]:
-            if (tensor.name, block) not in known:
-                known[tensor.name, block] = named_indices(block, slices_of(tensor))
-            return known[tensor.name, block]
-
-        return of
-
-    def exchange(self, mode: SyncMode, rollout: Rollout, worker: int) -> Exchange:
-        """Return the exchange for ``worker`` of each replica, made once; running it is collective, this call is not."""
-        key = (mode, rollout, worker)
-        if key not in self._exchanges:
-            world = dist.get_world_size()
-
-            def slices_of(tensor: TensorSpec, index: int) -> list[TargetSlice]:
-                return target_slices(tensor, rollout, index % rollout.workers, self.heads, mode)
-
-            plan = make_transfer_plan(
-                self.tensor_specs(rollout),
-                self.layers,
-                self.meshes.topology,
-                Targets(world),
-                slices_of,
-                round_bytes(self.settings.memory_bytes),
-            )
-            device = self.meshes.dense.device_type
-            self._exchanges[key] = Exchange(plan, self.slices_of(*key), dist.get_rank(), device)
-        return self._exchanges[key]
-
 
 class RolloutWeights:
-    """The weights of one sync: iterate it for full tensors, or use ``for_rollout``; both are collective."""
+    """What an engine sends in one sync.
+
+    Args:
+        sync: the engine's exporter.
+        adapters: whether adapters are merged into the weights, left out, or sent alone.
+        peft_config: see ``RolloutSync.weights``.
+
+    Attributes:
+        mode: full tensors, the worker's parameters (``sliced``), or the adapters alone.
+        has_checksums: whether the tensors are to be followed by their checksums.
+        is_quantised_here: whether weights are sent as values in FP8 or INT8 and scales.
+        traffic: bytes that this sync has moved so far.
+    """
 
     def __init__(self, sync: RolloutSync, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None):
-        self._sync, self.adapters, self.peft_config = sync, adapters, peft_config
+        self.sync, self.adapters, self.peft_config = sync, adapters, peft_config
+        self.mode: SyncMode | Literal["adapters"] = "adapters" if adapters == "alone" else "full"
+        self.has_checksums = self.is_quantised_here = False
+        self.traffic = Traffic()
+        self._as_checkpoint = not sync.settings.is_for_vllm
+        self._rollout, self._worker, self._number = Rollout(), 0, 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._sync.full(as_checkpoint=not self._sync.settings.is_for_vllm, adapters=self.adapters)
+        return self.tensors()
 
-    @property
-    def sync(self) -> RolloutSync:
-        """The engine's exporter, for the checkpoint-engine backend (``remote/remote_sync.py``)."""
-        return self._sync
+    def stages(self, config: Any, worker: int) -> Iterator[tuple["RolloutWeights", dict[str, Any]]]:
+        """Yield what the worker loads one after the other, each with further arguments of vLLM's worker: only this."""
+        yield self.for_rollout(config, worker), {}
 
-    def for_rollout(self, config: Any, worker: int) -> WorkerWeights:
-        """Return the weights for the worker with this index in its replica.
+    def for_rollout(self, config: Any, worker: int) -> "RolloutWeights":
+        """Choose what is sent to the worker with this index in its replica.
 
         Args:
             config: verl's rollout config.
 
         Raises:
             SettingError: the rollout does not support the mode that ``engine.rollout_sync`` names.
+            BaseChangedError: adapters are sent alone, and the weights are no longer those that the rollout has.
         """
         if self.adapters == "left out":
-            self._sync.base.record()
-        is_quantised, mode = bool(quantisation_settings(config)), self._sync.choose_mode(config)
-        return self._sync.worker_weights(mode, rollout_of(config), worker, is_quantised, self.adapters)
+            self.sync.base.record()
+        if self.adapters != "alone":
+            self.mode, self._rollout, self._worker = self.sync.choose_mode(config), rollout_of(config), worker
+        self._number = self.sync.next_number()
+        # Full tensors are quantised by verl's own loader, which accepts neither stacks of experts nor checksums.
+        by_loader = self.mode == "full" and bool(quantisation_settings(config))
+        self._as_checkpoint = by_loader or not self.sync.settings.is_for_vllm
+        self.has_checksums = not by_loader and has_checksums(self._number, self.sync.settings.verify_syncs)
+        self.is_quantised_here = self._rollout.is_quantised and self.mode == "sliced"
+        if self.adapters == "alone":
+            self.sync.base.check(self.has_checksums)
+        return self
+
+    def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield the tensors or parameters under names that the worker accepts; collective."""
+        if self.mode == "adapters":
+            return self.sync.adapters(self.traffic)
+        if self.mode == "full":
+            return self.sync.full(self.traffic, as_checkpoint=self._as_checkpoint, adapters=self.adapters)
+        return self._parameters()
+
+    def _parameters(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        values = self.sync.values(self.adapters, self._rollout)
+        with contextlib.closing(self._exchange.run(values, self.traffic)) as parameters:
+            for parameter, first, step, rows in parameters:
+                yield slice_name(parameter, first, step), rows
+
+    @property
+    def _exchange(self) -> Exchange:
+        return self.sync.exchange(self._rollout, self._worker)
+
+    def check_plans(self, failure: Exception | None) -> None:
+        """Raise on every rank if plans differ between ranks or any rank has failed; collective, before data is sent.
+
+        Args:
+            failure: this rank's failure, if any.
+
+        Raises:
+            WeightSyncError: on all ranks.
+        """
+        digest = ""
+        try:
+            digest = self._exchange.plan.digest()
+        except Exception as error:
+            failure = failure or error
+        try:
+            check_agreement({"plan": {"digest": digest}}, device=self.sync.device, failure=failure)
+        except Exception as error:
+            raise WeightSyncError(str(error)) from error
+
+    def planned_layouts(self) -> list[dict[str, str]]:
+        """Return the layout that this engine plans for each worker of the replica (``layout/layout_check.py``)."""
+        return planned_layouts(self.sync.tensor_specs(), self._rollout, self.sync.heads)
+
+    def min_received_bytes(self) -> int:
+        """Return the bytes of what this rank sends to its worker that it does not hold itself."""
+        if self.mode != "sliced":
+            return self.sync.missing_bytes(self.mode == "adapters")
+        plan, kind = self._exchange.plan, self._exchange.member.kind
+        assert kind is not None
+        return int(plan.needed[kind]) - plan.kept(self.sync.meshes.fsdp_rank, kind)
+
+    def report(self, transfer: TransferStats) -> SyncReport:
+        """Make this sync's report and keep it as ``RolloutSync.last_report``."""
+        report = SyncReport(self._number, self.mode, self.traffic, self.min_received_bytes(), transfer)
+        self.sync.last_report = report
+        return report
+
+
+def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return ``wanted`` if it is narrower than ``stored``, else ``stored``."""
+    return wanted if wanted is not None and wanted.itemsize < stored.itemsize else stored
+
+
+def _whole(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
+    return [TargetSlice(IndexRange.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))]

@@ -207,7 +207,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         config = self.adapters_config
         if config is None or base_sync_done is None:
             return self.rollout_sync.weights(peft_config=config), None
-        return self.rollout_sync.adapters() if base_sync_done else self.rollout_sync.weights("left out"), config
+        return self.rollout_sync.weights("alone" if base_sync_done else "left out"), config
 
     def get_per_tensor_param_shard(self, **kwargs):
         """Return ``(name, flat values, spec)`` of this rank's shards in bfloat16, for verl's ``delta_sharded``."""

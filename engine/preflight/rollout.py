@@ -21,15 +21,15 @@ from ...rollout.layout.rollout_config import (
 from ...rollout.layout.sglang_layout import RECORDS_NO_ROUTES
 from ...rollout.layout.sync_mode import BACKEND, check_rollout_parallelism, check_sglang_sizes, choose_mode
 from ...rollout.layout.trainer_tensors import tensor_specs_of
-from ...rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
-from ...rollout.layout.vllm_layout import (
-    Heads,
-    SyncMode,
-    TargetSlice,
-    TensorSpec,
-    slices_of_scales,
-    target_slices,
+from ...rollout.layout.transfer_plan import (
+    ROUND_BUFFERS,
+    RoundTooSmallError,
+    Targets,
+    make_transfer_plan,
+    round_bytes,
 )
+from ...rollout.layout.vllm_layout import Heads, SyncMode, TensorSpec
+from ...rollout.quantise.scales import slices_of_workers, with_scales
 from ..compat import versions
 from ..declared.derived import sharding_options
 from ..errors import SettingError, close_matches
@@ -210,30 +210,26 @@ def _check_plan(
     engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts, kind: SyncMode, colocated: bool
 ) -> None:
     """Check that this tensor-parallel size cuts the model, and that a row of the largest tensor fits into a round."""
-    placement, heads = rollout_of(rollout), Heads.of(facts.model.config)
-
-    def slices_of(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
-        slices = target_slices(tensor, placement, worker % placement.workers, heads, kind)
-        slices_of_scales(tensor, slices, placement, heads.family)
-        return slices
-
+    placement, heads, megabytes = rollout_of(rollout), Heads.of(facts.model.config), engine.sync_megabytes
     topology = Topology.arrange(n_gpus, engine.ep_size, engine.fsdp_size, engine.etp_size)
     tensors = tensors_before_sharding(
         facts.model, topology, engine.expert_shard_dim, engine.expert_plan, _sent_itemsizes(engine, facts)
     )
+    tensors = with_scales(tensors, placement, heads.family)
+    slices_of, workers = slices_of_workers(tensors, placement, heads), placement.workers
+    # Of workers that are other processes one replica is enough: any other has the same needs.
+    targets = Targets.colocated(topology, workers) if colocated else Targets.separate(range(workers), topology)
+    limit, layers = round_bytes(megabytes << 20), layer_names(facts.model)
     try:
-        # Of workers that are other processes one replica is enough: any other has the same needs.
-        targets = Targets(n_gpus if colocated else placement.workers, colocated)
-        plan = make_transfer_plan(tensors, layer_names(facts.model), topology, targets, slices_of, 1)
+        is_gather = colocated and workers == 1
+        make_transfer_plan(tensors, layers, topology, targets, slices_of, limit, is_gather=is_gather)
+    except RoundTooSmallError as error:
+        rule = f"{error.what} is {error.needed} bytes on a rank, and a {kind} sync holds {ROUND_BUFFERS} times that."
+        raise SettingError(_MEMORY, megabytes, rule, f"{_MEMORY}={-(-ROUND_BUFFERS * error.needed >> 20)}") from None
     except ValueError as error:
         server = "SGLang" if placement.server == "sglang" else "vLLM"
         rule, works = f"{server} can't cut this model so: {error}", "a smaller one that divides"
         raise SettingError(_TP, placement.tp, rule, works) from None
-    least, name = plan.min_limit
-    megabytes = engine.sync_megabytes
-    if least > round_bytes(megabytes << 20):
-        rule = f"one row of {name} is {least} bytes on a rank, and a {kind} sync holds {ROUND_BUFFERS} times that."
-        raise SettingError(_MEMORY, megabytes, rule, f"{_MEMORY}={-(-ROUND_BUFFERS * least >> 20)}")
 
 
 def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:

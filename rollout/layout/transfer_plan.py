@@ -1,41 +1,57 @@
-"""Plans which rank sends which block of which tensor to which worker, in rounds of bounded size.
+"""Plans a weight sync: which tensors go to the workers in which round, and how many bytes each rank moves.
 
-A plan is a pure function of the trainer's and the rollout's layouts (``vllm_layout.py``), so every rank computes it on
-its own, and ranks compare digests. Layers with the same tensors share one plan, a *template*: planning a model of 94
-layers for 64 ranks takes seconds.
+A plan is a pure function of the trainer's and the rollout's layouts, so every rank computes it on its own, and ranks
+compare digests of what it follows from. Its cost grows linearly with the ranks: workers of the same kind keep the same,
+however many there are, and what ranks send is computed for all of them at once (``senders.py``). Layers with the same
+tensors share a *template*. Which bytes a rank sends where, and where it puts those that it receives, is computed for
+that rank alone (``routes.py``).
 
-A round is a list of *pieces*, each the ``part``-th of ``parts`` of a tensor. Every transfer of that tensor is divided
-into as many parts, so the bytes of a round are spread over the ranks as those of the whole tensor are. Every rank takes
-part in every round, whether or not it has anything to send.
+A round sends bundles of parameters (``parameters.py``), and has bundles of one layer only, so that the rounds of all
+layers with a template are alike. Every rank takes part in every round, whether or not it has anything to send.
 """
 
 import hashlib
-import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ...engine.topology.index_ranges import IndexRange, chunk_range
-from .vllm_layout import TargetSlice, TensorSpec, TrainerTopology, holders
+import numpy as np
+
+from .parameters import ALIGNMENT, Bundle, bundles_of
+from .senders import Ints, Senders, senders_of
+from .specs import TargetSlice, TensorSpec, TrainerTopology
 
 __all__ = [
     "ROUND_BUFFERS",
-    "Piece",
-    "TransferPlan",
+    "Round",
+    "RoundTooSmallError",
+    "Share",
     "Targets",
     "Template",
-    "Transfer",
+    "TransferPlan",
     "make_transfer_plan",
     "round_bytes",
 ]
 
-# What sends, receives or keeps: ("sent", a trainer's rank), ("received", a worker) or ("kept", a rank for its worker).
-End = tuple[str, int]
-# Two send buffers, two receive buffers, and one for what is cast before it is packed.
-ROUND_BUFFERS = 5
+# What a rank sends, what it receives, its worker's parameters, and its own values with the positions of all these.
+ROUND_BUFFERS = 4
+# Messages are multiples of the run of a round's bundles, which is not made shorter than this by one more bundle.
+_LONG_RUN = 512
+_TRIED_PARTS = 32
+
+
+class RoundTooSmallError(ValueError):
+    """A round can't hold what can't be divided.
+
+    Attributes:
+        needed: bytes that it would have to hold.
+    """
+
+    def __init__(self, what: str, needed: int, limit: int):
+        super().__init__(f"{what} is {needed} bytes on a rank, more than the {limit} bytes that a round may hold.")
+        self.what, self.needed = what, needed
 
 
 def round_bytes(memory_bytes: int) -> int:
@@ -43,249 +59,154 @@ def round_bytes(memory_bytes: int) -> int:
     return memory_bytes // ROUND_BUFFERS
 
 
-@dataclass(frozen=True, order=True)
-class Transfer:
-    """A block of a tensor that rank ``source`` sends to rank or worker ``target``."""
-
-    block: IndexRange
-    source: int
-    target: int
-
-    def part(self, part: int, parts: int) -> "Transfer | None":
-        """Return the ``part``-th of ``parts``, split along the first dim that is long enough; None if empty."""
-        shape = self.block.shape
-        if not shape:
-            return self if part == 0 else None
-        dim = _split_dim(shape, parts)
-        start, stop = chunk_range(self.block.low[dim], self.block.high[dim], parts, part)
-        return Transfer(self.block.with_dim(dim, start, stop), self.source, self.target) if start < stop else None
-
-
 @dataclass(frozen=True)
 class Targets:
     """The receiving workers.
 
     Args:
-        count: number of rollout workers over all replicas.
-        colocated: whether trainer rank ``i`` feeds worker ``i`` on the same device, so that what the rank holds itself
-            is not sent. Otherwise the workers are separate processes.
+        kinds: for each worker its kind, e.g. its index in its replica; workers of a kind keep the same.
+        replicas: for each worker the trainer replica that sends to it.
     """
 
-    count: int
-    colocated: bool = True
+    kinds: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+    @classmethod
+    def colocated(cls, topology: TrainerTopology, workers: int) -> "Targets":
+        """Describe one worker beside each trainer rank, in replicas of so many workers."""
+        ranks = range(topology.world)
+        return cls(tuple(rank % workers for rank in ranks), tuple(rank // topology.fsdp for rank in ranks))
+
+    @classmethod
+    def separate(cls, kinds: Sequence[int], topology: TrainerTopology) -> "Targets":
+        """Describe workers in processes of their own, to which the trainer's replicas send in turn."""
+        return cls(tuple(kinds), tuple(i % topology.dp_replicate for i in range(len(kinds))))
+
+    @cached_property
+    def count(self) -> Ints:
+        """Workers of each kind that each trainer replica sends to, ``[replicas, kinds]``."""
+        found = np.zeros((max(self.replicas, default=0) + 1, max(self.kinds, default=0) + 1), dtype=np.int64)
+        np.add.at(found, (list(self.replicas), list(self.kinds)), 1)
+        return found
 
 
 @dataclass(frozen=True)
-class TensorPlan:
-    """The transfers of one tensor, including local ones (``source == target`` where colocated)."""
+class Share:
+    """What a round sends of a bundle: the ``part``-th of ``parts``."""
 
-    tensor: TensorSpec
-    transfers: tuple[Transfer, ...]
-    colocated: bool
-
-    def is_local(self, transfer: Transfer) -> bool:
-        return self.colocated and transfer.source == transfer.target
+    bundle: Bundle
+    part: int = 0
+    parts: int = 1
 
     @property
-    def remote_transfers(self) -> Iterator[Transfer]:
-        return (t for t in self.transfers if not self.is_local(t))
+    def run(self) -> tuple[int, dict[int, tuple[int, int]]]:
+        return self.bundle.run if self.parts == 1 else self.bundle.run_of_rows
 
-    def max_rank_bytes(self, part: int = 0, parts: int = 1) -> int:
-        """Return the most bytes that any rank sends or receives for this part."""
-        return max((size for (end, _), size in self.rank_bytes(part, parts).items() if end != "kept"), default=0)
+
+@dataclass(frozen=True)
+class Round:
+    """What a round sends.
+
+    Args:
+        long: shares that are sent in pieces, to each worker what it keeps.
+        short: bundles whose tensors every worker is sent whole.
+    """
+
+    long: tuple[Share, ...]
+    short: tuple[Bundle, ...] = ()
 
     @cached_property
-    def _counts(self) -> dict[tuple[int, ...], Counter[End]]:
-        """How many blocks of a shape each end has: the size of a part depends on nothing else."""
-        counts: dict[tuple[int, ...], Counter[End]] = {}
-        for transfer in self.transfers:
-            ends = counts.setdefault(transfer.block.shape, Counter())
-            if self.is_local(transfer):
-                ends["kept", transfer.target] += 1
-                continue
-            ends["sent", transfer.source] += 1
-            ends["received", transfer.target] += 1
-        return counts
-
-    def rank_bytes(self, part: int = 0, parts: int = 1) -> dict[End, int]:
-        """Return the bytes sent by each source, ``("sent", rank)``, received by each target, and kept by each rank."""
-        nbytes: dict[End, int] = {}
-        for shape, ends in self._counts.items():
-            if size := _part_numel(shape, part, parts) * self.tensor.itemsize:
-                for end, count in ends.items():
-                    nbytes[end] = nbytes.get(end, 0) + count * size
-        return nbytes
+    def unit(self) -> int:
+        """Bytes of which everything in this round's messages is a multiple."""
+        run = math.gcd(*(share.run[0] for share in self.long)) or ALIGNMENT
+        # Short tensors are padded to it.
+        return run if not self.short else max(d for d in range(1, min(run, 4096) + 1) if run % d == 0)
 
     @property
-    def max_parts(self) -> int:
-        """The largest number of parts into which the tensor can be divided."""
-        return max((max(t.block.shape, default=1) for t in self.remote_transfers), default=1)
+    def alignment(self) -> int:
+        """Bytes of which offsets in buffers are multiples, so that they can be viewed as any dtype."""
+        return math.lcm(self.unit, ALIGNMENT)
 
-    def parts_for_limit(self, limit: int) -> int:
-        """Return the number of parts with which no rank sends or receives more than ``limit`` bytes per part.
-
-        Where possible a part has at most a quarter of ``limit``, so that rounds can be filled.
-
-        Raises:
-            ValueError: a single row has more than ``limit`` bytes.
-        """
-        max_parts = self.max_parts
-        parts = min(max_parts, max(1, -(-4 * self.max_rank_bytes() // limit)))
-        # The first part is the largest.
-        while (load := self.max_rank_bytes(0, parts)) > limit / 4 and parts < max_parts:
-            parts = min(max_parts, parts + max(1, parts // 8))
-        if load > limit:
-            raise ValueError(
-                f"one row of {self.tensor.name} {list(self.tensor.shape)} is {load} bytes on a rank, more than the "
-                f"{limit} bytes that a round may hold."
-            )
-        return parts
-
-    def divided(self, limit: int) -> tuple[int, list[tuple[int, int, dict[End, int]]]]:
-        """Return ``parts_for_limit``, and each run of parts with the same bytes: the first, the last, exclusive, and
-        their ``rank_bytes``.
-        """
-        parts = self.parts_for_limit(limit)
-        runs = []
-        for _, run in itertools.groupby(range(parts), lambda part: [_part_numel(s, part, parts) for s in self._counts]):
-            first, *others = run
-            runs.append((first, first + 1 + len(others), self.rank_bytes(first, parts)))
-        return parts, runs
+    @cached_property
+    def short_offsets(self) -> tuple[Ints, int]:
+        """Where each rank's part of each short tensor begins in its message, ``[ranks, tensors]``; and all bytes."""
+        tensors = [(bundle, i) for bundle in self.short for i in bundle.tensors]
+        if not tensors:
+            return np.zeros((1, 0), dtype=np.int64), 0
+        sizes = np.stack([b.senders[i].numel * b.specs[i].itemsize for b, i in tensors], axis=1)
+        sizes = -(-sizes // ALIGNMENT) * ALIGNMENT
+        ends = np.cumsum(sizes, axis=1)
+        return ends - sizes, int(-(-ends[:, -1].max() // self.alignment) * self.alignment)
 
 
 @dataclass(frozen=True)
 class Template:
-    """The tensor plans that layers of the same shapes share; names are relative to the layer."""
+    """What layers with the same tensors share; names are relative to the layer."""
 
-    tensors: tuple[TensorPlan, ...]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The ``part``-th of ``parts`` of tensor number ``index`` in ``TransferPlan.layers[group]``."""
-
-    group: int
-    index: int
-    part: int
-    parts: int
+    tensors: tuple[TensorSpec, ...]
+    bundles: tuple[Bundle, ...]
+    rounds: tuple[Round, ...]
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All transfers of a model, in the order of its layers.
+    """All rounds of a sync, in the order of the model's layers.
 
     Attributes:
         layers: name prefix of each group of tensors (``"model.layers.0."``; ``""`` outside of layers) and the index of
             its template.
         limit: the most bytes that a rank sends, and the most that it receives, in one round.
+        is_gather: whether every rank's worker keeps the whole model: then ranks gather instead of exchanging.
     """
 
     layers: tuple[tuple[str, int], ...]
     templates: tuple[Template, ...]
+    topology: TrainerTopology
+    targets: Targets
     limit: int
+    is_gather: bool
 
-    def tensors(self) -> Iterator[tuple[str, TensorPlan]]:
-        """Yield the full name and the plan of every tensor, in the model's order."""
+    @property
+    def rounds(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the prefix, the template and the number in it of each round."""
         for prefix, template in self.layers:
-            for plan in self.templates[template].tensors:
-                yield prefix + plan.tensor.name, plan
-
-    def sum_bytes(
-        self, is_counted: Callable[[TensorPlan, Transfer], bool], rank_of: Callable[[Transfer], int]
-    ) -> dict[int, int]:
-        """Add up the bytes of the transfers that ``is_counted`` selects, by the rank that ``rank_of`` returns."""
-        count = [sum(index == i for _, index in self.layers) for i in range(len(self.templates))]
-        totals: dict[int, int] = {}
-        for template, times in zip(self.templates, count, strict=True):
-            for plan in template.tensors:
-                for transfer in plan.transfers:
-                    if is_counted(plan, transfer):
-                        nbytes = times * transfer.block.numel * plan.tensor.itemsize
-                        totals[rank_of(transfer)] = totals.get(rank_of(transfer), 0) + nbytes
-        return totals
+            for number in range(len(self.templates[template].rounds)):
+                yield prefix, template, number
 
     @cached_property
-    def needed(self) -> dict[int, int]:
-        """Bytes that each worker needs, whether it receives them or has them on its own rank."""
-        return self.sum_bytes(lambda plan, transfer: True, lambda t: t.target)
+    def sent(self) -> Ints:
+        """Bytes that a rank of each replica's place sends to a worker of each kind, its own included, ``[ranks, kinds]``."""
+        found = np.zeros((self.topology.fsdp, self.targets.count.shape[1]), dtype=np.int64)
+        times = np.bincount([template for _, template in self.layers], minlength=len(self.templates))
+        for count, template in zip(times, self.templates, strict=True):
+            for bundle in template.bundles:
+                found += count * bundle.sent()
+        return found
 
-    @cached_property
-    def received(self) -> dict[int, int]:
-        """Bytes that each worker receives from other ranks."""
-        return self.sum_bytes(lambda plan, transfer: not plan.is_local(transfer), lambda t: t.target)
+    @property
+    def needed(self) -> Ints:
+        """Bytes that a worker of each kind needs, ``[kinds]``."""
+        return self.sent.sum(axis=0)
 
-    @cached_property
-    def sent(self) -> dict[int, int]:
-        """Bytes that each trainer rank sends to other ranks."""
-        return self.sum_bytes(lambda plan, transfer: not plan.is_local(transfer), lambda t: t.source)
-
-    @cached_property
-    def min_limit(self) -> tuple[int, str]:
-        """The smallest ``limit`` in bytes with which rounds exist, and the name of the tensor that requires it."""
-        plans = [plan for template in self.templates for plan in template.tensors]
-        return max((plan.max_rank_bytes(0, plan.max_parts), plan.tensor.name) for plan in plans)
-
-    def between_nodes(
-        self, node_of_source: Callable[[int], int], node_of_target: Callable[[int], int]
-    ) -> dict[int, int]:
-        """Return the bytes that each worker receives from other nodes."""
-        return self.sum_bytes(
-            lambda plan, t: not plan.is_local(t) and node_of_source(t.source) != node_of_target(t.target),
-            lambda t: t.target,
-        )
-
-    @cached_property
-    def rounds(self) -> tuple[tuple[Piece, ...], ...]:
-        """The pieces of each round in the model's order; no rank sends or receives more than ``limit`` bytes.
-
-        Nor does a rank keep more, because it holds a copy of its shards where they are merged or quantised; but what it
-        keeps of a tensor is not divided further for that.
-        """
-        divided = [[plan.divided(self.limit) for plan in template.tensors] for template in self.templates]
-        rounds: list[tuple[Piece, ...]] = []
-        pieces: list[Piece] = []
-        load: dict[End, int] = {}
-        for group, (_, template) in enumerate(self.layers):
-            for index, (parts, runs) in enumerate(divided[template]):
-                for first, last, nbytes in runs:
-                    while first < last:
-                        room = ((self.limit - load.get(end, 0)) // more for end, more in nbytes.items())
-                        fitting = min([last - first, *room])
-                        if fitting < 1 and pieces:
-                            rounds.append(tuple(pieces))
-                            pieces, load = [], {}
-                            continue
-                        fitting = max(1, fitting)
-                        pieces += [Piece(group, index, part, parts) for part in range(first, first + fitting)]
-                        for end, more in nbytes.items():
-                            load[end] = load.get(end, 0) + fitting * more
-                        first += fitting
-        return (*rounds, tuple(pieces)) if pieces else tuple(rounds)
-
-    def tensor(self, piece: Piece) -> tuple[str, TensorPlan]:
-        """Return the full name and the plan of a piece's tensor."""
-        prefix, template = self.layers[piece.group]
-        plan = self.templates[template].tensors[piece.index]
-        return prefix + plan.tensor.name, plan
-
-    def transfers(self, piece: Piece) -> Iterator[Transfer]:
-        """Yield a piece's transfers, local ones included, in the same order on every rank."""
-        for transfer in self.tensor(piece)[1].transfers:
-            part = transfer.part(piece.part, piece.parts)
-            if part is not None:
-                yield part
+    def kept(self, rank: int, kind: int) -> int:
+        """Bytes of what a worker of this kind needs that the rank with this number in its replica has itself."""
+        return int(self.sent[rank, kind])
 
     def digest(self) -> str:
-        """Return a hash that is equal on two ranks exactly when all their transfers and rounds are."""
+        """Return a hash that two ranks share exactly when they plan from the same facts, and so the same rounds."""
         facts = [
             [
-                [p.tensor.name, p.tensor.shape, p.tensor.itemsize, p.colocated]
-                + [[t.block.low, t.block.high, t.source, t.target] for t in p.transfers]
-                for p in template.tensors
+                [(t.name, t.shape, t.itemsize, str(t.cuts)) for t in template.tensors],
+                [
+                    [(p.name, str([r.part for r in p.regions])) for p in parameters]
+                    for bundle in template.bundles
+                    for parameters in bundle.by_kind
+                ],
+                [[len(r.long), len(r.short), r.unit] for r in template.rounds],
             ]
             for template in self.templates
         ]
-        data = json.dumps([self.limit, self.layers, facts], separators=(",", ":"))
+        data = json.dumps([self.limit, self.layers, self.targets.kinds, self.targets.replicas, facts])
         return hashlib.blake2b(data.encode(), digest_size=16).hexdigest()
 
 
@@ -296,19 +217,29 @@ def make_transfer_plan(
     targets: Targets,
     slices_of: Callable[[TensorSpec, int], Sequence[TargetSlice]],
     limit: int,
+    may_split: Callable[[str], bool] = lambda name: True,
+    is_gather: bool = False,
+    must_fit: bool = True,
 ) -> TransferPlan:
-    """Plan the transfers of a model.
+    """Plan a sync.
 
     Args:
         tensors: in the model's order.
         layers: FQNs of the layers; layers with equal tensors are planned once.
-        slices_of: returns the slices of a tensor that a worker (index in ``range(targets.count)``) keeps. Their blocks
-            have to be the same in layers with equal tensors.
+        slices_of: returns the slices of a tensor that a worker of a kind keeps. Their blocks have to be the same in
+            layers with equal tensors.
         limit: the most bytes that a rank sends, and the most that it receives, in one round.
+        may_split: tells by name whether a tensor may be sent in parts.
+        is_gather: whether every rank's worker keeps the whole model.
+        must_fit: whether what can't be divided enough is an error; otherwise it exceeds the limit.
+
+    Raises:
+        RoundTooSmallError: a row of a parameter, or a parameter that can't be divided by rows, exceeds the limit.
     """
     groups: list[tuple[str, list[TensorSpec]]] = []
+    known = set(layers)
     for tensor in tensors:
-        prefix = next((f"{fqn}." for fqn in layers if tensor.name.startswith(f"{fqn}.")), "")
+        prefix = _layer_of(tensor.name, known)
         if not groups or groups[-1][0] != prefix:
             groups.append((prefix, []))
         groups[-1][1].append(tensor)
@@ -316,74 +247,104 @@ def make_transfer_plan(
     templates: dict[tuple[TensorSpec, ...], int] = {}
     made: list[Template] = []
     order: list[tuple[str, int]] = []
+    kinds = range(targets.count.shape[1])
+    nothing = _Load(targets, is_gather, np.zeros((topology.fsdp, len(kinds)), dtype=np.int64))
+    sending: dict[tuple[object, ...], Senders] = {}
     for prefix, members in groups:
         inside = tuple(TensorSpec(t.name.removeprefix(prefix), t.shape, t.itemsize, t.cuts) for t in members)
         if inside not in templates:
             templates[inside] = len(made)
-            plans = [
-                _plan_tensor(short, topology, targets, [slices_of(full, worker) for worker in range(targets.count)])
-                for short, full in zip(inside, members, strict=True)
-            ]
-            made.append(Template(tuple(plans)))
+            for t in inside:
+                if (t.shape, t.cuts) not in sending:
+                    sending[t.shape, t.cuts] = senders_of(t, topology)
+            senders = [sending[t.shape, t.cuts] for t in inside]
+            slices = [[slices_of(full, kind) for full in members] for kind in kinds]
+            bundles = bundles_of(inside, senders, slices, lambda i, full=members: may_split(full[i].name))
+            made.append(Template(inside, tuple(bundles), tuple(_rounds(bundles, nothing, limit, must_fit))))
         order.append((prefix, templates[inside]))
-    return TransferPlan(tuple(order), tuple(made), limit)
+    return TransferPlan(tuple(order), tuple(made), topology, targets, limit, is_gather)
 
 
-def _plan_tensor(
-    tensor: TensorSpec, topology: TrainerTopology, targets: Targets, slices_by_worker: Sequence[Sequence[TargetSlice]]
-) -> TensorPlan:
-    grid = _Grid(holders(tensor, topology))
-    transfers = []
-    for target, slices in enumerate(slices_by_worker):
-        for part in dict.fromkeys(part.block for part in slices):  # a worker may keep a block in several places
-            for block, ranks in grid.overlapping(part):
-                source = _source(ranks, target, topology, targets.colocated)
-                transfers.append(Transfer(block, source, target))
-    return TensorPlan(tensor, tuple(sorted(transfers)), targets.colocated)
+def _layer_of(name: str, layers: set[str]) -> str:
+    end = name.find(".")
+    while end >= 0:
+        if name[:end] in layers:
+            return name[: end + 1]
+        end = name.find(".", end + 1)
+    return ""
 
 
-def _source(ranks: Sequence[int], target: int, topology: TrainerTopology, colocated: bool) -> int:
-    """Choose the source among the ranks that hold a block.
+@dataclass
+class _Load:
+    """The bytes that ranks move in a round.
 
-    Colocated, it is the target's own rank where that holds the block, and otherwise a rank of the same trainer replica,
-    in rotation; separate workers rotate over replicas as well.
+    Attributes:
+        sent: by each rank to a worker of each kind, ``[ranks, kinds]``.
+        short: by each rank to every worker.
     """
-    if colocated:
-        replica, rank = divmod(target, topology.fsdp)
-        return replica * topology.fsdp + (rank if rank in ranks else ranks[rank % len(ranks)])
-    replica = target % topology.dp_replicate
-    return replica * topology.fsdp + ranks[target // topology.dp_replicate % len(ranks)]
+
+    targets: Targets
+    is_gather: bool
+    sent: Ints
+    short: int = 0
+
+    @property
+    def most(self) -> int:
+        """The most bytes that any rank sends or receives."""
+        ranks = len(self.sent)
+        if self.is_gather:  # messages are as long as the longest
+            return ranks * (int(self.sent.max(initial=0)) + self.short)
+        count = self.targets.count
+        sent = (self.sent @ count.T).max(initial=0) + self.short * count.sum(axis=1).max(initial=0)
+        return int(max(sent, self.sent.sum(axis=0).max(initial=0) + self.short * ranks))
+
+    def plus(self, bundle: Bundle, part: int = 0, parts: int = 1) -> "_Load":
+        if bundle.is_short:
+            return replace(self, short=self.short + bundle.short_bytes)
+        return replace(self, sent=self.sent + bundle.sent(part, parts))
 
 
-class _Grid:
-    """The grid into which shards divide a tensor; finds the cells that overlap a block without a search."""
-
-    def __init__(self, blocks: dict[IndexRange, list[int]]):
-        dims = range(len(next(iter(blocks)).low))
-        self._spans = [sorted({(block.low[d], block.high[d]) for block in blocks}) for d in dims]
-        self._ranks = {block.low: ranks for block, ranks in blocks.items()}
-
-    def overlapping(self, block: IndexRange) -> Iterator[tuple[IndexRange, list[int]]]:
-        """Yield the intersection of ``block`` with each cell, and the ranks that hold the cell."""
-        corners: list[tuple[tuple[int, int], ...]] = [()]
-        for spans, low, high in zip(self._spans, block.low, block.high, strict=True):
-            touched = [span for span in spans if span[0] < high and low < span[1]]
-            corners = [(*corner, span) for corner in corners for span in touched]
-        for corner in corners:
-            cell = IndexRange(tuple(low for low, _ in corner), tuple(high for _, high in corner))
-            shared = cell.intersection(block)
-            if shared is not None:
-                yield shared, self._ranks[cell.low]
-
-
-def _split_dim(shape: tuple[int, ...], parts: int) -> int:
-    return next((d for d, size in enumerate(shape) if size >= parts), shape.index(max(shape)))
+def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: bool) -> Iterator[Round]:
+    """Divide the bundles of a layer into rounds in which no rank sends or receives more than ``limit`` bytes."""
+    long: list[Share] = []
+    short: list[Bundle] = []
+    load, run = nothing, 0
+    for bundle in sorted(bundles, key=lambda b: b.is_short):
+        parts = 1 if bundle.is_short else _parts(bundle, nothing, limit, must_fit)
+        own = 0 if bundle.is_short else Share(bundle, 0, parts).run[0]
+        for part in range(parts):
+            more, shared = load.plus(bundle, part, parts), math.gcd(run, own)
+            is_cut = run and own and shared < min(run, own, _LONG_RUN)
+            if (long or short) and (is_cut or more.most > limit):
+                yield Round(tuple(long), tuple(short))
+                long, short, more, shared = [], [], nothing.plus(bundle, part, parts), own
+            if bundle.is_short:
+                short.append(bundle)
+            else:
+                long.append(Share(bundle, part, parts))
+            load, run = more, shared
+    if long or short:
+        yield Round(tuple(long), tuple(short))
 
 
-def _part_numel(shape: tuple[int, ...], part: int, parts: int) -> int:
-    """Return the elements of a block's part (``Transfer.part``)."""
-    if not shape:
-        return int(part == 0)
-    dim = _split_dim(shape, parts)
-    start, stop = chunk_range(0, shape[dim], parts, part)
-    return math.prod(shape[:dim]) * (stop - start) * math.prod(shape[dim + 1 :])
+def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
+    """Return the fewest parts in which no rank sends or receives more than ``limit`` bytes of a bundle.
+
+    Raises:
+        RoundTooSmallError: there are none, and it has to fit.
+    """
+
+    def most(parts: int) -> int:
+        # Parts have the same rows but for one: of many parts, a few tell enough.
+        tried = range(0, parts, max(1, parts // _TRIED_PARTS))
+        return max(nothing.plus(bundle, part, parts).most for part in tried)
+
+    parts = min(bundle.max_parts, max(1, -(-most(1) // limit)))
+    while (needed := most(parts)) > limit and parts < bundle.max_parts:
+        parts = min(bundle.max_parts, parts + max(1, parts // 8))
+    if needed > limit and must_fit:
+        name, shape = next((p.name, p.shape) for parameters in bundle.by_kind for p in parameters)
+        raise RoundTooSmallError(
+            f"{'one row' if bundle.max_parts > 1 else 'all'} of {name} {list(shape)}", needed, limit
+        )
+    return parts

@@ -31,7 +31,7 @@ class QuantisedShards:
 
     Attributes:
         nbytes: of all scales.
-        scales: by name, of the weights that were asked for and some after them; a consumer removes them.
+        scales: by name, of the weights that were asked for and some after them.
     """
 
     def __init__(
@@ -50,11 +50,17 @@ class QuantisedShards:
             return self._values(name, tensor)
         if self._last is None or self._last[0] != name:
             self._last = None
+            self.scales_of(name)
             with torch.no_grad():
-                while name in self._missing:
-                    self._add_scales()
                 self._last = (name, self._quantised(name, tensor))
         return self._last[1]
+
+    def scales_of(self, name: str) -> torch.Tensor:
+        """Return all scales of a weight, float32; collective as calling this is."""
+        with torch.no_grad():
+            while name in self._missing:
+                self._add_scales()
+        return self.scales[name]
 
     def _add_scales(self) -> None:
         """Compute the scales of as many of the next weights as the limit allows, at least of one; collective."""

@@ -1,400 +1,336 @@
-"""Executes a transfer plan among ranks: one all-to-all per round, started while the round before it is consumed.
+"""Executes a transfer plan: ranks exchange their shards, and each puts together the parameters of its worker.
 
-Received blocks are yielded as they are, in the model's order; each lies inside one slice that the rank's worker keeps.
-A rank has two send buffers, two receive buffers and one buffer for casts, each bounded by the plan's limit. A consumer
-that would copy received blocks can provide the memory that they are received into instead (``ReceiveBuffers``).
+A round is one all-to-all of bytes, or one all-gather where every worker keeps the whole model. A rank copies the values
+that it sends to one flat buffer, gathers the rows of its messages from there, and gathers the rows of its worker's
+parameters from what it receives. Which rows these are is computed once (``layout/routes.py``), so that a sync has a few
+operations for each round and one view for each parameter, whatever the number of ranks, experts and blocks.
+
+The next round is on its way while the consumer uses the parameters of the one before it.
 """
 
-import contextlib
-import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...engine.lora.merge import LocalValues
-from ...engine.topology.index_ranges import IndexRange, slices_in_shard
-from ..layout.transfer_plan import Piece, Transfer, TransferPlan
-from ..layout.vllm_layout import TargetSlice, TensorSpec
+from ..layout.routes import Arrival, Member, pack_positions, unpack_positions
+from ..layout.specs import TargetSlice, TensorSpec
+from ..layout.transfer_plan import TransferPlan
 from .report import Traffic
-from .round_blocks import (
-    LocalBlock,
-    LocalShards,
-    PackedPart,
-    PieceTransfers,
-    SendBlock,
-    enclosing_rows,
-    offsets,
-    read_as,
-    write_as,
-)
 
-__all__ = ["Exchange", "PendingRound", "ReceiveBuffers", "RoundBuffers", "TensorBlock"]
+__all__ = ["Exchange", "Received", "Values"]
 
-_CACHED_BYTES = 2 << 20  # rows that are cast and then split should stay in a CPU cache
+# Returns the values that this rank holds of a tensor, by its name.
+Values = Callable[[str], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class TensorBlock:
-    """The values of a block of a tensor, valid until the next one is requested.
+class Received(NamedTuple):
+    """Rows ``first``, ``first + step``, ... of a worker's parameter, in the parameter's layout.
 
-    Args:
-        values: in the dtype in which they are sent; a local block may have the dtype in which it is stored.
+    They are valid until the next ones are requested.
     """
 
-    tensor: TensorSpec
-    block: IndexRange
+    parameter: str
+    first: int
+    step: int
     values: torch.Tensor
 
 
-@dataclass
-class RoundBuffers:
-    """The uint8 buffers of a round: ``send`` and ``receive`` alternate, ``local`` holds casts for the own worker."""
+@dataclass(frozen=True)
+class _Route:
+    """A round of a template on this rank, with positions on its device."""
 
-    send: torch.Tensor
-    receive: torch.Tensor
-    local: torch.Tensor
+    tensors: tuple[int, ...]
+    copies: tuple[tuple[int, tuple[slice, ...] | None, int], ...]
+    flat_bytes: int
+    sent_rows: torch.Tensor
+    sent_sizes: list[int]
+    received_rows: torch.Tensor
+    received_sizes: list[int]
+    out_bytes: int
+    short: int
+    unit: int
+    arrivals: tuple[Arrival, ...]
+    elements: tuple[tuple[torch.Tensor, ...], ...]
 
-
-@dataclass
-class PendingRound:
-    """A round whose all-to-all has started."""
-
-    index: int
-    work: dist.Work
-    buffers: RoundBuffers
-
-
-class ReceiveBuffers(Protocol):
-    """Memory of the consumer that rounds are received into."""
-
-    def allocate(self, sizes: Sequence[int], max_block_bytes: int) -> list[torch.Tensor]:
-        """Return a uint8 buffer of each size in bytes, for as many of the first sizes as fit.
-
-        Blocks that are yielded from other memory have at most ``max_block_bytes`` bytes.
-        """
-
-    def flush(self) -> None:
-        """Consume all yielded blocks, since their memory is overwritten next. Must not raise: rounds have to go on."""
+    @property
+    def index_bytes(self) -> int:
+        tensors = (self.sent_rows, self.received_rows, *(t for found in self.elements for t in found))
+        return sum(t.nbytes for t in tensors)
 
 
 class Exchange:
     """Executes one rank's part of a plan, once per sync.
 
     Args:
-        plan: equal on all ranks.
+        plan: made from the same facts on all ranks.
+        member: this rank's part in it.
         slices_of: returns the slices of a tensor that this rank's worker keeps, as the plan was made with.
-        rank: this process's rank in ``group``, which is also its number in the plan.
-        device: the device of all buffers and yielded values.
+        dtypes: returns the dtype in which a tensor is sent, by its name.
+        device: of all buffers and yielded values.
+        group: ranks in the order of ``member``.
+        head_dim: rows of an attention head, for parameters that hold the even rows of each before the odd ones.
+        finish: waits for a collective.
     """
 
     def __init__(
         self,
         plan: TransferPlan,
+        member: Member,
         slices_of: Callable[[TensorSpec], Sequence[TargetSlice]],
-        rank: int,
+        dtypes: Callable[[str], torch.dtype],
         device: torch.device | str,
         group: dist.ProcessGroup | None = None,
+        head_dim: int = 1,
+        finish: Callable[[dist.Work], object] = dist.Work.wait,
     ):
-        self.plan, self.rank, self.device, self.group = plan, rank, torch.device(device), group
-        self._ranks = dist.get_world_size(group)
-        self._slices_of = slices_of
-        # By template and tensor, the transfers of this rank in the order in which both ends pack and unpack them.
-        self._own_transfers = [
-            [[t for t in tensor.transfers if rank in (t.source, t.target)] for tensor in template.tensors]
-            for template in plan.templates
-        ]
-        self._pieces: dict[tuple[int, int, int, int], list[Transfer]] = {}
-        self._piece_transfers: dict[Piece, PieceTransfers] = {}
-        self._shard_blocks: dict[str, tuple[IndexRange, ...]] = {}
-        self._send_blocks: list[list[SendBlock]] = []
-        self._local_blocks: list[list[LocalBlock]] = []
-        self._names: list[list[str]] = []  # of each round's tensors
-        self._receive_offsets: dict[int, list[tuple[TensorSpec, IndexRange, int]]] = {}
-        self._send_buffers: list[torch.Tensor] = []
-        self._receive_buffers: list[torch.Tensor] = []
-        self._cast_buffer = self._empty(0)
-        self._finish: Callable[[dist.Work], object] = dist.Work.wait
-        self._splits = [self._split(pieces, self._first_hop) for pieces in plan.rounds]
+        self.plan, self.member, self.device, self.group = plan, member, torch.device(device), group
+        self._slices_of, self._dtypes, self._head_dim, self._finish = slices_of, dtypes, head_dim, finish
+        self._rank, self._rounds = dist.get_rank(group), list(plan.rounds)
+        self._routes: dict[tuple[int, int], _Route] = {}
+        self._parameter_names: dict[str, list[str]] = {}
         self.traffic = Traffic()
 
-    def assembled(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        dtypes: Mapping[str, torch.dtype],
-        traffic: Traffic | None = None,
-        values: LocalValues | None = None,
-    ) -> Generator[tuple[str, TargetSlice, torch.Tensor], None, None]:
-        """Yield ``(tensor's name, slice, values)`` with each slice assembled in memory of its own; see ``run``."""
-        blocks = self.run(tensors, dtypes, traffic, values)
-        parts: dict[str, list[tuple[TargetSlice, torch.Tensor]]] = {}
-        missing: dict[str, int] = {}
-        with contextlib.closing(blocks):
-            for found in blocks:
-                name = found.tensor.name
-                if name not in parts:
-                    parts[name] = [
-                        (part, torch.empty(part.block.shape, dtype=dtypes[name], device=self.device))
-                        for part in self._slices_of(found.tensor)
-                    ]
-                    missing[name] = sum(part.block.numel for part, _ in parts[name])
-                    self.traffic.hold(sum(buffer.nbytes for _, buffer in parts[name]))
-                for part, buffer in parts[name]:
-                    if found.block.intersection(part.block) is not None:
-                        buffer[found.block.slices_in(part.block)] = found.values
-                missing[name] -= found.block.numel
-                while parts[name] and not missing[name]:
-                    part, buffer = parts[name].pop(0)
-                    yield name, part, buffer
-                    self.traffic.release(buffer.nbytes)
+    def run(self, values: Values | None, traffic: Traffic | None = None) -> Generator[Received, None, None]:
+        """Yield the parameters of this rank's worker in the model's order; collective.
 
-    def run(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        dtypes: Mapping[str, torch.dtype],
-        traffic: Traffic | None = None,
-        values: LocalValues | None = None,
-        receive_buffers: ReceiveBuffers | None = None,
-    ) -> Generator[TensorBlock, None, None]:
-        """Yield the blocks that this rank's worker needs, each inside one slice; collective.
-
-        Rounds come in the model's order. A round's local blocks are yielded before its received ones and after the
-        round before it, so that few layers of the worker are partly loaded at a time. Every rank starts every round,
-        even if its consumer stops early: closing the iterator receives and drops the rest.
+        Every rank starts every round, even if its consumer stops early: closing the iterator receives and drops the
+        rest. ``values`` is called for all tensors of a round in the same order on all ranks, since it may be collective.
 
         Args:
-            tensors: the trainer's parameters and buffers by name, sharded.
-            dtypes: the dtype in which each tensor is sent; it is cast before.
+            values: returns the values to send; None on a rank that sends nothing.
             traffic: counts the bytes that this run sends, receives and holds.
-            values: returns the values to send for a tensor; its local shard by default.
-            receive_buffers: memory for received blocks and for casts of local ones, as far as they fit; the yielded
-                blocks in it stay valid until it is flushed.
         """
         self.traffic = traffic = traffic or Traffic()
-        shards = LocalShards(tensors, dtypes, self._shard_blocks, values)
-        if not self._send_blocks:
-            for index in range(len(self._splits)):
-                self._plan_packing(index, shards)
-        buffers = self._allocate(receive_buffers)
-        held = sum(buffer.nbytes for buffer in (*self._send_buffers, *self._receive_buffers, self._cast_buffer))
+        buffers = self._allocate()
+        held = sum(buffer.nbytes for buffer in buffers) + sum(route.index_bytes for route in self._routes.values())
         traffic.hold(held)
-        blocks = self._run_rounds(shards, buffers, receive_buffers)
+        found = self._run(values, *buffers)
         try:
-            for found in blocks:  # noqa: UP028  (`yield from` would close `blocks` with this generator)
-                yield found
+            for each in found:  # noqa: UP028  (`yield from` would close `found` with this generator)
+                yield each
         finally:
-            for _ in blocks:  # other ranks go on with the remaining all-to-alls
+            for _ in found:  # other ranks go on with the remaining rounds
                 pass
             traffic.release(held)
-            if self.device.type != "cpu":
-                self._send_buffers, self._receive_buffers = [], []
 
-    def _run_rounds(
-        self, shards: LocalShards, buffers: list[RoundBuffers], receive_buffers: ReceiveBuffers | None
-    ) -> Iterator[TensorBlock]:
-        pending: PendingRound | None = None
-        for index in range(len(self._splits)):
-            if receive_buffers is not None:
-                receive_buffers.flush()
-            self._pack(index, buffers[index % 2], shards)
-            started = self._start(index, buffers[index % 2])
+    def _run(
+        self, values: Values | None, flat: torch.Tensor, sent: torch.Tensor, received: torch.Tensor, out: torch.Tensor
+    ) -> Iterator[Received]:
+        local: dict[str, torch.Tensor] = {}
+        pending = None
+        for prefix, template, number in [*self._rounds, ("", -1, -1)]:
+            done = None
             if pending is not None:
-                yield from self._receive(pending, shards)
-            yield from self._local_values(index, buffers[index % 2], shards)
-            pending = started
-        if pending is not None:
-            yield from self._receive(pending, shards)
+                work, done = pending
+                if work is not None:
+                    self._finish(work)
+                self._gather(received, done[1].received_rows, done[1].unit, out)
+            if template >= 0:
+                route = self._route(template, number)
+                if values is not None:
+                    local = self._pack(prefix, template, route, values, local, flat, sent)
+                pending = (self._start(route, sent, received), (prefix, route))
+            if done is not None:
+                yield from self._arrivals(*done, out)
 
-    def _allocate(self, receive_buffers: ReceiveBuffers | None) -> list[RoundBuffers]:
-        """Allocate two sets of buffers, of which rounds use one after the other.
-
-        A GPU's caching allocator lends the memory to others between syncs. A CPU has no such allocator, and page faults
-        of fresh memory take half as long as the copies, so its buffers are kept.
-        """
-        if not self._splits:
-            return []
-        count, (send, receive) = min(2, len(self._splits)), self._max_round_bytes()
-        if not self._send_buffers:
-            self._send_buffers = [self._empty(send) for _ in range(count)]
-            self._cast_buffer = self._empty(max((b.cast_bytes for b in itertools.chain(*self._send_blocks)), default=0))
-        ranges = [block.buffer_range for block in itertools.chain(*self._local_blocks) if block.buffer_range]
-        sizes = [receive] * count + [max((r.stop for r in ranges), default=0)]
-        given = receive_buffers.allocate(sizes, self._max_block_bytes) if receive_buffers is not None else []
-        rest = sizes[len(given) :]
-        if len(self._receive_buffers) < len(rest):
-            self._receive_buffers = [self._empty(size) for size in rest]
-        *receive_into, local = (*given, *self._receive_buffers[len(self._receive_buffers) - len(rest) :])
-        return [RoundBuffers(*pair, local) for pair in zip(self._send_buffers, receive_into, strict=True)]
+    def _allocate(self) -> list[torch.Tensor]:
+        """Allocate the flat buffer, what is sent, what is received, and the worker's parameters of a round."""
+        routes = [self._route(template, number) for _, template, number in dict.fromkeys(self._rounds)]
+        is_alone = self._is_alone
+        sizes = (
+            max((r.flat_bytes for r in routes), default=0),
+            max((sum(r.sent_sizes) for r in routes), default=0),
+            max((sum(r.received_sizes) for r in routes), default=0) if not is_alone else 0,
+            max((r.out_bytes for r in routes), default=0),
+        )
+        flat, sent, received, out = (torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes)
+        return [flat, sent, sent if is_alone else received, out]
 
     @cached_property
-    def _max_block_bytes(self) -> int:
-        """The most bytes of any block that is yielded."""
-        pieces = map(self._transfers_of, itertools.chain(*self.plan.rounds))
-        own = ((p, t) for p in pieces for t in (*p.outgoing, *p.incoming) if t.target == self.rank)
-        return max((transfer.block.numel * piece.tensor.itemsize for piece, transfer in own), default=0)
+    def _is_alone(self) -> bool:
+        return dist.get_world_size(self.group) == 1
 
-    def _empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def _pack(
+        self,
+        prefix: str,
+        template: int,
+        route: _Route,
+        values: Values,
+        before: dict[str, torch.Tensor],
+        flat: torch.Tensor,
+        sent: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
+        """Fill the messages of a round; return its values, which the next round may need again."""
+        specs = self.plan.templates[template].tensors
+        names = {i: prefix + specs[i].name for i in route.tensors}
+        with torch.no_grad():
+            local: dict[str, torch.Tensor] = {}
+            for name in names.values():  # all of them: merging an adapter is collective
+                local[name] = before[name] if name in before else values(name)
+            into, sources = [], []
+            for i, inside, start in route.copies:
+                source, dtype = local[names[i]].reshape(-1), self._dtypes(names[i])
+                if inside is not None:
+                    source = local[names[i]].reshape(local[names[i]].shape or (1,))[inside].reshape(-1)
+                into.append(flat[start : start + source.numel() * dtype.itemsize].view(dtype))
+                sources.append(source)
+            if into:
+                torch._foreach_copy_(into, sources)
+            self._gather(flat, route.sent_rows, route.unit, sent)
+        return local
 
-    def _max_round_bytes(self) -> tuple[int, int]:
-        """Return the most bytes that this rank sends, and the most that it receives, in one round."""
-        return max(sum(out) for out, _ in self._splits), max(sum(in_) for _, in_ in self._splits)
+    def _gather(self, source: torch.Tensor, rows: torch.Tensor, unit: int, into: torch.Tensor) -> None:
+        """Copy rows of ``unit`` bytes of a buffer to another one."""
+        if rows.numel():
+            width = next(dtype for dtype in _WORDS if unit % dtype.itemsize == 0)
+            most = source.numel() // unit * unit
+            target = into[: rows.numel() * unit].view(width).view(rows.numel(), -1)
+            torch.index_select(source[:most].view(width).view(-1, unit // width.itemsize), 0, rows, out=target)
 
-    def _split(
-        self, pieces: Sequence[Piece], transfers: Callable[[Piece], Iterable[Transfer]]
-    ) -> tuple[list[int], list[int]]:
-        """Return the bytes that ``transfers`` of a round send to, and receive from, each rank."""
-        out, in_ = [0] * self._ranks, [0] * self._ranks
-        for piece in pieces:
-            itemsize = self.plan.tensor(piece)[1].tensor.itemsize
-            for transfer in transfers(piece):
-                if transfer.source == transfer.target:
-                    continue
-                if transfer.source == self.rank:
-                    out[transfer.target] += transfer.block.numel * itemsize
-                else:
-                    in_[transfer.source] += transfer.block.numel * itemsize
-        return out, in_
+    def _start(self, route: _Route, sent: torch.Tensor, received: torch.Tensor) -> dist.Work | None:
+        own_sent, own_received = sum(route.sent_sizes), sum(route.received_sizes)
+        if self._is_alone:
+            return None
+        sent, received = sent[:own_sent], received[:own_received]
+        self.traffic.received += own_received - route.received_sizes[self._rank]
+        if self.plan.is_gather:
+            self.traffic.sent += own_received - route.received_sizes[self._rank]
+            return dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
+        self.traffic.sent += own_sent - route.sent_sizes[self._rank]
+        return dist.all_to_all_single(
+            received, sent, route.received_sizes, route.sent_sizes, group=self.group, async_op=True
+        )
 
-    def _pack(self, index: int, buffers: RoundBuffers, shards: LocalShards) -> None:
-        """Write what a round sends into its send buffer, and what is cast with it for the own worker into ``local``."""
-        shards.hold(self._names[index])
-        for block in self._send_blocks[index]:
-            name = block.tensor.name
-            dtype, values = shards.dtype(name), shards.values(name)
-            if block.rows is not None:
-                values = self._cast_buffer[: block.cast_bytes].view(dtype).view(block.shape).copy_(values[block.rows])
-            for part in block.parts:
-                write_as((buffers.local if part.is_local else buffers.send)[part.to], values[part.inside], dtype)
+    def _arrivals(self, prefix: str, route: _Route, out: torch.Tensor) -> Iterator[Received]:
+        for arrival, elements in zip(route.arrivals, route.elements, strict=True):
+            name = self._names(prefix, arrival)[arrival.number]
+            yield Received(name, arrival.part, arrival.parts, self._assembled(prefix, arrival, elements, route, out))
 
-    def _local_values(self, index: int, buffers: RoundBuffers, shards: LocalShards) -> Iterator[TensorBlock]:
-        """Yield the blocks of a round that this rank holds itself."""
-        for own in self._local_blocks[index]:
-            if own.buffer_range is not None:
-                values = buffers.local[own.buffer_range].view(shards.dtype(own.tensor.name)).view(own.block.shape)
-            else:
-                values = shards.values(own.tensor.name)[own.inside]
-            yield TensorBlock(own.tensor, own.block, values)
+    def _assembled(
+        self, prefix: str, arrival: Arrival, elements: Sequence[torch.Tensor], route: _Route, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the values of an arrival in the parameter's layout."""
+        specs, parameter = arrival.bundle.specs, self._parameter(arrival)
 
-    def _plan_packing(self, index: int, shards: LocalShards) -> None:
-        """Compute the send blocks and local blocks of a round.
+        def dtype_of(tensor: int) -> torch.dtype:
+            return self._dtypes(prefix + specs[tensor].name)
 
-        Reading columns takes a CPU about as long as reading the whole rows, so casting each block of columns while it
-        is copied would cost as many casts of the rows as there are blocks. Instead some rows at a time are cast and
-        split, and the own worker's columns wait in the local buffer.
-        """
-        send_blocks: list[SendBlock] = []
-        local_blocks: list[LocalBlock] = []
-        at, local_end = offsets(self._splits[index][0]), 0
-        for piece in map(self._transfers_of, self.plan.rounds[index]):
-            if not piece.outgoing:
-                continue
-            tensor, itemsize, shard = piece.tensor, piece.tensor.itemsize, shards.ranges(piece.tensor.name)
-            local_at = -(-local_end // itemsize) * itemsize
-            rows = self._rows_to_cast(piece, shards, local_at)
-            begins: list[tuple[Transfer, int]] = []
-            for transfer in piece.outgoing:
-                nbytes = transfer.block.numel * itemsize
-                if transfer.target != self.rank:
-                    begins.append((transfer, at[transfer.target]))
-                    at[transfer.target] += nbytes
-                    continue
-                buffer_range = None
-                if rows:
-                    begins.append((transfer, local_at))
-                    buffer_range = slice(local_at, local_at + nbytes)
-                    local_end = local_at = local_at + nbytes
-                inside = slices_in_shard(transfer.block, shard)
-                local_blocks.append(LocalBlock(tensor, transfer.block, inside, buffer_range))
-            for some in rows:
-                parts = list(self._packed_parts(begins, [some], itemsize))
-                send_blocks.append(SendBlock(tensor, slices_in_shard(some, shard), some.shape, parts))
-            if begins and not rows:
-                send_blocks.append(SendBlock(tensor, None, (), list(self._packed_parts(begins, shard, itemsize))))
-        self._send_blocks.append(send_blocks)
-        self._local_blocks.append(local_blocks)
-        self._names.append(list(dict.fromkeys(self._transfers_of(p).tensor.name for p in self.plan.rounds[index])))
+        def received(start: int, shape: Sequence[int], dtype: torch.dtype, which: int) -> torch.Tensor:
+            if elements:
+                area = out[route.short : route.out_bytes].view(dtype)
+                return area.index_select(0, elements[which]).view(shape)
+            return out[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def _rows_to_cast(self, piece: PieceTransfers, shards: LocalShards, local_bytes: int) -> list[IndexRange]:
-        """Return the rows to cast before they are split, if any.
+        if not parameter.is_staged:
+            return received(arrival.start, arrival.shape, dtype_of(parameter.regions[0].tensor), 0)
+        parts = [
+            (placed.region.part, received(placed.start, placed.shape, dtype_of(placed.region.tensor), which))
+            for which, placed in enumerate(arrival.placements)
+        ]
+        dtypes = [torch.float32 if part.form == "decay" else values.dtype for part, values in parts]
+        whole = torch.empty(arrival.shape, dtype=max(dtypes, key=lambda dtype: dtype.itemsize), device=self.device)
+        for part, values in parts:
+            into = [slice(low, high) for low, high in zip(part.at, part.end, strict=True)]
+            if arrival.parts > 1:
+                into[0] = slice(None)
+            target = whole[tuple(into)]
+            target.copy_(_in_form(values, part, self._head_dim).reshape(target.shape))
+        return whole
 
-        Only as many as keep ``local_bytes``, the piece's own part and one cast within the plan's limit.
-        """
-        if self.device.type != "cpu" or not shards.is_cast(piece.tensor.name):
-            return []
-        most = min(_CACHED_BYTES, self.plan.limit // 2)
-        own = sum(t.block.numel for t in piece.outgoing if t.target == self.rank) * piece.tensor.itemsize
-        if local_bytes + own + most > self.plan.limit:
-            return []
-        return list(enclosing_rows([t.block for t in piece.outgoing], most // piece.tensor.itemsize))
+    def _parameter(self, arrival: Arrival):
+        assert self.member.kind is not None
+        return arrival.bundle.by_kind[self.member.kind][arrival.number]
 
-    def _packed_parts(
-        self, begins: Iterable[tuple[Transfer, int]], ranges: Sequence[IndexRange], itemsize: int
-    ) -> Iterator[PackedPart]:
-        """Yield the parts of ``ranges`` that transfers take; each transfer begins at the given byte of its buffer."""
-        for (transfer, begin), held in itertools.product(begins, ranges):
-            block = transfer.block.intersection(held)
-            if block is not None:
-                start = begin + transfer.block.elements_before(block) * itemsize
-                to = slice(start, start + block.numel * itemsize)
-                yield PackedPart(slices_in_shard(block, ranges), to, transfer.target == self.rank)
+    def _names(self, prefix: str, arrival: Arrival) -> list[str]:
+        """Return the names of a bundle's parameters in this layer."""
+        specs = arrival.bundle.specs
+        key = prefix + specs[arrival.bundle.tensors[0]].name
+        if key not in self._parameter_names:
+            full = (TensorSpec(prefix + specs[i].name, *_facts(specs[i])) for i in arrival.bundle.tensors)
+            slices = (part.parameter for tensor in full for part in self._slices_of(tensor))
+            self._parameter_names[key] = list(dict.fromkeys(slices))
+        return self._parameter_names[key]
 
-    def _start(self, index: int, buffers: RoundBuffers) -> PendingRound:
-        send_splits, receive_splits = self._splits[index]
-        sent, received = buffers.send[: sum(send_splits)], buffers.receive[: sum(receive_splits)]
-        self.traffic.sent += sent.numel()
-        self.traffic.received += received.numel()
-        work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=self.group, async_op=True)
-        assert work is not None
-        return PendingRound(index, work, buffers)
+    def _route(self, template: int, number: int) -> _Route:
+        if (template, number) not in self._routes:
+            self._routes[template, number] = self._plan_route(template, number)
+        return self._routes[template, number]
 
-    def _wait(self, pending: PendingRound) -> torch.Tensor:
-        """Wait for a round and return the bytes that it received, ordered by source."""
-        self._finish(pending.work)
-        return pending.buffers.receive[: sum(self._receive_sizes(pending.index))]
+    def _plan_route(self, template: int, number: int) -> _Route:
+        round_, member = self.plan.templates[template].rounds[number], self.member
+        bundles = [*(share.bundle for share in round_.long), *round_.short]
+        tensors = tuple(dict.fromkeys(i for bundle in bundles for i in bundle.tensors))
+        none: list[int] = [0] * len(member.targets)
+        sent_rows, sent_sizes, flat_bytes, copies = np.zeros(0, dtype=np.int64), none, 0, ()
+        rows, sizes, out_bytes, short, arrivals = np.zeros(0, dtype=np.int64), none, 0, 0, ()
+        if member.kind is not None:
+            found = unpack_positions(round_, member, self.plan.topology.fsdp)
+            rows, sizes, out_bytes, short, arrivals = (
+                found.rows,
+                list(found.sizes),
+                found.nbytes,
+                found.short,
+                found.arrivals,
+            )
+        if member.source is not None:
+            packing = pack_positions(round_, member)
+            sent_rows, sent_sizes, copies = packing.rows, list(packing.sizes), packing.values
+            flat_bytes = max(packing.nbytes, round_.unit)
+        if self.plan.is_gather:  # one message for all, as long as the longest of any rank
+            rows, sizes = _with_stride(rows, sizes, round_.unit)
+            own = sent_sizes[0] // round_.unit
+            sent_rows = np.concatenate([sent_rows[:own], np.zeros(sizes[0] // round_.unit - own, dtype=np.int64)])
+            sent_sizes = sizes[:1]
+        return _Route(
+            tensors,
+            copies,
+            flat_bytes,
+            self._on_device(sent_rows),
+            sent_sizes,
+            self._on_device(rows),
+            sizes,
+            out_bytes,
+            short,
+            round_.unit,
+            arrivals,
+            tuple(tuple(map(self._on_device, arrival.elements)) for arrival in arrivals),
+        )
 
-    def _receive_sizes(self, index: int) -> list[int]:
-        """Return the bytes that a round receives from each source."""
-        return self._splits[index][1]
+    def _on_device(self, positions: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(
+            positions.astype(np.int32 if positions.size and positions.max() < 2**31 else np.int64)
+        ).to(self.device)
 
-    def _receive(self, pending: PendingRound, shards: LocalShards) -> Iterator[TensorBlock]:
-        """Wait for a round and yield the blocks that it received."""
-        received = self._wait(pending)
-        for tensor, block, start in self._received_blocks(pending.index):
-            values = read_as(received[start : start + block.numel * tensor.itemsize], shards.dtype(tensor.name))
-            yield TensorBlock(tensor, block, values.view(block.shape))
 
-    def _received_blocks(self, index: int) -> list[tuple[TensorSpec, IndexRange, int]]:
-        """Return the blocks that a round receives, each with its first byte in the receive buffer."""
-        if index not in self._receive_offsets:
-            at = offsets(self._receive_sizes(index))
-            self._receive_offsets[index] = found = []
-            for piece in map(self._transfers_of, self.plan.rounds[index]):
-                for transfer in piece.incoming:
-                    found.append((piece.tensor, transfer.block, at[transfer.source]))
-                    at[transfer.source] += transfer.block.numel * piece.tensor.itemsize
-        return self._receive_offsets[index]
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
-    def _transfers_of(self, piece: Piece) -> PieceTransfers:
-        if piece not in self._piece_transfers:
-            name, plan = self.plan.tensor(piece)
-            outgoing = [t for t in self._first_hop(piece) if t.source == self.rank]
-            incoming = [t for t in self._transfers(piece) if t.target == self.rank != t.source]
-            self._piece_transfers[piece] = PieceTransfers(replace(plan.tensor, name=name), outgoing, incoming)
-        return self._piece_transfers[piece]
 
-    def _first_hop(self, piece: Piece) -> Iterable[Transfer]:
-        """Return this rank's transfers in a round's first all-to-all: all of them, unless workers relay."""
-        return self._transfers(piece)
+def _facts(spec: TensorSpec) -> tuple:
+    return spec.shape, spec.itemsize, spec.cuts
 
-    def _transfers(self, piece: Piece) -> list[Transfer]:
-        """Return this rank's transfers of a piece; cached by template, since layers share them."""
-        template = self.plan.layers[piece.group][1]
-        key = (template, piece.index, piece.part, piece.parts)
-        if key not in self._pieces:
-            parts = (transfer.part(piece.part, piece.parts) for transfer in self._own_transfers[template][piece.index])
-            self._pieces[key] = [part for part in parts if part is not None]
-        return self._pieces[key]
+
+def _with_stride(rows: np.ndarray, sizes: Sequence[int], unit: int) -> tuple[np.ndarray, list[int]]:
+    """Return positions in messages that are all as long as the longest, and these lengths."""
+    lengths, most = np.array(sizes) // unit, max(sizes) // unit
+    begins = np.cumsum(lengths) - lengths
+    source = np.searchsorted(begins + lengths, rows, side="right")
+    return rows - begins[source] + source * most, [most * unit] * len(sizes)
+
+
+def _in_form(values: torch.Tensor, part: TargetSlice, head_dim: int) -> torch.Tensor:
+    """Return a region's values as the parameter stores them."""
+    if part.form == "transposed":
+        return values.transpose(-1, -2)
+    if part.form == "zeros":
+        return torch.zeros_like(values)
+    if part.form == "decay":
+        return -torch.exp(values.float())
+    if part.form == "halves":
+        return values.view(-1, head_dim // 2, 2, *values.shape[1:]).transpose(1, 2)
+    return values

@@ -16,7 +16,7 @@ from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.topology.dtensor import local_pieces
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
-from epfsdp2.rollout.transport import full_gather
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.report import Traffic
 
 __all__ = ["full_tensors", "sharded_model", "whole_gradients", "whole_parameters", "whole_tensor", "whole_tensors"]
@@ -70,12 +70,11 @@ def full_tensors(
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Generator[tuple[str, torch.Tensor]]:
     """Yield ``(name, full tensor)`` of each parameter and persistent buffer, in memory of its own; collective."""
-    traffic = Traffic()
-    limit = full_gather.gather_bytes(max_bytes, meshes.topology.fsdp, is_assembled=True)
-    tensors = full_gather.gather(model, meshes, layers, limit, dtypes, traffic)
+    sync = RolloutSync(model, meshes, list(layers), dtypes or {}, SyncSettings("full", max_bytes))
+    tensors = sync.gathered(Traffic(), "left out")
     with contextlib.closing(tensors):
-        for rows in full_gather.assemble(tensors, traffic, limit):
-            yield rows.name, rows.values
+        for found in tensors:
+            yield found.parameter, found.values
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:

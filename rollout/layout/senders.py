@@ -1,0 +1,93 @@
+"""Which elements of a tensor each trainer rank sends, for all ranks at once: arithmetic on arrays of integers.
+
+Every element has one sender in each trainer replica. Where several ranks hold the same part of a tensor, as of one that
+is not sharded, each of them sends an equal share of it.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .specs import TensorSpec, TrainerTopology
+
+__all__ = ["Ints", "Senders", "chunks", "senders_of"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Senders:
+    """The boxes of a tensor that the ranks of one trainer replica send. A scalar counts as one row.
+
+    A rank has several boxes where its shard is made of several (``ShardStep.split_factor``).
+
+    Attributes:
+        low, high: ``[ranks, boxes, dims]``, the elements ``low <= index < high``; a box may be empty.
+        origin: ``[ranks, boxes, dims]``; an element's index minus this is its index in the rank's shard.
+        shard: ``[ranks, dims]``, shape of the rank's shard.
+    """
+
+    low: Ints
+    high: Ints
+    origin: Ints
+    shard: Ints
+
+    @property
+    def numel(self) -> Ints:
+        """Elements that each rank sends, ``[ranks]``."""
+        return np.prod(np.maximum(self.high - self.low, 0), axis=2).sum(axis=1)
+
+
+def chunks(low: Ints, high: Ints, parts: int, index: Ints | int) -> tuple[Ints, Ints]:
+    """Return the bounds of the ``index``-th of ``parts`` chunks of ``[low, high)``, as ``torch.chunk`` splits it."""
+    size = -(-(high - low) // parts)
+    return np.minimum(low + index * size, high), np.minimum(low + (index + 1) * size, high)
+
+
+def senders_of(tensor: TensorSpec, topology: TrainerTopology) -> Senders:
+    """Return what each rank of a replica sends of a tensor, from its sharding steps (``index_ranges.shard_ranges``)."""
+    coordinates, shape = _coordinates(topology), np.array(tensor.shape or (1,), dtype=np.int64)
+    low = np.zeros((topology.fsdp, 1, len(shape)), dtype=np.int64)
+    high = np.broadcast_to(shape, low.shape).copy()
+    split = 0
+    for step in tensor.cuts:
+        d = step.dim
+        if step.split_factor > 1:
+            split, count = d, low.shape[1]
+            low, high = (np.repeat(bound, step.split_factor, axis=1) for bound in (low, high))
+            which = np.tile(np.arange(step.split_factor), count)
+            low[..., d], high[..., d] = chunks(low[..., d], high[..., d], step.split_factor, which)
+        low[..., d], high[..., d] = chunks(low[..., d], high[..., d], step.parts, coordinates[step.axis][:, None])
+    sizes = high - low
+    shard = sizes[:, 0].copy()
+    shard[:, split] = sizes[..., split].sum(axis=1)
+    origin = low.copy()
+    origin[..., split] -= np.cumsum(sizes[..., split], axis=1) - sizes[..., split]
+    copies, turn = _copies([coordinates[step.axis] for step in tensor.cuts], topology.fsdp)
+    if copies > 1:
+        d = int(np.argmax(shape))
+        low[..., d], high[..., d] = chunks(low[..., d], high[..., d], copies, turn[:, None])
+    return Senders(low, high, origin, shard)
+
+
+def _copies(axes: Sequence[Ints], ranks: int) -> tuple[int, Ints]:
+    """Return how many ranks hold the same elements, and the turn of each rank among these."""
+    if not axes:
+        return ranks, np.arange(ranks)
+    _, cell = np.unique(np.stack(axes), axis=1, return_inverse=True)
+    cell = cell.reshape(-1)
+    order = np.argsort(cell, kind="stable")
+    copies = ranks // (int(cell.max()) + 1)
+    turn = np.empty(ranks, dtype=np.int64)
+    turn[order] = np.arange(ranks) % copies
+    return copies, turn
+
+
+@functools.lru_cache(maxsize=8)
+def _coordinates(topology: TrainerTopology) -> Mapping[str, Ints]:
+    """Return the index of every rank of a replica on each axis."""
+    found = [topology.coordinate(rank) for rank in range(topology.fsdp)]
+    return {axis: np.array([at[axis] for at in found], dtype=np.int64) for axis in found[0]}

@@ -31,7 +31,7 @@ from .layout.sync_mode import choose_mode
 from .layout.trainer_tensors import sharded_tensor_specs
 from .layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
 from .layout.vllm_layout import SyncMode, is_quantised
-from .quantise.scales import SCALES, slices_of_workers, with_scales
+from .quantise.scales import SCALES, dtype_in, slices_of_workers, with_scales
 from .quantise.schemes import scheme_of
 from .quantise.shards import QuantisedShards
 from .sent_base import SentBase
@@ -207,19 +207,6 @@ class RolloutSync:
         found = sharded_tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
         return found if rollout is None else with_scales(found, rollout, self.family)
 
-    def dtype_in(self, rollout: Rollout) -> Callable[[str], torch.dtype]:
-        """Return a function from a tensor's name to the dtype in which it is sent to such a rollout."""
-        if not rollout.is_quantised:
-            return self.dtypes.__getitem__
-        scheme, family = scheme_of(rollout.block, rollout.channels), self.family
-
-        def of(name: str) -> torch.dtype:
-            if name.endswith(SCALES):
-                return torch.float32
-            return scheme.dtype if is_quantised(family, name) else self.dtypes[name]
-
-        return of
-
     def exchange(self, rollout: Rollout, worker: int) -> Exchange:
         """Return the exchange that brings ``worker`` of each replica its parameters; planned once.
 
@@ -228,10 +215,12 @@ class RolloutSync:
         if (rollout, worker) not in self._exchanges:
             specs = self.tensor_specs(rollout)
             slices_of = slices_of_workers(specs, rollout, self.heads)
-            targets = Targets.colocated(self.meshes.topology, rollout.workers)
-            self._exchanges[rollout, worker] = self._exchange(
-                specs, targets, slices_of, worker, self.dtype_in(rollout), round_bytes(self.settings.memory_bytes)
+            dtypes = dtype_in(self.dtypes, rollout, self.family)
+            targets, limit = (
+                Targets.colocated(self.meshes.topology, rollout.workers),
+                round_bytes(self.settings.memory_bytes),
             )
+            self._exchanges[rollout, worker] = self._exchange(specs, targets, slices_of, worker, dtypes, limit)
         return self._exchanges[rollout, worker]
 
     def _full_exchange(self, of_adapters: bool) -> Exchange:

@@ -289,7 +289,7 @@ def _short_arrivals(round_: Round, kind: int) -> Iterator[Arrival]:
             ]
             if not parameter.is_staged:
                 whole = np.zeros(math.prod(parameter.shape), dtype=np.int64)
-                for region, (positions, sources) in zip(parameter.regions, found, strict=True):
+                for positions, sources in found:
                     whole[positions] = sources
                 yield Arrival(bundle, number, 0, 1, parameter.shape, elements=(whole,))
                 continue
@@ -303,7 +303,7 @@ def _short_arrivals(round_: Round, kind: int) -> Iterator[Arrival]:
 
 
 def _elements(bundle: Bundle, region: Region, offsets: Ints, nbytes: int) -> tuple[Ints, Ints]:
-    """Return the positions of a region's elements in its memory, and in what the ranks have sent, of ``nbytes`` each."""
+    """Return the positions of a region's elements in its memory, and in the ``nbytes`` that each rank has sent."""
     held, itemsize = bundle.senders[region.tensor], bundle.specs[region.tensor].itemsize
     low, high, boxes = _shared(held, region)
     sizes = np.prod(np.maximum(held.high - held.low, 0), axis=2)

@@ -175,13 +175,18 @@ class TransferPlan:
 
     @cached_property
     def sent(self) -> Ints:
-        """Bytes that a rank of each replica's place sends to a worker of each kind, its own included, ``[ranks, kinds]``."""
+        """Bytes that a replica's ranks send to a worker of each kind, also to their own, ``[ranks, kinds]``."""
         found = np.zeros((self.topology.fsdp, self.targets.count.shape[1]), dtype=np.int64)
         times = np.bincount([template for _, template in self.layers], minlength=len(self.templates))
         for count, template in zip(times, self.templates, strict=True):
             for bundle in template.bundles:
                 found += count * bundle.sent()
         return found
+
+    @property
+    def most_sent(self) -> int:
+        """The most bytes that a rank of any replica sends."""
+        return int((self.sent @ self.targets.count.T).max(initial=0))
 
     @property
     def needed(self) -> Ints:

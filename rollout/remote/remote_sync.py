@@ -2,8 +2,8 @@
 
 The trainer publishes its tensors and their sharding (``TrainerLayout``); every rollout rank publishes what it needs
 (``WorkerRequest``). From these every member computes the same plan, with the trainer's ranks as sources and the
-rollout's as targets, and executes its part: each slice is sent from the rank that owns it to the ranks that keep it. If
-any rollout rank supports full tensors only, all receive them, broadcast from trainer rank 0 in bounded buckets.
+rollout's as targets, and executes its part of the same exchange as colocated ranks (``transport/exchange.py``). If any
+rollout rank supports full tensors only, all receive them, broadcast from trainer rank 0 in bounded buckets.
 
 Where vLLM computes with adapters, the weights come without them, and only in a sync in which a rollout rank lacks them;
 the adapters follow in every sync, broadcast to all.
@@ -22,33 +22,27 @@ import torch
 from ...engine.compat import versions
 from ..layout.layout_check import planned_layouts
 from ..layout.rollout_config import rollout_of
-from ..layout.slice_names import named_values
+from ..layout.routes import Member
+from ..layout.slice_names import slice_name
+from ..layout.specs import Rollout
 from ..layout.sync_mode import BACKEND, choose_mode
 from ..layout.transfer_plan import Targets, make_transfer_plan
-from ..layout.vllm_layout import Rollout, SyncMode, TargetSlice, TensorSpec, target_slices
+from ..quantise.scales import dtype_in, slices_of_workers, with_scales
 from ..sync import RolloutSync, RolloutWeights
 from ..transport.checksums import has_checksums
-from ..transport.exchange import Exchange, ReceiveBuffers
+from ..transport.exchange import Exchange
 from ..transport.report import SyncReport, Traffic, TransferStats
 from ..transport.watched_sockets import WeightSyncError
 from .buckets import Chunk, buckets_of, bytes_of
 from .messages import TrainerLayout, WorkerRequest, trainer_layout
 from .process_group import SyncGroup
-from .relay import RelayedExchange, with_relays
 
-__all__ = ["ReceivedWorkerWeights", "ReceivedWeights", "Receiver", "Sender"]
+__all__ = ["ReceivedWeights", "Receiver", "Sender"]
 
 logger = logging.getLogger("epfsdp2")
 
 # What numbered buckets are published as.
 _BUCKETS, _ADAPTERS = "bucket", "adapters"
-
-
-class _EmptyTensors(dict):
-    """Stands for the trainer's tensors on a rank that owns none: every name maps to an empty tensor."""
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        return torch.empty(0)
 
 
 class _Endpoint:
@@ -76,27 +70,24 @@ class _Endpoint:
         return exchange
 
     def _plan(self, layout: TrainerLayout, requests: list[WorkerRequest]) -> Exchange:
-        members, sharded = self.group.members, layout.model
+        sharded, rollout = layout.model, requests[0].rollout
         assert sharded is not None, "weights of other engines are sent as full tensors"
-
-        def slices_of(tensor: TensorSpec, rank: int) -> list[TargetSlice]:
-            if rank < members.trainers:
-                return []
-            request = requests[rank - members.trainers]
-            return target_slices(tensor, request.rollout, request.worker, sharded.heads, request.mode)
-
-        # Targets are numbered by group rank, like sources; trainer ranks are targets that need nothing.
-        targets = Targets(len(members.nodes), colocated=False)
-        plan = make_transfer_plan(sharded.tensors, sharded.layers, sharded.topology, targets, slices_of, layout.limit)
-        rank = self.group.rank
-        return RelayedExchange(
-            with_relays(plan, members.nodes),
-            lambda tensor: slices_of(tensor, rank),
-            rank,
+        if any(request.rollout != rollout for request in requests):
+            raise WeightSyncError("the rollout's ranks are sharded in different ways")
+        tensors = with_scales(sharded.tensors, rollout, layout.family)
+        slices_of = slices_of_workers(tensors, rollout, sharded.heads)
+        targets = Targets.separate([request.worker for request in requests], sharded.topology)
+        plan = make_transfer_plan(tensors, sharded.layers, sharded.topology, targets, slices_of, layout.limit)
+        member = Member.separate(plan, self.group.rank)
+        return Exchange(
+            plan,
+            member,
+            lambda tensor: [] if member.kind is None else slices_of(tensor, member.kind),
+            dtype_in(dict(sharded.dtypes), rollout, layout.family),
             self.group.device,
             self.group.process_group,
-            sources=members.trainers,
-            finish=self.group.finish,
+            sharded.heads.dim,
+            self.group.finish,
         )
 
     def _wait_for_requests(self) -> list[WorkerRequest]:
@@ -143,17 +134,16 @@ class Sender(_Endpoint):
             sent = self._weights(sync.weights("left out"), layout, requests)
         else:
             sync.base.check(has_checksums(number, layout.verify_syncs))
-        return sent + self._broadcast(sync.adapters(), layout.limit, _ADAPTERS)
+        return sent + self._broadcast(sync.weights("alone"), layout.limit, _ADAPTERS)
 
     def _weights(self, weights: Any, layout: TrainerLayout, requests: list[WorkerRequest]) -> int:
         if any(request.mode == "full" for request in requests):
             return self._broadcast(weights, layout.limit)
         assert isinstance(weights, RolloutWeights), "weights of other engines are sent as full tensors"
-        sync, exchange = weights.sync, self._exchange(layout, requests)
-        values = sync.values(weights.adapters, self.group.finish)
-        for _ in exchange.run(sync.state(), sync.dtypes, values=values):
-            raise AssertionError("a trainer rank receives no blocks")
-        return max(exchange.plan.sent.get(rank, 0) for rank in range(self.group.members.trainers))
+        exchange = self._exchange(layout, requests)
+        for _ in exchange.run(weights.sync.values(weights.adapters, requests[0].rollout, self.group.finish)):
+            raise AssertionError("a trainer rank receives no parameters")
+        return exchange.plan.most_sent
 
     def _broadcast(self, weights: Iterable[tuple[str, torch.Tensor]], limit: int, name: str = _BUCKETS) -> int:
         if self.group.rank > 0:
@@ -206,7 +196,6 @@ class Receiver(_Endpoint):
         layout: TrainerLayout,
         request: WorkerRequest,
         traffic: Traffic,
-        receive_buffers: ReceiveBuffers | None,
         requests: list[WorkerRequest] | None = None,
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield what the worker requested; collective over all members, even if the consumer stops early.
@@ -219,13 +208,9 @@ class Receiver(_Endpoint):
             if any(other.mode == "full" for other in requests):
                 yield from self._full(traffic)
                 return
-            exchange, sharded = self._exchange(layout, requests), layout.model
-            assert sharded is not None
-            blocks = exchange.run(_EmptyTensors(), dict(sharded.dtypes), traffic, receive_buffers=receive_buffers)
-            with contextlib.closing(blocks):
-                for found in blocks:
-                    slices = target_slices(found.tensor, request.rollout, request.worker, sharded.heads, request.mode)
-                    yield from named_values(found.block, found.values, slices)
+            with contextlib.closing(self._exchange(layout, requests).run(None, traffic)) as parameters:
+                for parameter, first, step, values in parameters:
+                    yield slice_name(parameter, first, step), values
 
     def adapters(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the adapters of a sync; collective as ``tensors``."""
@@ -264,91 +249,72 @@ class Receiver(_Endpoint):
 
 
 class ReceivedWeights:
-    """The weights of one sync on a rollout rank: iterate it for full tensors, or call ``for_rollout``, not both."""
+    """The weights of one sync on a rollout rank (``sync.RolloutWeights``): iterate it for full tensors.
+
+    Attributes:
+        mode: full tensors, the worker's parameters (``sliced``), or the adapters alone. All ranks get full tensors if
+            any requires them.
+    """
 
     def __init__(self, receiver: Receiver, layout: TrainerLayout):
         self._receiver, self._layout = receiver, layout
+        self._request = WorkerRequest("full", Rollout(), 0)
+        self._requests: list[WorkerRequest] | None = None
+        self.mode: str = "full"
+        self.has_checksums = has_checksums(receiver.syncs, layout.verify_syncs)
+        self.is_quantised_here = False
+        self.traffic = Traffic()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ReceivedWorkerWeights(self._receiver, self._layout, WorkerRequest("full", Rollout(), 0)).tensors()
+        return self.tensors()
 
-    def for_rollout(self, config: Any, worker: int) -> "ReceivedWorkerWeights":
-        """Return the weights for the worker with this index in its replica.
+    def for_rollout(self, config: Any, worker: int) -> "ReceivedWeights":
+        """Choose what the worker with this index in its replica gets.
 
-        Slices are the fewest bytes for any rollout that is not colocated, so every setting but ``full`` means slices.
+        A worker's own parameters are the fewest bytes for any rollout that is not colocated, so every setting but
+        ``full`` means these.
 
         Args:
             config: verl's rollout config.
         """
-        mode: SyncMode = "full"
         if self._layout.requested != "full":
             untested = versions.unknown_layout(config.get("name") or "vllm")
-            mode, reason = choose_mode("auto", config, self._layout.family, untested=untested, backend=BACKEND)
+            self.mode, reason = choose_mode("auto", config, self._layout.family, untested=untested, backend=BACKEND)
             if reason and worker == 0:
                 logger.warning("epfsdp2: engine.rollout_sync=%s falls back to full: %s", self._layout.requested, reason)
-        return ReceivedWorkerWeights(self._receiver, self._layout, WorkerRequest(mode, rollout_of(config), worker))
+        self._request = WorkerRequest(self.mode, rollout_of(config), worker)
+        self.is_quantised_here = self.mode == "sliced" and self._request.rollout.is_quantised
+        return self
 
-    def stages(self, config: Any, worker: int) -> Iterator[tuple["ReceivedWorkerWeights | ReceivedAdapters", dict]]:
+    def stages(self, config: Any, worker: int) -> Iterator[tuple["ReceivedWeights", dict[str, Any]]]:
         """Yield what the worker loads one after the other, each with the arguments that vLLM's worker takes with it.
 
         It is the weights, where adapters are merged into them. Otherwise the weights without adapters, if any rollout
         rank has none yet, and the adapters; a stage is loaded when the next is asked for.
         """
-        weights, receiver = self.for_rollout(config, worker), self._receiver
+        receiver, arguments = self._receiver, {}
+        weights = self.for_rollout(config, worker)
         if not self._layout.peft_config:
             yield weights, {}
             return
         if receiver.has_base is None:
             receiver.has_base = "dummy" not in str(config.get("load_format"))  # as in verl's colocated worker
-        requests = weights.request(needs_base=not receiver.has_base)
+        self._request = replace(self._request, needs_base=not receiver.has_base)
+        self._requests = receiver.exchange_requests(self._request)
         arguments = {"peft_config": json.loads(self._layout.peft_config)}
-        if any(request.needs_base for request in requests):
+        if any(request.needs_base for request in self._requests):
             receiver.has_base = False
             yield weights, {**arguments, "base_sync_done": False}
             receiver.has_base = True
-        yield ReceivedAdapters(receiver, weights.has_checksums), {**arguments, "base_sync_done": True}
+        adapters = ReceivedWeights(receiver, self._layout)
+        adapters.mode = "adapters"
+        yield adapters, {**arguments, "base_sync_done": True}
 
-
-class ReceivedAdapters:
-    """The adapters of one sync for a worker that has the weights."""
-
-    mode = "adapters"
-
-    def __init__(self, receiver: Receiver, has_checksums: bool):
-        self._receiver, self.has_checksums, self.traffic = receiver, has_checksums, Traffic()
-
-    def tensors(self, receive_buffers: ReceiveBuffers | None = None) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield all adapters in full, under names that vLLM's adapter loader takes; collective."""
-        return self._receiver.adapters(self.traffic)
-
-    def report(self, transfer: TransferStats) -> SyncReport:
-        """Make this sync's report."""
-        return SyncReport(self._receiver.syncs, self.mode, self.traffic, transfer.nbytes, transfer)
-
-
-class ReceivedWorkerWeights:
-    """The weights of one sync for one worker (see ``sync.WorkerWeights``): full tensors if any worker requires them."""
-
-    def __init__(self, receiver: Receiver, layout: TrainerLayout, request: WorkerRequest):
-        self._receiver, self._layout, self._request = receiver, layout, request
-        self._requests: list[WorkerRequest] | None = None
-        self.mode = request.mode
-        self.has_checksums = has_checksums(receiver.syncs, layout.verify_syncs)
-        self.traffic = Traffic()
-
-    def request(self, needs_base: bool) -> list[WorkerRequest]:
-        """Publish the worker's request; return those of all members."""
-        self._request = replace(self._request, needs_base=needs_base)
-        self._requests = self._receiver.exchange_requests(self._request)
-        return self._requests
-
-    def tensors(self, receive_buffers: ReceiveBuffers | None = None) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield tensors or slices under names that the worker accepts; collective.
-
-        Args:
-            receive_buffers: memory to receive slices into, which saves a copy.
-        """
-        return self._receiver.tensors(self._layout, self._request, self.traffic, receive_buffers, self._requests)
+    def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Yield tensors or parameters under names that the worker accepts; collective."""
+        if self.mode == "adapters":
+            return self._receiver.adapters(self.traffic)
+        return self._receiver.tensors(self._layout, self._request, self.traffic, self._requests)
 
     def planned_layouts(self) -> list[dict[str, str]]:
         """Return the layout that is planned for each worker of the replica (``layout/layout_check.py``)."""

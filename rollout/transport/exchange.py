@@ -100,7 +100,7 @@ class Exchange:
         """Yield the parameters of this rank's worker in the model's order; collective.
 
         Every rank starts every round, even if its consumer stops early: closing the iterator receives and drops the
-        rest. ``values`` is called for all tensors of a round in the same order on all ranks, since it may be collective.
+        rest. ``values`` is called for all tensors of a round in the same order on all ranks: it may be collective.
 
         Args:
             values: returns the values to send; None on a rank that sends nothing.

@@ -4,15 +4,15 @@ from hypothesis import strategies as st
 
 from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.layout.transfer_plan import Targets
-from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES, Heads, Rollout, TensorSpec
 
 __all__ = ["problems"]
 
 
 @st.composite
 def problems(draw):
-    """Draw a small model of two layers, a trainer, a rollout, its targets, a sync mode and a limit."""
+    """Draw a small model of two layers, a trainer, a rollout, its targets, whether they are separate, and a limit."""
     replicas, ep_fsdp, ep = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4]))
     etp = draw(st.sampled_from([1, 1, 2]))
     topology = Topology(replicas * ep_fsdp * ep * etp, ep, ep_fsdp, replicas, (("etp", etp),))
@@ -50,6 +50,8 @@ def problems(draw):
         TensorSpec("model.norm.weight", (hidden,), 2, dense),
         TensorSpec("lm_head.weight", (vocabulary, hidden), 2, dense),
     ]
-    colocated = draw(st.booleans())
-    targets = Targets(topology.world if colocated else rollout.workers * draw(st.integers(1, 2)), colocated)
-    return tensors, topology, rollout, heads, targets, draw(st.sampled_from(SYNC_MODES)), draw(st.integers(2000, 20000))
+    if separate := draw(st.booleans()):
+        targets = Targets.separate([*range(rollout.workers)] * draw(st.integers(1, 2)), topology)
+    else:
+        targets = Targets.colocated(topology, rollout.workers)
+    return tensors, topology, rollout, heads, (targets, separate), draw(st.integers(6000, 60000))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.compat import versions
 from ..engine.lora.adapters import lora_of
 from ..engine.lora.merge import AdapterUse, LocalValues, adapter_weights, local_values, weights
 from ..engine.lora.rollout_names import RolloutNames
@@ -22,14 +21,13 @@ from ..engine.topology.dtensor import local_tensor, persistent_buffers
 from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Meshes
 from .adapter_sync import RolloutAdapters, SentBase
-from .layout.rollout_config import quantisation_settings, rollout_of
 from .layout.slice_names import NamedIndex, named_indices
-from .layout.sync_mode import choose_mode
+from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .layout.trainer_tensors import sharded_tensor_specs
 from .layout.transfer_plan import Targets, make_transfer_plan, round_bytes
-from .layout.vllm_layout import Heads, Rollout, SyncMode, TargetSlice, TensorSpec, is_quantised, target_slices
 from .quantise.schemes import scheme_of
 from .quantise.shards import QuantisedShards
+from .servers import choose_mode, is_quantised, quantisation_settings, rollout_of, server_named, target_slices
 from .transport import full_gather
 from .transport.exchange import Exchange
 from .transport.report import SyncReport, Traffic
@@ -48,13 +46,13 @@ class SyncSettings:
         requested: ``engine.rollout_sync``.
         memory_bytes: bound of a rank's buffers.
         verify_syncs: number of first syncs that carry checksums; -1 for all.
-        is_for_vllm: False for another rollout, which is sent full tensors under the names of checkpoints.
+        server: verl's name of the rollout's server, whose loader decides under which names full tensors are sent.
     """
 
     requested: str
     memory_bytes: int
     verify_syncs: int = 0
-    is_for_vllm: bool = True
+    server: str = ""
 
 
 class RolloutSync:
@@ -81,7 +79,7 @@ class RolloutSync:
         buffers = persistent_buffers(model)
         self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
         self._buffers = list(buffers)
-        self.heads = Heads.of(model.config)
+        self.heads, self._server = Heads.of(model.config), server_named(settings.server)
         self._quantised = [name for name in stored if is_quantised(self.heads.family, name)]
         self._exchanges: dict[tuple[SyncMode, Rollout, int], Exchange] = {}
         self._slices: dict[tuple[SyncMode, Rollout, int], dict[str, list[TargetSlice]]] = {}
@@ -106,7 +104,7 @@ class RolloutSync:
         if self._adapter_names is None:
             lora = lora_of(self.model)
             assert lora is not None, "a model without adapters has none to send"
-            self._adapter_names = RolloutNames(self.model, lora)
+            self._adapter_names = RolloutNames(self.model, lora, self._server.stacked_adapters)
         return RolloutAdapters(self, self._adapter_names)
 
     def next_number(self) -> int:
@@ -121,8 +119,7 @@ class RolloutSync:
 
     def choose_mode(self, config: Any) -> SyncMode:
         """Choose the sync mode for a rollout; warns once, on rank 0, why ``auto`` fell back to ``full``."""
-        requested, untested = self.settings.requested, versions.unknown_layout(config.get("name") or "vllm")
-        mode, reason = choose_mode(requested, config, self.family, untested=untested)
+        mode, reason = choose_mode(self.settings.requested, config, self.family)
         if reason and reason != self._last_warning and dist.get_rank() == 0:
             logger.warning("epfsdp2: engine.rollout_sync=auto falls back to full: %s", reason)
         self._last_warning = reason
@@ -139,14 +136,14 @@ class RolloutSync:
             as_checkpoint: use the names of checkpoints only; those of most families have one matrix per expert.
         """
         traffic = traffic or Traffic()
-        limit = self.gather_limit
+        limit, named = self.gather_limit, hf_names.as_singles if as_checkpoint else self._server.named
         gathered = self.gather(limit, traffic, self._is_stored_by_expert, adapters)
         waiting: dict[str, torch.Tensor] = {}
         with contextlib.closing(gathered):
             for rows in full_gather.assemble(gathered, traffic, limit):
                 if rows.first is None:
                     one = [(rows.name, rows.values)]
-                    yield from hf_names.for_vllm(self.model, one, waiting, may_be_fused=not as_checkpoint)
+                    yield from named(self.model, one, waiting)
                 else:
                     yield from hf_names.experts_from(self.model, rows.name, rows.values, rows.first)
 
@@ -293,7 +290,7 @@ class RolloutWeights:
         self._sync, self.adapters, self.peft_config = sync, adapters, peft_config
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._sync.full(as_checkpoint=not self._sync.settings.is_for_vllm, adapters=self.adapters)
+        return self._sync.full(adapters=self.adapters)
 
     @property
     def sync(self) -> RolloutSync:

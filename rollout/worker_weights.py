@@ -10,10 +10,10 @@ import torch.distributed as dist
 from ..engine.lora.merge import AdapterUse, LocalValues
 from ..engine.model import hf_names
 from ..engine.topology.rank_consistency import check_agreement
-from .layout.layout_check import planned_layouts
 from .layout.slice_names import slice_name
-from .layout.vllm_layout import Rollout, SyncMode, TensorSpec, slices_of_scales
+from .layout.specs import Rollout, SyncMode, TensorSpec
 from .quantise.shards import QuantisedShards
+from .servers import planned_layouts, slices_of_scales
 from .transport.cast import CastOnCopy
 from .transport.checksums import has_checksums
 from .transport.exchange import Exchange, ReceiveBuffers

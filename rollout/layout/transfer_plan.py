@@ -1,6 +1,6 @@
 """Plans which rank sends which block of which tensor to which worker, in rounds of bounded size.
 
-A plan is a pure function of the trainer's and the rollout's layouts (``vllm_layout.py``), so every rank computes it on
+A plan is a pure function of the trainer's and the rollout's layouts (``slices.py``), so every rank computes it on
 its own, and ranks compare digests. Layers with the same tensors share one plan, a *template*: planning a model of 94
 layers for 64 ranks takes seconds.
 
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...engine.topology.index_ranges import IndexRange, chunk_range
-from .vllm_layout import TargetSlice, TensorSpec, TrainerTopology, holders
+from .slices import holders
+from .specs import TargetSlice, TensorSpec, TrainerTopology
 
 __all__ = [
     "ROUND_BUFFERS",

@@ -19,13 +19,10 @@ from typing import Any
 
 import torch
 
-from ...engine.compat import versions
-from ..layout.layout_check import planned_layouts
-from ..layout.rollout_config import rollout_of
 from ..layout.slice_names import named_values
-from ..layout.sync_mode import BACKEND, choose_mode
+from ..layout.specs import Rollout, SyncMode, TargetSlice, TensorSpec
 from ..layout.transfer_plan import Targets, make_transfer_plan
-from ..layout.vllm_layout import Rollout, SyncMode, TargetSlice, TensorSpec, target_slices
+from ..servers import BACKEND, choose_mode, planned_layouts, rollout_of, target_slices
 from ..sync import RolloutSync, RolloutWeights
 from ..transport.checksums import has_checksums
 from ..transport.exchange import Exchange, ReceiveBuffers
@@ -282,8 +279,7 @@ class ReceivedWeights:
         """
         mode: SyncMode = "full"
         if self._layout.requested != "full":
-            untested = versions.unknown_layout(config.get("name") or "vllm")
-            mode, reason = choose_mode("auto", config, self._layout.family, untested=untested, backend=BACKEND)
+            mode, reason = choose_mode("auto", config, self._layout.family, backend=BACKEND)
             if reason and worker == 0:
                 logger.warning("epfsdp2: engine.rollout_sync=%s falls back to full: %s", self._layout.requested, reason)
         return ReceivedWorkerWeights(self._receiver, self._layout, WorkerRequest(mode, rollout_of(config), worker))

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from ...engine.lora.merge import LocalValues
 from ...engine.topology.index_ranges import IndexRange, slices_in_shard
+from ..layout.specs import TargetSlice, TensorSpec
 from ..layout.transfer_plan import Piece, Transfer, TransferPlan
-from ..layout.vllm_layout import TargetSlice, TensorSpec
 from .report import Traffic
 from .round_blocks import (
     LocalBlock,

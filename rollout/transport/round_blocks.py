@@ -9,8 +9,8 @@ import torch
 from ...engine.lora.merge import LocalValues
 from ...engine.topology.dtensor import local_ranges, local_tensor
 from ...engine.topology.index_ranges import IndexRange, bounding_range
+from ..layout.specs import TensorSpec
 from ..layout.transfer_plan import Transfer
-from ..layout.vllm_layout import TensorSpec
 
 __all__ = [
     "LocalBlock",

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from epfsdp2.engine.topology.index_ranges import IndexRange, ShardStep, shard_ranges
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.slice_names import named_values, parse_slice
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.layout.transfer_plan import Targets, make_transfer_plan
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, target_slices
+from epfsdp2.rollout.servers import target_slices
 from tests.support.rollout.plans import problems
 from tests.support.rollout.verify import expected_tensors
 
@@ -180,7 +181,6 @@ def _figures(model, topology, rollout, mode="sliced", node=8, targets=None):
         (Rollout(8), "sliced", 7.68, 7.22, 3.99),
         (Rollout(8, expert_parallel=True), "sliced", 7.68, 4.05, 3.99),
         (Rollout(1, 8, expert_parallel=True), "sliced", 10.33, 6.51, 5.16),
-        (Rollout(8, expert_parallel=True), "expert_local", 10.33, 6.51, 5.16),
         (Rollout(2), "full", 61.06, 57.25, None),
     ],
 )

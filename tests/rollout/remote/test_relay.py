@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epfsdp2.rollout.layout.transfer_plan import Targets, make_transfer_plan
-from epfsdp2.rollout.layout.vllm_layout import target_slices
 from epfsdp2.rollout.remote.relay import with_relays
+from epfsdp2.rollout.servers import target_slices
 from tests.support.rollout.plans import problems
 
 
@@ -68,7 +68,7 @@ def test_with_relays_rotates_the_relaying_worker():
     """With four replicas of TP 1 on one node, each receives a quarter and sends it three times."""
     from epfsdp2.engine.topology.index_ranges import ShardStep
     from epfsdp2.engine.topology.mesh import Topology
-    from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec
+    from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 
     tensors = [
         TensorSpec("a", (64, 8), 2, (ShardStep(0, "fsdp", 8),)),

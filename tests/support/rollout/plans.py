@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.rollout.layout.specs import SYNC_MODES, Heads, Rollout, TensorSpec
 from epfsdp2.rollout.layout.transfer_plan import Targets
-from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES, Heads, Rollout, TensorSpec
 
 __all__ = ["problems"]
 

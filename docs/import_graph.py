@@ -69,7 +69,7 @@ Qwen3-30B-A3B on 16 trainer ranks with `ep_size=8`, into vLLM with tensor parall
    `ep_fsdp`, so that each rank has 8 experts, `[8, 1536, 2048]`.
 2. What worker 3 keeps: `rollout/layout/vllm_layout.py` `target_slices` says rows 576 to 768 of every expert's gate
    and 1344 to 1536 of its up, which are rows 0 to 192 and 192 to 384 of vLLM's `w13_weight`, `[128, 384, 2048]`.
-3. Who sends what: `rollout/layout/transfer_plan.py` `make_transfer_plan` intersects the two. Each of the 16 ranks has
+3. Who sends what: `rollout/plan/transfer_plan.py` `make_transfer_plan` intersects the two. Each of the 16 ranks has
    8 experts' rows for each worker; what a rank has for the worker on its own device is not sent.
 4. `rollout/transport/exchange.py` `Exchange.run` moves it: a rank packs its blocks for all workers of a round into
    one all-to-all, and yields what it received, block by block.

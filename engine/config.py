@@ -84,11 +84,11 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
     # What the plan is made for; the actor's settings say it, 0 where nothing does.
     _sequences_per_update: int = 0
     _longest_sequence: int = 0
-    # Name of the actor's rollout, whose loader decides under which names weights are sent.
-    _rollout: str = "vllm"
+    # Name of the actor's rollout, whose loader decides under which names weights are sent; "" for the default one.
+    _rollout: str = ""
     # What it holds weights in where each row has a scale, so that they are rounded so.
     _rollout_channels: str = ""
-    # Tokens of a sequence that the actor's vLLM is started for (``max_model_len``).
+    # Tokens of a sequence by which the actor's rollout chooses rotations when it starts; None if it does not.
     _max_model_len: int | None = None
     # Whether several roles have these settings, and the driver has seen which of their models have experts.
     _of_a_role: bool = False
@@ -160,7 +160,7 @@ class EPFSDP2ActorConfig(ActorConfig):
     def __post_init__(self):
         super().__post_init__()
         # A config of its own: verl writes batch sizes into it.
-        rollout, channels = self.rollout.get("name") or "vllm", rows_held_in(self.rollout)
+        rollout, channels = self.rollout.get("name") or "", rows_held_in(self.rollout)
         role = {"forward_only": self.forward_only, "_of_a_role": True}
         role["_max_model_len"] = max_model_len(self.rollout)
         self.engine = replace(self.engine, **role, _rollout=rollout, _rollout_channels=channels)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..engine.compat import versions
 from ..engine.lora.adapters import A, B, lora_of
 from ..engine.lora.merge import AdapterUse, LocalValues, adapter_weights, local_values, weights
 from ..engine.lora.rollout_names import RolloutNames
@@ -22,19 +21,16 @@ from ..engine.topology.dtensor import local_tensor, persistent_buffers, shard_st
 from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Meshes
 from ..engine.topology.rank_consistency import check_agreement
-from .layout.layout_check import planned_layouts
-from .layout.rollout_config import quantisation_settings, rollout_of
-from .layout.routes import Member
 from .layout.slice_names import slice_name
-from .layout.specs import Heads, Rollout, TargetSlice, TensorSpec
-from .layout.sync_mode import choose_mode
+from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .layout.trainer_tensors import sharded_tensor_specs
-from .layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
-from .layout.vllm_layout import SyncMode, is_quantised
-from .quantise.scales import SCALES, dtype_in, slices_of_workers, with_scales
+from .plan.routes import Member
+from .plan.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
 from .quantise.schemes import scheme_of
 from .quantise.shards import QuantisedShards
 from .sent_base import SentBase
+from .sent_tensors import SCALES, dtype_in, slices_of_workers, with_scales
+from .servers import choose_mode, is_quantised, planned_layouts, quantisation_settings, rollout_of, server_named
 from .transport.checksums import has_checksums
 from .transport.exchange import Exchange, Received, Values
 from .transport.report import SyncReport, Traffic, TransferStats
@@ -53,13 +49,13 @@ class SyncSettings:
         requested: ``engine.rollout_sync``.
         memory_bytes: bound of a rank's buffers.
         verify_syncs: number of first syncs that carry checksums; -1 for all.
-        is_for_vllm: False for another rollout, which is sent full tensors under the names of checkpoints.
+        server: verl's name of the rollout's server, whose loader decides under which names full tensors are sent.
     """
 
     requested: str
     memory_bytes: int
     verify_syncs: int = 0
-    is_for_vllm: bool = True
+    server: str = ""
 
 
 class RolloutSync:
@@ -90,7 +86,7 @@ class RolloutSync:
         self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
         # Cached: finding them takes longer than sending a small layer.
         self._buffers = list(buffers)
-        self.heads = Heads.of(model.config)
+        self.heads, self._server = Heads.of(model.config), server_named(settings.server)
         self.device = meshes.dense.device_type
         self.base = SentBase(model)
         self.last_report: SyncReport | None = None
@@ -120,8 +116,7 @@ class RolloutSync:
 
     def choose_mode(self, config: Any) -> SyncMode:
         """Choose the sync mode for a rollout; warns once, on rank 0, why ``auto`` fell back to ``full``."""
-        requested, untested = self.settings.requested, versions.unknown_layout(config.get("name") or "vllm")
-        mode, reason = choose_mode(requested, config, self.family, untested=untested)
+        mode, reason = choose_mode(self.settings.requested, config, self.family)
         if reason and reason != self._last_warning and dist.get_rank() == 0:
             logger.warning("epfsdp2: engine.rollout_sync=auto falls back to full: %s", reason)
         self._last_warning = reason
@@ -138,10 +133,11 @@ class RolloutSync:
             as_checkpoint: use the names of checkpoints only; those of most families have one matrix per expert.
         """
         waiting: dict[str, torch.Tensor] = {}
+        named = hf_names.as_singles if as_checkpoint else self._server.named
         with contextlib.closing(self.gathered(traffic or Traffic(), adapters)) as tensors:
             for name, first, step, values in tensors:
                 if step == 1:
-                    yield from hf_names.for_vllm(self.model, [(name, values)], waiting, may_be_fused=not as_checkpoint)
+                    yield from named(self.model, [(name, values)], waiting)
                     continue
                 for i, expert in enumerate(values):
                     yield from hf_names.experts_from(self.model, name, expert[None], first + i * step)
@@ -151,7 +147,7 @@ class RolloutSync:
         if self._adapter_names is None:
             lora = lora_of(self.model)
             assert lora is not None, "a model without adapters has none to send"
-            self._adapter_names = RolloutNames(self.model, lora)
+            self._adapter_names = RolloutNames(self.model, lora, self._server.stacked_adapters)
         halves: dict[str, torch.Tensor] = {}
         with contextlib.closing(self.gathered(traffic, "alone")) as tensors:
             for name, _, _, values in tensors:
@@ -305,8 +301,7 @@ class RolloutWeights:
         self.mode: SyncMode | Literal["adapters"] = "adapters" if adapters == "alone" else "full"
         self.has_checksums = self.is_quantised_here = False
         self.traffic = Traffic()
-        self._as_checkpoint = not sync.settings.is_for_vllm
-        self._rollout, self._worker, self._number = Rollout(), 0, 0
+        self._rollout, self._worker, self._number, self._as_checkpoint = Rollout(), 0, 0, False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.tensors()
@@ -331,9 +326,9 @@ class RolloutWeights:
             self.mode, self._rollout, self._worker = self.sync.choose_mode(config), rollout_of(config), worker
         self._number = self.sync.next_number()
         # Full tensors are quantised by verl's own loader, which accepts neither stacks of experts nor checksums.
-        by_loader = self.mode == "full" and bool(quantisation_settings(config))
-        self._as_checkpoint = by_loader or not self.sync.settings.is_for_vllm
-        self.has_checksums = not by_loader and has_checksums(self._number, self.sync.settings.verify_syncs)
+        self._as_checkpoint = self.mode == "full" and bool(quantisation_settings(config))
+        is_verified = has_checksums(self._number, self.sync.settings.verify_syncs)
+        self.has_checksums = is_verified and not self._as_checkpoint
         self.is_quantised_here = self._rollout.is_quantised and self.mode == "sliced"
         if self.adapters == "alone":
             self.sync.base.check(self.has_checksums)

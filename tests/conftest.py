@@ -51,9 +51,9 @@ def files_of_hydra_are_parsed_once() -> Iterator[None]:
 @pytest.fixture
 def stacks_are_sent(monkeypatch):
     """Experts are sent as stacks, as to vLLM since 0.27, whichever is installed."""
-    from epfsdp2.engine.model import hf_names
+    from epfsdp2.rollout.vllm import names
 
-    monkeypatch.setattr(hf_names, "_takes_stacks", lambda: True)
+    monkeypatch.setattr(names, "_takes_stacks", lambda: True)
 
 
 # Tests with Ray, vLLM or segments in /dev/shm look at what a run leaves on the machine.

@@ -11,7 +11,9 @@ import pytest
 
 from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, holders, target_slices
+from epfsdp2.rollout.layout.slices import holders
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
+from epfsdp2.rollout.servers import target_slices
 from tests.support.imports import ROOT
 
 PAGE = (ROOT / "docs" / "flow.md").read_text()

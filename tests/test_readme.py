@@ -15,17 +15,10 @@ from pathlib import Path
 import pytest
 
 from epfsdp2.engine.config import engine_settings
-from epfsdp2.engine.model.families import (
-    CLASS_IN_VLLM,
-    CLASS_OF_SLICES,
-    IMAGES_UNSUPPORTED,
-    NOT_CAUSAL,
-    NOT_IN_VLLM,
-    UNPACKED_WITH_FLASH,
-    WHOLE_IN_VLLM,
-)
+from epfsdp2.engine.model.families import IMAGES_UNSUPPORTED, NOT_CAUSAL, UNPACKED_WITH_FLASH
 from epfsdp2.engine.preflight import features, run
 from epfsdp2.engine.settings.roles import ENGINE_REFUSED, ROLE_REFUSED
+from epfsdp2.rollout.vllm import layout
 from tests.features import FEATURES, Feature
 
 ROOT = Path(__file__).parents[1]
@@ -111,7 +104,7 @@ def test_settings_page_has_a_row_for_every_setting():
 def test_decisions_say_of_all_that_the_code_refuses_by_name_what_to_use_instead():
     tables = [*run._UNSUPPORTED, *ENGINE_REFUSED, *ROLE_REFUSED, *IMAGES_UNSUPPORTED, *NOT_CAUSAL]
     tables += [*UNPACKED_WITH_FLASH, *features._AFTER_THE_HEAD, *features._TOP_K_DISTILLATION, "enable_eplb"]
-    tables += [*CLASS_IN_VLLM, *CLASS_OF_SLICES, *NOT_IN_VLLM, *WHOLE_IN_VLLM]
+    tables += [*layout.CLASSES, *layout.CLASS_OF_SLICES, *layout.NOT_SERVED, *layout.WHOLE]
     refused = {name.partition(".")[0] for name in tables} | {"pad_to_length"}
     section = (ROOT / "docs/decisions.md").read_text().partition("## What is refused")[2]
     titles = " ".join(re.findall(r"^\*\*(.+?)\*\*", section, flags=re.MULTILINE | re.DOTALL))

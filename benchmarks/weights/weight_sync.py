@@ -43,10 +43,10 @@ from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.rollout.layout.vllm_layout import Rollout
-from epfsdp2.rollout.server_adapter import send_weights
+from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.sender import Bucket
+from epfsdp2.rollout.vllm.adapter import send_weights
 from epfsdp2.rollout.worker_weights import WorkerWeights
 from tests.support.engine.memory import peak_of
 from tests.support.engine.sharded import sharded_model

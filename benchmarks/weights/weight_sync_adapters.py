@@ -28,9 +28,10 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.recipes.plan.cards import config_of
-from epfsdp2.rollout.layout.vllm_layout import Rollout
-from epfsdp2.rollout.server_adapter import send_weights
+from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from epfsdp2.rollout.vllm.adapter import send_weights
+from epfsdp2.rollout.vllm.names import ADAPTED_AS_STACKS
 from tests.support.engine.sharded import sharded_model
 
 __all__ = ["MOST_OF_BASE", "RANK", "holds", "run", "section", "share"]
@@ -109,7 +110,7 @@ def share(targets: str | tuple[str, ...]) -> float:
     model: Any = build_on_meta(AutoModelForCausalLM, config_of(LARGE), torch.bfloat16)
     base = sum(p.numel() for p in model.parameters())
     lora = Lora(model, _settings(targets))
-    names = RolloutNames(model, lora)
+    names = RolloutNames(model, lora, ADAPTED_AS_STACKS)
     halves = ((name, model.get_parameter(name + A), model.get_parameter(name + B)) for name in lora.targets)
     return sum(tensor.numel() for each in halves for _, tensor in names.tensors(*each)) / base
 

@@ -24,8 +24,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from benchmarks.machine import machine
 from benchmarks.tables import RESULTS, section_of
 from benchmarks.weights.into_vllm import seconds_of_syncs
-from epfsdp2.rollout.layout.vllm_layout import Rollout
-from epfsdp2.rollout.server_adapter import send_weights
+from epfsdp2.rollout.layout.specs import Rollout
+from epfsdp2.rollout.vllm.adapter import send_weights
 from tests.support.models.quantised import BLOCK, save_quantised
 
 __all__ = ["main", "section"]

@@ -131,8 +131,8 @@ def _adapter(folder: Path, tp: int, port: int):
     from verl.workers.config import CheckpointEngineConfig, RolloutConfig
     from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
 
-    from epfsdp2.rollout.layout.rollout_config import SGLANG_LOADER
     from epfsdp2.rollout.sglang import adapter
+    from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 
     one = object.__new__(adapter.SlicingServerAdapter)
     one.config = RolloutConfig(

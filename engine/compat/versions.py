@@ -8,13 +8,11 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 __all__ = [
-    "KNOWN_LAYOUTS",
     "TESTED",
     "accepted",
     "installed",
     "is_accepted",
     "tested",
-    "unknown_layout",
     "untested",
     "vllm_in",
 ]
@@ -26,8 +24,6 @@ TESTED: dict[str, dict[str, str]] = {
     "next": {"torch": "2.13.0", "transformers": "5.12.1", "vllm": "0.29.0", "verl": "0.9.1", "ray": "2.60.0"},
     "sglang": {"sglang": "0.5.12"},
 }
-# vLLM releases with which all tests of rollout/ passed, of the same file: the layouts of their weights are known.
-KNOWN_LAYOUTS = ("0.24.0", "0.27.1", "0.29.0")
 
 # verl's bounds. The other ranges are those that our distribution declares.
 _RAY = ">=2.41,<3"
@@ -76,17 +72,3 @@ def vllm_in(releases: str) -> bool:
     """Return whether the installed vLLM is one of ``releases``, e.g. ``>=0.27``; True if none is installed here."""
     version = installed("vllm")
     return version is None or SpecifierSet(releases).contains(Version(version).base_version)
-
-
-def unknown_layout(rollout: str | None = "vllm") -> str:
-    """Return why the layout of the installed rollout's weights is unknown; empty if it is known, or none is installed.
-
-    Args:
-        rollout: verl's name of it; empty for any but vLLM and SGLang, which get full tensors.
-    """
-    if rollout == "sglang":
-        return untested("sglang")
-    version = installed("vllm")
-    if rollout != "vllm" or version is None or Version(version).public in KNOWN_LAYOUTS:
-        return ""
-    return f"vllm {version} was not tested with; layouts are known of vllm {', '.join(KNOWN_LAYOUTS)}"

@@ -42,8 +42,8 @@ _SHARD_DIM = must(
     "auto",
 )
 _CHUNKS = whole(1, "is the number of parts in which a layer's tokens are dispatched.", "1")
-# How weights may be sent; rollout/layout/vllm_layout.py has the ways, and a test compares.
-_SYNCED_AS = ("auto", "full", "expert_local", "sliced")
+# How weights may be sent; rollout/layout/specs.py has the ways, and a test compares.
+_SYNCED_AS = ("auto", "full", "sliced")
 _ROUNDED = must(lambda v: isinstance(v, bool) or v == "experts", "is true, false or experts.", "true")
 _SYNCS = whole(0, "is the number of syncs that are verified, or -1 for all of them.", "2", besides=(-1,))
 
@@ -322,10 +322,9 @@ class EngineSettings:
     rollout_sync: str = setting(
         "auto",
         one_of(_SYNCED_AS, "auto"),
-        "What a trainer rank sends to the vLLM worker beside it: full, every tensor whole; sliced, what the "
-        "worker keeps; expert_local, its experts whole and everything else whole (vLLM with expert parallelism); "
-        "auto, sliced, or full with one line of log where the rollout, vLLM's version or the family allows no "
-        "other",
+        "What a trainer rank sends to the rollout worker beside it: full, every tensor whole; sliced, what the "
+        "worker keeps; auto, sliced, or full with one line of log where the rollout, its version or the family allows "
+        "no other",
     )
     rollout_quantization_aware: Any = setting(
         False,

@@ -300,7 +300,7 @@ class BuildsModel:
         config = self.engine_config
         self.layer_names = layer_names(module)
         if config.rollout_quantization_aware:
-            compute_as_rollout(module, config.rollout_quantization_aware, config._rollout_channels)
+            compute_as_rollout(module, config.rollout_quantization_aware, config._rollout_channels, config._rollout)
         self.rollout_sync = RolloutSync(
             module,
             self.meshes,
@@ -310,7 +310,7 @@ class BuildsModel:
                 config.rollout_sync,
                 config.sync_megabytes << 20,
                 config.rollout_sync_verify,
-                is_for_vllm=config._rollout == "vllm",
+                config._rollout,
             ),
         )
         self.shard_export = ShardExport(module, self.meshes)

@@ -14,7 +14,7 @@ from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from ...rollout import server_adapter
+from ...rollout import servers
 from ...rollout.remote.delta_shards import ExpertsSpec, experts_entry
 from ..build import shard_and_load
 from ..checkpoint.saves import CheckpointSaver
@@ -82,7 +82,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
             self._is_offload_param = self._is_offload_optimizer = False
         self._saves = CheckpointSaver(get_device_name(), self._save_hf_config)
         if not engine_config.forward_only:
-            server_adapter.install(engine_config.sync_timeout_seconds)
+            servers.install(engine_config.sync_timeout_seconds)
             separation_shim.install()
             distillation_shim.install()
 

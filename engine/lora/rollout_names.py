@@ -1,17 +1,16 @@
-"""The names and shapes in which vLLM's adapter loader takes adapters.
+"""The names and shapes in which a server's adapter loader takes adapters.
 
 A linear's are ``base_model.model.<module>.lora_A.weight`` ``[r, in]`` and ``...lora_B.weight`` ``[out, r]``, with the
 checkpoint's name of the module. Experts have a pair for each matrix that the checkpoint has of an expert, so that the
-halves of a ``gate_up_proj`` share their ``A``; of some families vLLM takes peft's own form of a stack
+halves of a ``gate_up_proj`` share their ``A``; of some families a server takes peft's own form of a stack
 (``peft_files.py``; vLLM 0.27, ``lora/model_manager.py``, ``_stack_moe_lora_weights``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
-from ..model.families import ADAPTED_AS_STACKS_IN_VLLM
 from ..model.hf_names import expert_of, experts_from, is_by_expert
 from .adapters import A, B, Lora
 from .peft_files import as_peft, peft_names
@@ -21,25 +20,29 @@ __all__ = ["RolloutNames", "has_form"]
 _PREFIX = "base_model.model."
 
 
-def has_form(model: Any, name: str) -> bool:
-    """Return whether it is known in which form vLLM takes adapters of a stack of experts."""
-    stacked = model.config.model_type in ADAPTED_AS_STACKS_IN_VLLM
-    return stacked or is_by_expert(model, name, model.get_parameter(name).shape)
+def has_form(model: Any, name: str, stacked: Collection[str]) -> bool:
+    """Return whether it is known in which form a server takes adapters of a stack of experts.
+
+    Args:
+        stacked: families whose experts it adapts by peft's stacks.
+    """
+    return model.config.model_type in stacked or is_by_expert(model, name, model.get_parameter(name).shape)
 
 
 class RolloutNames:
-    """The adapters of one model as vLLM takes them.
+    """The adapters of one model as a server takes them.
 
     Args:
         model: sharded or not.
+        stacked: families whose experts the server adapts by peft's stacks.
     """
 
-    def __init__(self, model: Any, lora: Lora):
+    def __init__(self, model: Any, lora: Lora, stacked: Collection[str]):
         self._model, self._targets, self._peft_names = model, lora.targets, peft_names(lora)
-        self._is_stacked = model.config.model_type in ADAPTED_AS_STACKS_IN_VLLM
+        self._is_stacked = model.config.model_type in stacked
 
     def tensors(self, name: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that vLLM takes for one adapter.
+        """Yield the tensors that the server takes for one adapter.
 
         Args:
             name: the adapted weight's name in the model.

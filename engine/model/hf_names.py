@@ -1,29 +1,25 @@
 """The names under which weights are exported and synced.
 
 transformers stacks a layer's experts into fused 3-D tensors; checkpoints of most families store one matrix per expert.
-vLLM's loaders take the checkpoint's names always, and for some families the fused ones too. Fused names are faster:
-Qwen3-30B-A3B is 531 tensors instead of 18,867, and vLLM's loader scans its whole expert mapping for each.
+A server's loader takes the checkpoint's names always; those that take others have them in their folder of ``rollout/``.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from ..compat import versions
 from ..compat.transformers_names import revert_weight_conversion
-from .families import FUSED_IN_VLLM, RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
+from .families import RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
 from .hf_convert import converted_together, revert
 
 __all__ = [
     "as_checkpoint",
     "as_published",
+    "as_singles",
     "expert_of",
     "experts_from",
-    "for_vllm",
     "is_by_expert",
     "is_of_expert",
     "shift_expert_index",
@@ -31,33 +27,17 @@ __all__ = [
 
 _STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Running a converter takes over a millisecond per tensor, too long for a sync of gigabytes per second.
-_KNOWN: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 
 
-def for_vllm(
-    model: Any,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    waiting: dict[str, torch.Tensor] | None = None,
-    *,
-    may_be_fused: bool = True,
+def as_singles(
+    model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors under the names that vLLM's loader of this family takes: fused if it can, else the checkpoint's.
+    """Yield what ``as_checkpoint`` does, with single experts where published stacks have another layout.
 
-    Args:
-        waiting: as in ``as_checkpoint``.
-        may_be_fused: False for the checkpoint's names anyway.
+    Every loader of a rollout takes these.
     """
-    fused = FUSED_IN_VLLM.get(model.config.model_type)
-    if fused is None or not may_be_fused or not _takes_stacks():
-        named = as_checkpoint(model, tensors, waiting)
-        yield from _single_experts(named) if model.config.model_type in TRANSPOSED_WHEN_PUBLISHED else named
-        return
-    known = _KNOWN.setdefault(model, {})
-    for name, tensor in tensors:
-        if name not in known:
-            known[name] = _fused_name(model, name, tensor, fused)
-        yield known[name], tensor
+    named = as_checkpoint(model, tensors, waiting)
+    return _single_experts(named) if model.config.model_type in TRANSPOSED_WHEN_PUBLISHED else named
 
 
 def _single_experts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,24 +51,6 @@ def _single_experts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tup
         for expert, matrix in enumerate(tensor):
             for part, values in zip(parts, matrix.chunk(len(parts)), strict=True):
                 yield f"{module}.experts.{expert}.{part}.weight", values
-
-
-@cache
-def _takes_stacks() -> bool:
-    """Return whether the installed vLLM's loaders take fused names."""
-    return versions.vllm_in(">=0.27")
-
-
-def _fused_name(model: Any, name: str, tensor: torch.Tensor, stacks: Mapping[str, str]) -> str:
-    """Return vLLM's name for a whole tensor of a family with fused names."""
-    parts = [part for part, _ in as_checkpoint(model, [(name, tensor.to("meta"))])]
-    module, _, own = name.rpartition(".")
-    if own in stacks and module.endswith(".experts"):
-        # The checkpoint's module may be another one than the model's (Mixtral: block_sparse_moe, mlp).
-        return f"{parts[0].rpartition('.experts.')[0]}.experts.{stacks[own]}"
-    if len(parts) != 1:
-        raise ValueError(f"{name} is {len(parts)} tensors in a checkpoint of {model.config.model_type}")
-    return parts[0]
 
 
 def is_of_expert(name: str) -> bool:

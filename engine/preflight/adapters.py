@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...rollout.layout.sync_mode import BACKEND
+from ...rollout.servers import BACKEND, server_of
 from ..errors import SettingError
 from ..lora.adapters import Lora, lora_of
 from ..lora.peft_files import check_dora, read_adapter
@@ -24,8 +24,6 @@ __all__ = ["check_adapters_alone", "check_lora", "with_value_head"]
 logger = logging.getLogger("epfsdp2")
 
 _CRITIC = "critic.model"
-# What adapters may have and vLLM's have not (0.27, lora/peft_helper.py); it scales all of an adapter by one factor.
-_NOT_IN_VLLM = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
 
 
 def with_value_head(model: Any, facts: ModelFacts | None, setting: str) -> ModelFacts | None:
@@ -95,9 +93,9 @@ def _check_saved(engine: Any, model: Any, lora: Lora, facts: ModelFacts, setting
 
 
 def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:
-    """Check adapters that go to vLLM without the weights: its CPU build has no kernels for those of experts.
+    """Check adapters that go to a rollout without the weights.
 
-    With ``lora.merge=False`` verl starts vLLM with kernels for adapters, but its own checkpoint engines send none: they
+    With ``lora.merge=False`` verl starts it with kernels for adapters, but its own checkpoint engines send none: they
     send merged weights, so that any adapter can be trained.
 
     Args:
@@ -106,8 +104,9 @@ def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFac
     if not model.get("lora_rank") or not rollout.get("name") or (model.get("lora") or {}).get("merge"):
         return
     setting, works = f"{ACTOR_MODEL}.lora.merge", f"{ACTOR_MODEL}.lora.merge=True"
-    if rollout["name"] != "vllm":
-        rule = f"{rollout['name']} is sent adapters merged into the weights, and in no other way."
+    server = server_of(rollout)
+    if not server.serves_adapters:
+        rule = f"{server.name} is sent adapters merged into the weights, and in no other way."
         raise SettingError(setting, False, rule, works)
     settings = LoraSettings.of(model, ACTOR_MODEL)
     backend = rollout.get("backend") or "naive"
@@ -119,21 +118,21 @@ def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFac
             backend,
             BACKEND,
         )
-    unserved = [name for name in _NOT_IN_VLLM if getattr(settings, name)]
+    unserved = server.lacking(settings)
     if unserved and not is_merged:
-        rule = f"vLLM serves no adapter with {unserved[0]}."
+        rule = f"{server.title} serves no adapter with {unserved}."
         raise SettingError(setting, False, rule, works)
     if facts is None or facts.is_dense:
         return
     lora = lora_of(facts.model)
     adapted = [name for name, target in lora.targets.items() if target.experts is not None] if lora is not None else []
     some = model.get("target_modules")
-    if device == "cpu" and (adapted or not some or isinstance(some, str)):
+    if not server.adapts_experts_on(device) and (adapted or not some or isinstance(some, str)):
         what = f"{adapted[0]} gets one" if adapted else "it prepares them unless target_modules is a list"
-        rule = f"vLLM's CPU build has no kernels for adapters of experts, and {what}."
+        rule = f"{server.title}'s {device.upper()} build has no kernels for adapters of experts, and {what}."
         works += f", or {ACTOR_MODEL}.target_modules=[q_proj,k_proj,v_proj,o_proj]"
         raise SettingError(setting, False, rule, works)
-    unknown = [name for name in adapted if not has_form(facts.model, name)]
+    unknown = [name for name in adapted if not has_form(facts.model, name, server.stacked_adapters)]
     if unknown and not is_merged:
-        rule = f"it is not known in which form vLLM takes adapters of {unknown[0]} of {facts.name}."
+        rule = f"it is not known in which form {server.title} takes adapters of {unknown[0]} of {facts.name}."
         raise SettingError(setting, False, rule, works)

@@ -13,12 +13,12 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
+from ...rollout.servers import server_named
 from ..checkpoint.safetensors_reader import HUB_ID, check_files, missing_weights, open_checkpoint
 from ..compat.transformers_names import no_init_weights
 from ..errors import SettingError
 from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
 from ..model.families import KNOWN_AS, NOT_CAUSAL
-from ..model.hf_names import for_vllm
 from ..model.meta import check_no_kernels, check_not_quantised
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
 from ..moe.outside.families import prepare
@@ -218,19 +218,20 @@ def facts_of(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
     )
 
 
-def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None) -> tuple[str, int]:
-    """Name and number of elements of the largest tensor that goes to the rollout, as ``model.hf_names.for_vllm`` yields
-    it: a fused expert stack whole where vLLM takes it so, else the checkpoint's tensors.
+def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None, server: str = "") -> tuple[str, int]:
+    """Name and number of elements of the largest tensor that goes to the rollout, as ``Server.named`` yields it: a
+    fused expert stack whole where the server takes it so, else the checkpoint's tensors.
 
     Args:
         itemsizes: bytes of an element of each parameter as it is sent; bytes are then compared and returned.
+        server: verl's name of the rollout.
     """
     size_of = {name: 1 if itemsizes is None else itemsizes[name] for name, _ in model.named_parameters()}
-    largest = ("", 0)
+    largest, named = ("", 0), server_named(server).named
     for name, param in sorted(model.named_parameters(), key=lambda item: -item[1].numel() * size_of[item[0]]):
         if param.numel() * size_of[name] <= largest[1]:
             break
-        sent = ((n, t.numel() * size_of[name]) for n, t in for_vllm(model, [(name, param)], waiting={}))
+        sent = ((n, t.numel() * size_of[name]) for n, t in named(model, [(name, param)], waiting={}))
         largest = max(largest, *sent, key=lambda item: item[1])
     return largest
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ...rollout.layout.rollout_config import VLLM, server_arguments
+from ...rollout.servers import SERVERS, server_of
 from ..errors import SettingError
 from ..model.families import SCALED_BY_LENGTH
 from ..packing.positions import rotary_by_length, rotary_kinds
@@ -13,65 +13,37 @@ from .model_facts import ModelFacts
 
 __all__ = ["check_positions", "max_model_len"]
 
-_LENGTH = "actor_rollout_ref.rollout.max_model_len"
-_NAME = "actor_rollout_ref.rollout.name"
-
 
 def max_model_len(rollout: Mapping[str, Any]) -> Any:
-    """Return the tokens of a sequence that vLLM is started for; None for another server, or without any.
-
-    0 stands for the model's ``max_position_embeddings``, which verl 0.9.1 takes where the setting is null.
-    """
-    if rollout.get("name") != "vllm":
-        return None
-    own = server_arguments(rollout).get("max_model_len")
-    return (rollout.get("max_model_len") if own is None else own) or 0
+    """Return the tokens of a sequence by which a rollout chooses rotations when it starts (``longest_start``)."""
+    return server_of(rollout).longest_start(rollout) if rollout.get("name") else None
 
 
 def check_positions(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
     """Check that the rollout rotates as the trainer does, where frequencies depend on the length of a sequence.
 
-    vLLM 0.24 to 0.29 chooses longrope's once, by its ``max_model_len``, and never changes those of dynamic NTK. SGLang
-    0.5 chooses longrope's by the longest sequence under way, and has dynamic NTK's of the longest from the start.
-
     Raises:
         SettingError: for a length that the rollout computes otherwise, for the rollout, or for the model.
     """
-    server = rollout.get("name")
-    if facts is None or server not in ("vllm", "sglang"):
+    if facts is None or rollout.get("name") not in SERVERS:
         return
     for module in rotary_by_length(facts.model):
         most = module.config.max_position_embeddings
-        limit = max_model_len(rollout) if server == "vllm" else rollout.get("max_model_len") or most
         for layers, kind in rotary_kinds(module).items():
             if kind not in ("dynamic", "longrope"):
                 continue
             parameters = module.config.rope_parameters
             parameters = parameters if layers is None else parameters[layers]
-            if server == "vllm" and (not isinstance(limit, int) or not 0 <= limit <= most):
-                rule = f"frequencies of {kind} depend on it, so it has to be a number, and vLLM has {most} positions."
-                raise SettingError(f"{VLLM}.max_model_len", limit, rule, f"{_LENGTH}={most}, or less")
-            if server == "sglang" and kind == "dynamic" and "alpha" not in parameters and parameters["factor"] != 1:
-                rule = "SGLang has dynamic NTK's frequencies of the longest sequence for every sequence."
-                raise SettingError(_NAME, server, rule, f"{_NAME}=vllm")
-            if kind == "dynamic":
-                continue
-            original = parameters["original_max_position_embeddings"]
-            if server == "sglang" and _longest(rollout, limit) > original:
-                rule = f"SGLang has longrope's long frequencies for all sequences while one is over {original} tokens."
-                raise SettingError(_LENGTH, limit, rule, f"{_LENGTH}={original}, or {_NAME}=vllm")
-            _check_scale(module, layers, parameters, (limit or most) > original, facts)
-
-
-def _longest(rollout: Mapping[str, Any], limit: int) -> int:
-    lengths = [int(rollout.get(f"max_{part}_length") or 0) for part in ("prompt", "response")]
-    return min(limit, sum(lengths)) if all(lengths) else limit
+            length = server_of(rollout).check_rotations(kind, parameters, most, rollout)
+            if kind == "longrope":
+                is_long = length > parameters["original_max_position_embeddings"]
+                _check_scale(module, layers, parameters, is_long, facts)
 
 
 def _check_scale(
     module: Any, layers: str | None, parameters: Mapping[str, Any], is_long: bool, facts: ModelFacts
 ) -> None:
-    """Check that longrope's rotations are scaled as in vLLM and SGLang, which read neither of transformers' keys."""
+    """Check that longrope's rotations are scaled as in a rollout, which reads neither of transformers' keys."""
     if type(module).__name__ in SCALED_BY_LENGTH:
         return
     original = parameters["original_max_position_embeddings"]

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...rollout.layout.rollout_config import BLOCK, rollout_of
-from ...rollout.layout.sync_mode import choose_mode
-from ..compat import versions
+from ...rollout.layout.rollout_config import BLOCK
+from ...rollout.servers import SERVERS, choose_mode, rollout_of, server_of
 from ..errors import SettingError
 from ..lora.settings import LoraSettings
 from ..topology.mesh import Topology
@@ -68,17 +67,17 @@ def check_rounding(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | 
     asked = engine.rollout_quantization_aware
     if not asked:
         return
-    works = f"{_QUANTIZATION}=fp8 with a colocated vLLM that takes slices, or {_OFF}"
+    server, able = server_of(rollout), " or ".join(one.title for one in SERVERS.values() if one.quantised)
+    works = f"{_QUANTIZATION}=fp8 with a colocated {able} that takes slices, or {_OFF}"
     if not rollout_of(rollout).is_quantised:
-        name = rollout.get("name")
-        found = f"{_QUANTIZATION}={rollout.get('quantization')}" if name == "vllm" else f"{_NAME}={name}"
-        rule = f"weights are rounded as they are for a vLLM in FP8 or INT8, and {found}."
+        found = f"{_QUANTIZATION}={rollout.get('quantization')}" if server.quantised else f"{_NAME}={server.name}"
+        rule = f"weights are rounded as they are for a {able} in FP8 or INT8, and {found}."
         raise SettingError(_SETTING, asked, rule, works)
     family = None if facts is None else facts.model.config.model_type
     backend = rollout.get("backend") or "naive"
-    mode, reason = choose_mode(
-        engine.rollout_sync, rollout, family, untested=versions.unknown_layout(), backend=backend
-    )
+    mode, reason = choose_mode(engine.rollout_sync, rollout, family, backend=backend)
     if mode != "sliced":
-        why = reason or f"engine.rollout_sync={engine.rollout_sync} has vLLM's workers quantise whole tensors."
+        why = (
+            reason or f"engine.rollout_sync={engine.rollout_sync} has {server.title}'s workers quantise whole tensors."
+        )
         raise SettingError(_SETTING, asked, f"weights are rounded as slices of them are sent. {why}", works)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ...rollout.servers import SERVERS, server_of
 from ..checkpoint.state import KNOWN_CONTENTS
 from ..compat import versions
 from ..declared.derived import param_dtype
@@ -43,7 +44,7 @@ from .features import (
 from .model_facts import ModelFacts, inspect_model
 from .positions import check_positions
 from .resume import check_resume
-from .rollout import check_graphs, check_other_rollout, check_rollout, check_stream
+from .rollout import check_rollout, check_sync
 from .rounding import check_rounding, check_rounding_alone
 
 __all__ = [
@@ -62,11 +63,6 @@ _CHECKPOINTS = {
     ACTOR_MODEL: "actor_rollout_ref.actor.checkpoint",
     "critic.model": "critic.checkpoint",
     "model": "checkpoint",
-}
-# Rollouts whose versions are looked at: how each is spelled, and installed.
-_ROLLOUTS = {
-    "vllm": ("vLLM", "pip install 'epfsdp2[gpu]', or on a machine without a GPU 'epfsdp2[cpu]'"),
-    "sglang": ("SGLang", "pip install 'epfsdp2[sglang]'"),
 }
 # verl's model settings that ask for what this engine does not do, and the value that does not ask for it.
 _UNSUPPORTED = {
@@ -94,18 +90,17 @@ def check_run(
         n_gpus: ranks of the trainer.
         model: verl's model settings.
         rollout: ``n_gpus_per_node``, ``backend`` and ``update_weights_bucket_megabytes``, and under their own names
-            those of verl's rollout settings that say how it is placed (``rollout/layout/sync_mode.py`` reads them);
+            those of verl's rollout settings that say how it is placed (``rollout/servers.py`` reads them);
             ``resume`` is for ``check_resume``, with the critic's ``load_contents`` as ``critic_contents``.
         checkpoint: the actor's checkpoint settings.
         optim: the actor's optimizer settings.
         device: verl's device name; ``cpu`` where there is no accelerator.
-        ipc: whether weights reach vLLM through device memory; through /dev/shm otherwise.
+        ipc: whether weights reach the rollout through device memory; through /dev/shm otherwise.
 
     Raises:
         SettingError: for the first setting that can't work.
     """
     check_versions(rollout.get("name"))
-    is_vllm = rollout.get("name") == "vllm"
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
     _check_resume(rollout, checkpoint or {})
@@ -119,14 +114,11 @@ def check_run(
     check_distillation(engine, model, rollout)
     check_images(rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
-    if rollout.get("name") and not is_vllm:
-        check_other_rollout(engine, n_gpus, rollout, facts, colocated=colocated)
-    if is_vllm:
-        check_graphs(rollout, facts, device)
-        check_stream(engine, n_gpus, rollout, facts, colocated=colocated)
+    if rollout.get("name"):
+        check_sync(engine, n_gpus, rollout, facts, device, colocated=colocated)
     check_positions(rollout, facts)
     check_rounding(engine, rollout, facts)
-    if is_vllm and not ipc:
+    if rollout.get("name") and server_of(rollout).shares_memory and not ipc:
         check_rollout(engine, n_gpus if colocated else 0, rollout, facts)
 
 
@@ -248,13 +240,12 @@ def check_versions(rollout_name: str | None) -> None:
     Raises:
         SettingError: for the first such distribution.
     """
-    for name in ("verl", "ray", "torch", "transformers", "vllm", "sglang"):
-        if name in _ROLLOUTS and rollout_name != name:
-            continue
+    rollout = [rollout_name] if rollout_name in SERVERS else []
+    for name in ("verl", "ray", "torch", "transformers", *rollout):
         version, accepted = versions.installed(name), versions.accepted()[name]
-        if version is None and name in _ROLLOUTS:
-            spelled, works = _ROLLOUTS[name]
-            raise SettingError("actor_rollout_ref.rollout.name", name, f"{spelled} is not installed.", works)
+        if version is None and name in SERVERS:
+            rule, works = f"{SERVERS[name].title} is not installed.", SERVERS[name].install_hint
+            raise SettingError("actor_rollout_ref.rollout.name", name, rule, works)
         if version is None:
             raise SettingError(name, None, f"{name} is not installed.", f"pip install '{name}{accepted}'")
         if not versions.is_accepted(name, version):

@@ -24,21 +24,12 @@ from ...engine.topology.expert_placement import check_experts_divide
 from ...engine.topology.index_ranges import IndexRange
 from ...engine.topology.mesh import Topology
 from ...rollout.layout.rollout_config import BLOCK
-from ...rollout.layout.transfer_plan import Targets, make_transfer_plan
-from ...rollout.layout.vllm_layout import (
-    FP8_FAMILIES,
-    SYNC_MODES,
-    Heads,
-    Rollout,
-    SyncMode,
-    TensorSpec,
-    is_quantised,
-    known_families,
-    loads_own_experts,
-    target_slices,
-)
+from ...rollout.layout.specs import SYNC_MODES, Heads, Rollout, SyncMode, TensorSpec
+from ...rollout.plan.transfer_plan import Targets, make_transfer_plan
 from ...rollout.quantise.channels import CHANNEL_DTYPES
 from ...rollout.quantise.schemes import Blocks, Channels, Scheme
+from ...rollout.servers import is_quantised, target_slices
+from ...rollout.vllm.layout import FP8_FAMILIES, known_families
 from .cards import MODEL_HELP, config_of
 
 __all__ = ["main", "parse"]
@@ -137,8 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"Besides, {4 * scales / _GB:.3f} GB of scales are reduced over all ranks.")
     table = Table(*_COLUMNS)
     for mode in modes:
-        if mode == "expert_local" and not (options.rollout_ep and loads_own_experts(family)):
-            continue
         try:
             table.add_row(*_row(mode, tensors, model, topology, options))
         except ValueError as error:

@@ -1,1 +1,1 @@
-"""Layouts of the trainer and of vLLM, and the transfers between the two."""
+"""Layouts of the trainer and of a rollout, and the transfers between the two."""

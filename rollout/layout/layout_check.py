@@ -1,7 +1,7 @@
-"""Describes a vLLM worker's layout in one form for both sides, so that they can be compared before the first sync.
+"""Describes a worker's layout in one form for both sides, so that they can be compared before the first sync.
 
-The trainer derives it from its plan (``planned_layout``), the worker from its model (``actual_layout``, called by
-``WeightSyncExtension.epfsdp2_check_layout``). An entry is a parameter's shape without vLLM's padding and, where the
+The trainer derives it from its plan (``layout_of``), the worker from its model (``actual_layout``, called by
+``WeightSyncExtension.epfsdp2_check_layout``). An entry is a parameter's shape without a server's padding and, where the
 worker knows it, the global index of its first row: of vocabularies and of experts. No plan has padded experts.
 """
 
@@ -10,23 +10,15 @@ from typing import Any
 
 import torch
 
-from .vllm_layout import (
-    Heads,
-    Rollout,
-    TargetSlice,
-    TensorSpec,
-    has_known_rows,
-    slices_of_scales,
-    target_slices,
-)
+from .slices import has_known_rows
+from .specs import Rollout, TargetSlice, TensorSpec
 
 __all__ = [
     "RANK",
     "difference",
-    "entry",
     "actual_layout",
-    "planned_layout",
-    "planned_layouts",
+    "entry",
+    "layout_of",
     "prefix_of",
     "rank_entry",
     "unpadded_shape",
@@ -54,17 +46,17 @@ def prefix_of(layer: str) -> str:
     return layer.replace(".routed_experts", "") + "." if layer else ""
 
 
-def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int, heads: Heads) -> dict[str, str]:
-    """Return the entry of each parameter that a worker keeps, as the trainer plans it, by vLLM's name.
+def layout_of(
+    kept: Iterable[tuple[TensorSpec, Sequence[TargetSlice]]], rollout: Rollout, worker: int
+) -> dict[str, str]:
+    """Return the entry of each parameter that a worker keeps, as the trainer plans it, by the worker's name.
 
-    Raises:
-        ValueError: vLLM could not shard a tensor by this tensor-parallel size.
+    Args:
+        kept: each tensor, and what of it and of its scales the worker keeps.
     """
     placed: dict[str, list[TargetSlice]] = {}
     first: dict[str, int] = {}
-    for tensor in tensors:
-        slices = target_slices(tensor, rollout, worker, heads)
-        slices += slices_of_scales(tensor, slices, rollout, heads.family)
+    for tensor, slices in kept:
         for part in slices:
             placed.setdefault(part.parameter, []).append(part)
             if has_known_rows(tensor.name):
@@ -76,17 +68,12 @@ def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int,
     return found
 
 
-def planned_layouts(tensors: Sequence[TensorSpec], rollout: Rollout, heads: Heads) -> list[dict[str, str]]:
-    """Return the ``planned_layout`` of each worker of a replica."""
-    return [planned_layout(tensors, rollout, worker, heads) for worker in range(rollout.workers)]
-
-
 def actual_layout(
     layers: Iterable[tuple[str, Any, Mapping[str, Any]]],
     rank: str,
     is_expected: Callable[[str, str, bool], bool],
 ) -> dict[str, str]:
-    """Return the entry of each parameter that a vLLM model has, in the form of ``planned_layout``.
+    """Return the entry of each parameter that a vLLM model has, in the form of ``layout_of``.
 
     Args:
         layers: ``(name, module, tensors by name)`` of each layer, with the tensors as they were when it was built.

@@ -1,6 +1,6 @@
-"""Rules by which vLLM shards a tensor: what of it a tensor-parallel rank keeps, and where in which parameter.
+"""Rules by which servers shard a tensor: what of it a tensor-parallel rank keeps, and where in which parameter.
 
-Which rule holds for which name stands in ``vllm_layout.py``, and in ``sglang_layout.py`` where SGLang differs.
+Which rule holds for which name stands in ``slices.py``, and in a server's ``layout.py`` where it differs.
 
 Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py``, ``fused_moe/routed_experts.py``,
 ``fused_moe/expert_map_manager.py``, ``mamba/gdn/qwen_gdn_linear_attn.py``, ``model_executor/models/deepseek_v2.py``,
@@ -56,7 +56,7 @@ __all__ = [
 Rule = Callable[[TensorSpec, int, int, Heads, str], Iterable[TargetSlice]]
 NamedRules = tuple[tuple[re.Pattern[str], Rule], ...]
 
-_VLLM_EXPERTS = {
+_FUSED_EXPERTS = {
     "gate_up_proj": "w13_weight",
     "up_proj": "w13_weight",
     "down_proj": "w2_weight",
@@ -291,7 +291,7 @@ def decay(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> It
 
 def _experts_name(tensor: TensorSpec) -> str:
     module, _, own = tensor.name.rpartition(".")
-    return f"{module}.{_VLLM_EXPERTS[own]}"
+    return f"{module}.{_FUSED_EXPERTS[own]}"
 
 
 def own_experts(tensor: TensorSpec, workers: int, worker: int, is_transposed: bool) -> list[TargetSlice]:
@@ -341,7 +341,7 @@ def transposed_experts_bias(tensor: TensorSpec, tp: int, rank: int, heads: Heads
     return [TargetSlice(IndexRange.of(tensor.shape), _experts_name(tensor), _at(tensor), "zeros" if rank else "")]
 
 
-# Of families that vLLM and SGLang shard in the same way
+# Of families that several servers shard in the same way
 
 LATENT_ATTENTION = named_rules(
     (r"\.self_attn\.(q|q_b|kv_b)_proj\.weight", columns),

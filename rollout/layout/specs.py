@@ -1,6 +1,5 @@
 """The terms in which layouts are described: tensors, sizes, and blocks of tensors in a worker's parameters."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +10,10 @@ from ...engine.topology.index_ranges import IndexRange, ShardStep
 __all__ = [
     "Channels",
     "Heads",
+    "SYNC_MODES",
     "Rollout",
-    "Server",
     "SliceForm",
+    "SyncMode",
     "TargetSlice",
     "TensorSpec",
     "Tower",
@@ -27,8 +27,9 @@ SliceForm = Literal["", "transposed", "zeros", "decay", "halves"]
 Tower = Literal["sharded", "whole", "none"]
 # What weights with one scale for each row, an output channel, are held in.
 Channels = Literal["", "fp8", "int8"]
-# Whose workers a rollout has.
-Server = Literal["vllm", "sglang"]
+# What a trainer rank sends to its worker: every tensor whole, or what the worker keeps.
+SyncMode = Literal["full", "sliced"]
+SYNC_MODES: tuple[SyncMode, ...] = ("full", "sliced")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Rollout:
             some whole experts. Without it each keeps a part of every expert. Other tensors are sharded over ``tp``
             alone.
         tower: of a model that sees images.
-        server: names the workers' parameters.
+        server: verl's name of it, whose layout the workers have (``rollout/servers.py``); "" for the default one.
         block: rows and columns that share a scale where the workers hold weights in FP8 by blocks; 0 elsewhere.
         channels: what the workers hold weights in where each row has a scale.
     """
@@ -83,7 +84,7 @@ class Rollout:
     dp: int = 1
     expert_parallel: bool = False
     tower: Tower = "sharded"
-    server: Server = "vllm"
+    server: str = ""
     block: int = 0
     channels: Channels = ""
 
@@ -105,16 +106,16 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of a model's attention by which vLLM shards it, and its family (``model_type``), which may have own rules.
+    """Sizes of a model's attention by which it is sharded, and its family (``model_type``), which may have own rules.
 
     Args:
         queries: query heads; two for each where a gate of its output is stored beside it.
         keys: key-value heads.
         dim: rows of a head.
-        values_are_keys: whether vLLM stores the keys' weights as those of the values too.
+        values_are_keys: whether servers store the keys' weights as those of the values too.
         layers: ``(keys, dim, values_are_keys)`` of each layer, where layers differ.
-        query_rank: rows of the queries' compression, where vLLM stores that of keys and values below it in the same
-            parameter; 0 elsewhere.
+        query_rank: rows of the queries' compression, where latent attention stores that of keys and values below it
+            in the same parameter; 0 elsewhere.
         index_rows: rows of the keys of an indexer, by which sparse attention chooses.
         linear_keys: rows of the keys of linear attention.
         state: of Mamba2, rows of all heads, of all groups' states, and the number of groups.
@@ -152,8 +153,7 @@ class Heads:
             return replace(heads, layers=tuple(_sizes_of_layer(heads, config, kind) for kind in config.layer_types))
         if getattr(config, "index_topk", None):
             heads = replace(heads, index_rows=config.index_head_dim)
-        # vLLM fuses these for its latent attention, which this variable turns off.
-        if getattr(config, "kv_lora_rank", None) and not int(os.environ.get("VLLM_MLA_DISABLE", "0")):
+        if getattr(config, "kv_lora_rank", None):
             return replace(heads, query_rank=getattr(config, "q_lora_rank", None) or 0)
         return heads
 

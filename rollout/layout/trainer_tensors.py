@@ -1,4 +1,4 @@
-"""Describes the tensors of a trainer model for the transfer plan (``vllm_layout.TensorSpec``)."""
+"""Describes the tensors of a trainer model for the transfer plan (``specs.TensorSpec``)."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,7 +7,7 @@ from torch import nn
 from ...engine.lora.merge import weights
 from ...engine.topology.dtensor import persistent_buffers, shard_steps
 from ...engine.topology.index_ranges import ShardStep
-from .vllm_layout import TensorSpec
+from .specs import TensorSpec
 
 __all__ = ["sharded_tensor_specs", "tensor_specs_of"]
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.utils.device import get_device_name
 
-from .. import server_adapter
-from ..layout.sync_mode import BACKEND
+from .. import servers
+from ..servers import BACKEND
 from .process_group import Members, SyncGroup
 from .remote_sync import ReceivedWeights, Receiver, Sender
 from .signed_store import SignedStore, connect_store, new_token, serve_store
@@ -51,7 +51,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         self._identities: tuple[str, ...] = ()
         if is_master is None:
             # verl builds this rank's server adapter next.
-            server_adapter.install(timeout_seconds)
+            servers.install(timeout_seconds)
 
     def prepare(self) -> dict[str, Any]:
         """Return this member's identity; it changes after a failure, so that all members make a new group."""

@@ -8,8 +8,8 @@ import torch
 
 from ...engine.topology.index_ranges import ShardStep
 from ...engine.topology.mesh import Topology
-from ..layout.transfer_plan import round_bytes
-from ..layout.vllm_layout import Heads, Rollout, SyncMode, TensorSpec
+from ..layout.specs import Heads, Rollout, SyncMode, TensorSpec
+from ..plan.transfer_plan import round_bytes
 from ..sync import RolloutWeights
 from .buckets import Chunk
 from .process_group import register_message_types

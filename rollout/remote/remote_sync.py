@@ -19,15 +19,12 @@ from typing import Any
 
 import torch
 
-from ...engine.compat import versions
-from ..layout.layout_check import planned_layouts
-from ..layout.rollout_config import rollout_of
-from ..layout.routes import Member
 from ..layout.slice_names import slice_name
 from ..layout.specs import Rollout
-from ..layout.sync_mode import BACKEND, choose_mode
-from ..layout.transfer_plan import Targets, make_transfer_plan
-from ..quantise.scales import dtype_in, slices_of_workers, with_scales
+from ..plan.routes import Member
+from ..plan.transfer_plan import Targets, make_transfer_plan
+from ..sent_tensors import dtype_in, slices_of_workers, with_scales
+from ..servers import BACKEND, choose_mode, planned_layouts, rollout_of
 from ..sync import RolloutSync, RolloutWeights
 from ..transport.checksums import has_checksums
 from ..transport.exchange import Exchange
@@ -278,8 +275,7 @@ class ReceivedWeights:
             config: verl's rollout config.
         """
         if self._layout.requested != "full":
-            untested = versions.unknown_layout(config.get("name") or "vllm")
-            self.mode, reason = choose_mode("auto", config, self._layout.family, untested=untested, backend=BACKEND)
+            self.mode, reason = choose_mode("auto", config, self._layout.family, backend=BACKEND)
             if reason and worker == 0:
                 logger.warning("epfsdp2: engine.rollout_sync=%s falls back to full: %s", self._layout.requested, reason)
         self._request = WorkerRequest(self.mode, rollout_of(config), worker)

@@ -1,1 +1,1 @@
-"""What knows SGLang: the adapter beside a trainer rank, the loader inside a worker, and what they share."""
+"""What knows SGLang: its layout and settings, the adapter beside a trainer rank, and the loader inside a worker."""

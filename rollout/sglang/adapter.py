@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..layout.rollout_config import SGLANG_LOADER
 from ..transport.checksums import with_checksums
 from ..transport.report import TransferStats
 from ..transport.watched_sockets import WeightSyncError, await_result, taking_part, wait_for_work
 from .bucket import ANSWER_BYTES, Header, answer_of, fill, synchronize
+from .server import SGLANG_LOADER
 
 __all__ = ["install", "shared_memory"]
 
@@ -26,7 +26,7 @@ _timeout_seconds = 300.0
 
 
 def install(timeout_seconds: float) -> None:
-    """Make verl build this adapter for SGLang; see ``server_adapter.install``."""
+    """Make verl build this adapter for SGLang; see ``Server.install``."""
     from verl.workers.rollout import base
 
     global _timeout_seconds

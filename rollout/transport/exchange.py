@@ -2,7 +2,7 @@
 
 A round is one all-to-all of bytes, or one all-gather where every worker keeps the whole model. A rank copies the values
 that it sends to one flat buffer, gathers the rows of its messages from there, and gathers the rows of its worker's
-parameters from what it receives. Which rows these are is computed once (``layout/routes.py``), so that a sync has a few
+parameters from what it receives. Which rows these are is computed once (``plan/routes.py``), so that a sync has a few
 operations for each round and one view for each parameter, whatever the number of ranks, experts and blocks.
 
 The next round is on its way while the consumer uses the parameters of the one before it.
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..layout.routes import Arrival, Member, pack_positions, unpack_positions
 from ..layout.specs import TargetSlice, TensorSpec
-from ..layout.transfer_plan import TransferPlan
+from ..plan.routes import Arrival, Member, pack_positions, unpack_positions
+from ..plan.transfer_plan import TransferPlan
 from .report import Traffic
 
 __all__ = ["Exchange", "Received", "Values"]

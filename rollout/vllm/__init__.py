@@ -1,1 +1,1 @@
-"""Code that runs inside vLLM's workers and loads the received weights; only this package imports vLLM."""
+"""What knows vLLM: its layout and settings, the adapter beside a trainer rank, and what loads weights in a worker."""

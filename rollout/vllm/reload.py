@@ -19,7 +19,6 @@ from ..layout.slice_names import as_stored, block_at, in_halves, is_slice, parse
 from ..layout.specs import SliceForm
 from ..transport.checksums import PlacedChecksums
 from ..transport.watched_sockets import WeightSyncError
-from . import reload_shims
 from .accounting import CountingCallList, LayerRecord
 from .compat import (
     ATTENTION,
@@ -32,6 +31,7 @@ from .compat import (
     make_online_process_loader,
 )
 from .loaded_weights import running_weights
+from .shims import reload_shims
 
 __all__ = ["Reload", "slice_loader"]
 

@@ -20,13 +20,13 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 
 from ..layout.layout_check import actual_layout, difference, rank_entry
-from ..layout.vllm_layout import Rollout
+from ..layout.specs import Rollout
 from ..transport.checksums import ReceivedChecksums
 from ..transport.watched_sockets import WatchedContext, WeightSyncError
-from . import amx_shim, reload_shims, routes_shim
 from .adapters import load_adapters, without_adapters
 from .compat import ATTENTION, SKIP_LOAD_TENSORS, SKIP_TENSORS, get_layer_tensors, get_layerwise_info
 from .reload import Reload
+from .shims import amx_shim, reload_shims, routes_shim
 
 __all__ = ["WeightSyncExtension"]
 

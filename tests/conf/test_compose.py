@@ -22,7 +22,7 @@ from verl.workers.config.model import HFModelConfig, MtpConfig
 
 from epfsdp2.conf.search_path import with_engine_entry
 from epfsdp2.engine.config import EPFSDP2CriticConfig, EPFSDP2EngineConfig, engine_settings
-from epfsdp2.rollout.layout.rollout_config import SGLANG_LOADER
+from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 
 VERL_CONFIG = os.path.dirname(verl.trainer.config.__file__)
 EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"

@@ -31,7 +31,7 @@ from epfsdp2.engine.declared.engine_settings import EngineSettings
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.settings.values import DTYPES
-from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES
+from epfsdp2.rollout.layout.specs import SYNC_MODES
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ from epfsdp2.rollout.layout.vllm_layout import SYNC_MODES
         ({"sync_megabytes": 0}, "engine.sync_megabytes=0: "),
         ({"rollout_sync_verify": -2}, "engine.rollout_sync_verify=-2: is the number of syncs that are verified"),
         ({"rollout_sync_verify": True}, "engine.rollout_sync_verify=True: is the number of syncs that are verified"),
-        ({"rollout_sync": "slices"}, "engine.rollout_sync=slices: is one of auto, full, expert_local, sliced."),
+        ({"rollout_sync": "slices"}, "engine.rollout_sync=slices: is one of auto, full, sliced."),
         ({"sync_timeout_seconds": 0}, "engine.sync_timeout_seconds=0: "),
         ({"ulysses_sequence_parallel_size": 0}, "engine.ulysses_sequence_parallel_size=0: "),
         (

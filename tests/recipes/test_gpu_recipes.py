@@ -20,8 +20,8 @@ from epfsdp2.engine.preflight.model_facts import inspect_model, largest_sent
 from epfsdp2.engine.preflight.rollout import check_rollout, tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.gpu.run import ALGORITHMS, CLUSTERS, command, overrides
-from epfsdp2.rollout.layout.rollout_config import rollout_of
-from epfsdp2.rollout.layout.vllm_layout import Heads, target_slices
+from epfsdp2.rollout.layout.specs import Heads
+from epfsdp2.rollout.servers import rollout_of, target_slices
 
 # Sizes from config.json of the model's repository on the Hugging Face hub, and the total number of parameters (1e9)
 # that its model card gives: if a size were wrong, the count would be.

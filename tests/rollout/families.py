@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from epfsdp2.engine.moe.outside.families import prepare
-from epfsdp2.rollout.layout.vllm_layout import known_families
+from epfsdp2.rollout.vllm.layout import known_families
 from tests.rollout.served_families import SERVED
 from tests.support.models.dbrx import plain_dbrx
 from tests.support.models.tiny import publish, save_random

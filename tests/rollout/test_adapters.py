@@ -15,10 +15,11 @@ from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.topology.dtensor import is_adapter
-from epfsdp2.rollout.layout.vllm_layout import Rollout
-from epfsdp2.rollout.server_adapter import send_weights
+from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.checksums import with_checksums
+from epfsdp2.rollout.vllm.adapter import send_weights
+from epfsdp2.rollout.vllm.names import ADAPTED_AS_STACKS
 from tests.rollout.served_families import build
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import save_qwen3
@@ -164,7 +165,7 @@ def _sent_of(family, targets="all-linear"):
     model = build(family)
     lora = Lora(model, _settings(targets))
     lora.initialize(model, 0, _drawn(model, 7))
-    names, values = RolloutNames(model, lora), dict(model.named_parameters())
+    names, values = RolloutNames(model, lora, ADAPTED_AS_STACKS), dict(model.named_parameters())
     tensors = {}
     for name in lora.targets:
         for own, tensor in names.tensors(name, values[name + A].detach(), values[name + B].detach()):

@@ -25,9 +25,9 @@ def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: s
     from epfsdp2.engine.checkpoint import state as checkpoint
     from epfsdp2.engine.model.layers import layer_names
     from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-    from epfsdp2.rollout.layout.vllm_layout import Rollout
-    from epfsdp2.rollout.server_adapter import send_weights
+    from epfsdp2.rollout.layout.specs import Rollout
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+    from epfsdp2.rollout.vllm.adapter import send_weights
 
     rank = dist.get_rank()
     model, meshes = sharded_model(Path(folder), 2, ep=2 // etp, etp=etp)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from epfsdp2.engine.model import hf_names
+from epfsdp2.rollout.vllm import names
 from tests.rollout.served_families import SERVED, build, export, randomise, sent
 from tests.support.rollout import verify
 
@@ -56,8 +57,8 @@ def test_vllm_after_three_syncs_of_full_tensors_equals_a_fresh_engine(name, star
         assert served.is_mute or outputs != wanted_outputs
         randomise(model, seed)
         # The last as the stream does where stacks do not fit its memory: expert by expert, as a checkpoint has them.
-        fused = seed < len(wanted)
-        engine.sync(lambda rank, fused=fused: hf_names.for_vllm(model, sent(model, dtype), may_be_fused=fused))
+        named = names.for_vllm if seed < len(wanted) else hf_names.as_singles
+        engine.sync(lambda rank, named=named: named(model, sent(model, dtype)))
         digests, outputs = computed()
         assert verify.compare(wanted_digests[0], digests[0]) == ""
         assert outputs == wanted_outputs

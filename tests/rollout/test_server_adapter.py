@@ -14,10 +14,10 @@ import pytest
 import torch
 import zmq
 
-from epfsdp2.rollout import server_adapter
-from epfsdp2.rollout.layout.rollout_config import EXTENSION
-from epfsdp2.rollout.server_adapter import WatchedUpdates, WeightSyncError, send_weights
 from epfsdp2.rollout.sync import RolloutWeights
+from epfsdp2.rollout.vllm import adapter as server_adapter
+from epfsdp2.rollout.vllm.adapter import WatchedUpdates, WeightSyncError, send_weights
+from epfsdp2.rollout.vllm.server import EXTENSION
 
 
 @pytest.fixture
@@ -318,8 +318,8 @@ def test_adapter_passes_deltas_to_verls_method(handle):
 def test_install_imports_nothing_heavy_and_registers_the_adapter():
     code = """
 import sys
-from epfsdp2.rollout import server_adapter
-from epfsdp2.rollout.layout.rollout_config import EXTENSION
+from epfsdp2.rollout.vllm import adapter as server_adapter
+from epfsdp2.rollout.vllm.server import EXTENSION
 assert "ray" not in sys.modules and "verl" not in sys.modules and "vllm" not in sys.modules
 server_adapter.install(7.0)
 from verl.workers.rollout.base import get_rollout_class

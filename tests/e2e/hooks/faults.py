@@ -11,7 +11,7 @@ import signal
 import time
 from pathlib import Path
 
-from epfsdp2.rollout.layout import rollout_config
+from epfsdp2.rollout.vllm import server
 
 WHO, WHAT = os.environ["EPFSDP2_TEST_FAULT"].split()
 
@@ -75,6 +75,6 @@ def __getattr__(name: str):
 
 
 # Slices are sent to this extension as to the one that it is made of.
-rollout_config.EXTENSION = "faults.FailsInTheSecondSync"
+server.EXTENSION = "faults.FailsInTheSecondSync"
 if WHO == "trainer":
     _fail_in_the_trainer()

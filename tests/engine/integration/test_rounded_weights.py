@@ -14,7 +14,8 @@ from epfsdp2.engine.integration.rounded_weights import compute_as_rollout
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import local_pieces, local_tensor
 from epfsdp2.engine.topology.index_ranges import IndexRange
-from epfsdp2.rollout.layout.vllm_layout import is_experts, is_quantised
+from epfsdp2.rollout.layout.slices import is_experts
+from epfsdp2.rollout.servers import is_quantised
 from tests.support.engine.sharded import sharded_model, whole_tensor
 from tests.support.models.quantised import BLOCK, SIZES, compressed
 from tests.support.models.tiny import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss

@@ -10,7 +10,7 @@ from epfsdp2.engine.lora import merge
 from epfsdp2.engine.lora.adapters import B
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import is_adapter, local_tensor
-from epfsdp2.rollout.layout.vllm_layout import Rollout
+from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.remote.delta_shards import ShardExport
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from tests.support.engine.lora import stirred
@@ -24,7 +24,7 @@ STREAMS = {
     "full": ("full", Rollout()),
     "slices of an exchange": ("sliced", Rollout(2)),
     "slices of a gather": ("sliced", Rollout(1)),
-    "whole experts": ("expert_local", Rollout(2, expert_parallel=True)),
+    "whole experts": ("sliced", Rollout(2, expert_parallel=True)),
     "FP8 of an exchange": ("sliced", Rollout(2, block=BLOCK)),
     "FP8 of a gather": ("sliced", Rollout(1, block=BLOCK)),
     "INT8 of an exchange": ("sliced", Rollout(2, channels="int8")),

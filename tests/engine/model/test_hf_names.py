@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from epfsdp2.engine.model import hf_names
-from epfsdp2.engine.model.families import FUSED_IN_VLLM, RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
+from epfsdp2.engine.model.families import RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
+from epfsdp2.rollout.vllm import names
 from tests.parity.families import FAMILIES
 from tests.rollout.served_families import SERVED, build, randomise, sent
 
@@ -27,7 +28,7 @@ LAYER = "model.layers.1"
 )
 def test_for_vllm_sends_stacks_only_where_vllm_loads_them(stacks_are_sent, name, stacks, others):
     model = build(name)
-    tensors = dict(hf_names.for_vllm(model, sent(model, torch.float32)))
+    tensors = dict(names.for_vllm(model, sent(model, torch.float32)))
     for stack in stacks:
         assert tensors[f"{LAYER}.{stack}"].shape[0] == 8
     assert {f"{LAYER}.{other}" for other in others} <= tensors.keys()
@@ -46,7 +47,7 @@ def test_for_vllm_and_as_checkpoint_yield_equal_values(name, stacks_are_sent):
     transformers_name, published = RENAMED_WHEN_PUBLISHED.get(model.config.model_type, ("", ""))
     written = {key.replace(transformers_name, published): tensor for key, tensor in written.items()}
     whole = 0
-    for key, tensor in hf_names.for_vllm(model, sent(model, torch.float32)):
+    for key, tensor in names.for_vllm(model, sent(model, torch.float32)):
         if key in written:
             assert torch.equal(tensor, written.pop(key))
             continue
@@ -54,7 +55,7 @@ def test_for_vllm_and_as_checkpoint_yield_equal_values(name, stacks_are_sent):
         for own, part in _one_by_one(key, tensor):
             assert torch.equal(part, written.pop(own))
     assert written == {}
-    assert (whole > 0) == (model.config.model_type in FUSED_IN_VLLM)
+    assert (whole > 0) == (model.config.model_type in names.FUSED)
 
 
 def _one_by_one(key, tensor):
@@ -81,7 +82,7 @@ def test_as_checkpoint_merges_parameters_that_share_a_tensor(tmp_path):
     found = {}
     for name, tensor in model.state_dict().items():
         used_again = tensor.clone()
-        found |= {key: part.clone() for key, part in hf_names.for_vllm(model, [(name, used_again)], waiting)}
+        found |= {key: part.clone() for key, part in names.for_vllm(model, [(name, used_again)], waiting)}
         used_again.fill_(torch.nan)
     assert not waiting
     assert found.keys() == wanted.keys()
@@ -103,8 +104,8 @@ def test_as_checkpoint_merges_parameters_that_share_a_tensor(tmp_path):
 
 def test_for_vllm_before_0_27_uses_checkpoint_names_for_all_families(monkeypatch):
     model = build("qwen3_moe")
-    monkeypatch.setattr(hf_names, "_takes_stacks", lambda: False)
-    old = {name for name, _ in hf_names.for_vllm(model, sent(model, torch.float32))}
+    monkeypatch.setattr(names, "_takes_stacks", lambda: False)
+    old = {name for name, _ in names.for_vllm(model, sent(model, torch.float32))}
     assert old == {name for name, _ in hf_names.as_checkpoint(model, sent(model, torch.float32))}
     assert any(hf_names.is_of_expert(name) for name in old)
 
@@ -113,8 +114,8 @@ def test_for_vllm_before_0_27_uses_checkpoint_names_for_all_families(monkeypatch
 def test_for_vllm_splits_stacks_that_not_every_vllm_loads(monkeypatch, takes_stacks):
     model = build("qwen3_vl_moe")
     tensors = dict(sent(model, torch.float32))
-    monkeypatch.setattr(hf_names, "_takes_stacks", lambda: takes_stacks)
-    found = dict(hf_names.for_vllm(model, tensors.items()))
+    monkeypatch.setattr(names, "_takes_stacks", lambda: takes_stacks)
+    found = dict(names.for_vllm(model, tensors.items()))
     moe = "model.language_model.layers.1.mlp.experts"
     assert not any(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in found)
     gate, up = tensors[f"{moe}.gate_up_proj"][3].chunk(2)

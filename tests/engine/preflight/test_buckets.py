@@ -99,7 +99,7 @@ def test_dev_shm_smaller_than_one_bucket_per_local_rank_is_refused(model, monkey
         check_rollout(engine(), 8, rollout, facts)
 
 
-@pytest.mark.parametrize("wanted, expert_parallel", [("sliced", 1), ("auto", 1), ("expert_local", 2)])
+@pytest.mark.parametrize("wanted, expert_parallel", [("sliced", 1), ("auto", 1), ("sliced", 2)])
 def test_sync_megabytes_below_one_row_are_refused(model, wanted, expert_parallel):
     # gate_up_proj [2048, 2048, 2048] in bfloat16: a worker takes half of it, half of that from the other rank, in 2048
     # parts at most: 2 MB each.

@@ -11,11 +11,11 @@ from verl.workers.config.model import HFModelConfig, MtpConfig
 
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight import rollout as rollout_checks
 from epfsdp2.engine.preflight import run as preflight
 from epfsdp2.engine.preflight.features import check_attention
 from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training
+from epfsdp2.rollout.sglang import server as sglang_server
 from tests.support.trainer.preflight import MODEL, paragraph
 from tests.support.trainer.settings import checkpoint, engine
 
@@ -220,7 +220,7 @@ def test_router_replay_of_routes_that_sglang_or_verl_cannot_say_is_refused(model
     with pytest.raises(SettingError) as caught:
         check_run(replay, 2, model, {**rollout, "skip_tokenizer_init": True}, device="cpu")
     paragraph(caught.value, "actor_rollout_ref.rollout.skip_tokenizer_init", True)
-    monkeypatch.setattr(rollout_checks, "RECORDS_NO_ROUTES", ("qwen3_moe",))
+    monkeypatch.setattr(sglang_server, "RECORDS_NO_ROUTES", ("qwen3_moe",))
     with pytest.raises(SettingError) as caught:
         check_run(replay, 2, model, rollout, device="cpu")
     paragraph(caught.value, "actor_rollout_ref.rollout.enable_rollout_routing_replay", True)

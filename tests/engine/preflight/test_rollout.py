@@ -7,9 +7,9 @@ import re
 import pytest
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight.rollout import check_graphs
 from epfsdp2.engine.preflight.run import check_run, check_training
-from epfsdp2.rollout.layout.rollout_config import SGLANG_LOADER
+from epfsdp2.rollout.sglang.server import SGLANG_LOADER
+from epfsdp2.rollout.vllm.server import check_graphs
 from tests.support.models.quantised import COMPRESSED
 from tests.support.trainer.preflight import BACKEND, MODEL, SDPA, TENSOR_PARALLEL, VLLM, paragraph, rollout
 from tests.support.trainer.settings import checkpoint, engine
@@ -103,7 +103,7 @@ def test_class_whose_layout_is_not_known_in_an_old_vllm_is_refused_where_slices_
 
 def test_check_graphs_with_latent_attention_in_an_old_vllm_is_refused(tmp_path, model, installs):
     latent = checkpoint(tmp_path / "latent", "deepseek_v3", num_hidden_layers=2, first_k_dense_replace=1)
-    facts, plain = (check_training(engine(), 2, model, device="cpu") for model in (latent, model))
+    facts, plain = (check_training(engine(), 2, model, device="cpu").model.config for model in (latent, model))
     installs("vllm", "0.24.0")
     for graphs in ({}, {"enforce_eager": False}):
         with pytest.raises(SettingError) as caught:
@@ -121,12 +121,11 @@ def test_check_graphs_with_latent_attention_in_an_old_vllm_is_refused(tmp_path, 
     check_graphs({}, facts, "cuda")
 
 
-@pytest.mark.parametrize("wanted", ["full", "auto", "sliced", "expert_local"])
+@pytest.mark.parametrize("wanted", ["full", "auto", "sliced"])
 def test_rollout_sync_that_the_rollout_takes_passes(model, wanted):
     expert_parallel = rollout(2, data_parallel_size=2, expert_parallel_size=4)
     check_run(engine(rollout_sync=wanted), 8, model, expert_parallel, device="cpu")
-    if wanted != "expert_local":
-        check_run(engine(rollout_sync=wanted), 8, model, rollout(), device="cpu")
+    check_run(engine(rollout_sync=wanted), 8, model, rollout(), device="cpu")
 
 
 OBSTACLES = [
@@ -142,13 +141,12 @@ OBSTACLES = [
 ]
 
 
-@pytest.mark.parametrize("wanted", ["sliced", "expert_local"])
 @pytest.mark.parametrize("settings, named", OBSTACLES)
-def test_rollout_sync_that_the_rollout_can_not_take_is_refused_by_name_alone(model, wanted, settings, named):
+def test_rollout_sync_that_the_rollout_can_not_take_is_refused_by_name_alone(model, settings, named):
     placed = rollout(2, **{"data_parallel_size": 2, "expert_parallel_size": 4, **settings})
     with pytest.raises(SettingError) as caught:
-        check_run(engine(rollout_sync=wanted), 8, model, placed, device="cpu")
-    text = paragraph(caught.value, "engine.rollout_sync", wanted)
+        check_run(engine(rollout_sync="sliced"), 8, model, placed, device="cpu")
+    text = paragraph(caught.value, "engine.rollout_sync", "sliced")
     assert f"can't be with {named}: " in text and "What works: engine.rollout_sync=auto, or " in text
     for other in ("auto", "full"):
         check_run(engine(rollout_sync=other), 8, model, placed, device="cpu")
@@ -186,9 +184,6 @@ def test_quantised_rollout_with_slices_that_cut_blocks_is_refused(tmp_path, mode
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     fits = checkpoint(tmp_path / "fits", "olmoe", **sizes, **heads)
     check_run(engine(), 8, fits, rollout(2, quantization="fp8"), device="cpu")
-    with pytest.raises(SettingError, match="this mode sends whole tensors beside the experts"):
-        whole = rollout(2, quantization="fp8", expert_parallel_size=2)
-        check_run(engine(rollout_sync="expert_local"), 8, fits, whole, device="cpu")
 
 
 def test_overrides_of_the_rollouts_config_are_read_as_json_too(model):
@@ -212,13 +207,6 @@ def test_layers_that_are_not_to_be_quantised_have_to_be_there(model, key):
         named.pop()
     with pytest.raises(SettingError, match="hf_overrides.quantization_config=.* needs full tensors"):
         check_run(engine(rollout_sync="sliced"), 2, model, rollout(vllm={"hf_overrides": given}), device="cpu")
-
-
-def test_expert_local_without_expert_parallelism_is_refused(model):
-    with pytest.raises(SettingError) as caught:
-        check_run(engine(rollout_sync="expert_local"), 8, model, rollout(2, data_parallel_size=2), device="cpu")
-    text = paragraph(caught.value, "engine.rollout_sync", "expert_local")
-    assert text.endswith("engine.rollout_sync=auto, or actor_rollout_ref.rollout.expert_parallel_size=4")
 
 
 def test_rollout_sync_sliced_of_an_unknown_family_or_vllm_is_refused(tmp_path, model, installs, monkeypatch, caplog):

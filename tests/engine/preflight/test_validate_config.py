@@ -80,7 +80,6 @@ def test_validate_config_of_a_run_that_cannot_resume_is_refused(model, tmp_path)
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf]",
             "actor_rollout_ref.actor.checkpoint.save_contents=['model', 'hf']: there is no hf",
         ),
-        ("engine.rollout_sync=expert_local", "engine.rollout_sync=expert_local: can't be with"),
         (f"{TENSOR_PARALLEL}=4", f"{TENSOR_PARALLEL}=4: a replica of vLLM takes 4 workers"),
         (
             "+actor_rollout_ref.rollout.engine_kwargs.vllm.enable_eplb=True",
@@ -167,11 +166,6 @@ def test_validate_config_sees_all_that_decides_on_the_stream(model, override, na
         # One that a check of a run refuses, and one that Hydra is given by the engine's config.
         ("engine.ep_size=3", "engine.ep_size=3: has to divide the number of ranks, 2"),
         ("engine.epsize=2", "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
-        pytest.param(
-            "engine.rollout_sync=expert_local",
-            "engine.rollout_sync=expert_local: can't be with",
-            marks=pytest.mark.long,
-        ),
         pytest.param(
             f"{MODEL}.path=/no/such/model",
             f"{MODEL}.path=/no/such/model: there is no such folder",

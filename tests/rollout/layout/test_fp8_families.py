@@ -12,18 +12,10 @@ import torch.distributed as dist
 
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.model import hf_names
-from epfsdp2.rollout.layout.layout_check import planned_layout
 from epfsdp2.rollout.layout.slice_names import block_at
-from epfsdp2.rollout.layout.vllm_layout import (
-    FP8_FAMILIES,
-    Heads,
-    Rollout,
-    TensorSpec,
-    is_quantised,
-    known_families,
-    slices_of_scales,
-    target_slices,
-)
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
+from epfsdp2.rollout.servers import is_quantised, planned_layout, slices_of_scales, target_slices
+from epfsdp2.rollout.vllm.layout import FP8_FAMILIES, known_families
 from tests.rollout.families import config_of, model_of
 from tests.rollout.served_families import SERVED, randomise
 from tests.support.models.quantised import COMPRESSED, compressed

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import torch
 
-from epfsdp2.rollout.layout.layout_check import RANK, actual_layout, difference, planned_layout, rank_entry
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec
+from epfsdp2.rollout.layout.layout_check import RANK, actual_layout, difference, rank_entry
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
+from epfsdp2.rollout.servers import planned_layout
 
 HEADS = Heads(queries=4, keys=2, dim=16)
 TENSORS = [

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from epfsdp2.recipes.quickstart.commands import sglang_environment
-from epfsdp2.rollout.layout.sglang_layout import FAMILIES as KNOWN
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout
+from epfsdp2.rollout.layout.specs import Heads, Rollout
+from epfsdp2.rollout.sglang.layout import FAMILIES as KNOWN
 from tests.rollout.families import config_of, model_on_meta
 from tests.rollout.served_families import SERVED
 from tests.rollout.sglang.sglang_families import SIZES

@@ -14,13 +14,14 @@ from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.rollout import sync as rollout_sync
-from epfsdp2.rollout.layout.rollout_config import EXTENSION, SGLANG_LOADER, rollout_of
-from epfsdp2.rollout.layout.sync_mode import check_rollout_parallelism, choose_mode
-from epfsdp2.rollout.layout.vllm_layout import Rollout
+from epfsdp2.rollout.layout.specs import Rollout
+from epfsdp2.rollout.servers import choose_mode, rollout_of, server_named
+from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.cast import CastOnCopy
 from epfsdp2.rollout.transport.report import TransferStats
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
+from epfsdp2.rollout.vllm.server import EXTENSION, check_parallelism
 from tests.parity import families
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.names import send_stacks
@@ -68,6 +69,7 @@ def _sglang(**arguments):
         ("auto", "qwen3_moe", OURS, "sliced", ""),
         ("auto", "qwen3_moe", TP2, "sliced", ""),
         ("auto", "qwen3_moe", EP2, "sliced", ""),
+        ("auto", "gemma4_text", EP2, "sliced", ""),
         ("auto", "no_such", TP2, "full", "actor_rollout_ref.model=no_such: how vLLM cuts it is not known"),
         ("auto", "no_such", {}, "full", ""),
         ("auto", "qwen3_moe", {"tensor_model_parallel_size": 2}, "full", "worker_extension_cls=None: only this"),
@@ -88,7 +90,6 @@ def _sglang(**arguments):
         ("auto", "qwen3_moe", _compressed(kv_cache_scheme={"num_bits": 8}), "full", "scales of the cache"),
         ("auto", "qwen3_moe", _compressed(config_groups={}), "full", "one group, of targets [Linear]"),
         ("sliced", "qwen3_moe", OURS, "sliced", ""),
-        ("expert_local", "qwen3_moe", EP2, "expert_local", ""),
         ("full", "no_such", {**TP2, "quantization": "fp8"}, "full", ""),
         ("auto", "qwen3_moe", SGLANG, "sliced", ""),
         ("auto", "qwen2_moe", SGLANG, "sliced", ""),
@@ -96,7 +97,6 @@ def _sglang(**arguments):
         ("auto", "dots1", SGLANG, "full", "actor_rollout_ref.model=dots1: how SGLang cuts it was not compared"),
         ("auto", "dots1", {**SGLANG, "tensor_model_parallel_size": 1}, "full", "how SGLang cuts it was not compared"),
         ("auto", "qwen3_moe", {**SGLANG, "expert_parallel_size": 2}, "sliced", ""),
-        ("expert_local", "qwen3_moe", {**SGLANG, "expert_parallel_size": 2}, "expert_local", ""),
         ("auto", "qwen3_moe", {**SGLANG, "expert_parallel_size": 3}, "full", "expert_parallel_size=3: slices know"),
         ("auto", "qwen3_moe", {**SGLANG, "data_parallel_size": 2}, "full", "data_parallel_size=2: it cuts the model"),
         ("auto", "qwen3_moe", {**SGLANG, "engine_kwargs": {}}, "full", "custom_weight_loader=[]: only this"),
@@ -123,24 +123,16 @@ def test_rollout_of_compressed_tensors_has_a_scale_for_each_row():
     assert [rollout_of(_compressed(kind)).channels for kind in ("int8", "fp8")] == ["int8", "fp8"]
     assert rollout_of(_compressed()).is_quantised and not rollout_of(TP2).is_quantised
     assert rollout_of(_compressed(group={"weights": {"strategy": "tensor"}})).channels == ""
-    with pytest.raises(SettingError, match="this mode sends whole tensors beside the experts"):
-        choose_mode("expert_local", _compressed() | {"expert_parallel_size": 2}, "qwen3_moe")
-
-
-def test_choose_mode_expert_local_for_a_family_with_stacks_alone_is_refused():
-    assert choose_mode("auto", EP2, "gemma4_text") == ("sliced", "")
-    with pytest.raises(SettingError, match="actor_rollout_ref.model=gemma4_text: its checkpoints have experts as"):
-        choose_mode("expert_local", EP2, "gemma4_text")
 
 
 def test_rollout_parallelism_of_dbrx_is_checked_by_its_sizes_and_spreads_no_experts():
     config = families.FAMILIES["dbrx"].build().config
-    check_rollout_parallelism(TP2, 4, config)
+    check_parallelism(TP2, 4, config)
     with pytest.raises(SettingError, match="expert_parallel_size=2: vLLM's loader of a dbrx spreads no experts"):
-        check_rollout_parallelism({**TP2, "expert_parallel_size": 2}, 4, config)
+        check_parallelism({**TP2, "expert_parallel_size": 2}, 4, config)
     config.ffn_config.ffn_hidden_size = 18
     with pytest.raises(SettingError, match="the intermediate size 18 of an expert, in 4 parts"):
-        check_rollout_parallelism({**TP2, "tensor_model_parallel_size": 4}, 4, config)
+        check_parallelism({**TP2, "tensor_model_parallel_size": 4}, 4, config)
 
 
 @pytest.mark.parametrize(("name", "config"), [("vllm", OURS), ("sglang", SGLANG)])
@@ -150,19 +142,14 @@ def test_choose_mode_sliced_for_a_version_of_unknown_layout_is_refused(name, con
 
 
 def test_unknown_layout_of_an_untested_sglang_is_named(monkeypatch):
-    assert versions.unknown_layout("trtllm") == ""
+    assert server_named("trtllm").unknown_layout() == ""
     monkeypatch.setattr(versions, "installed", lambda name: "0.5.13")
-    assert versions.unknown_layout("sglang") == "sglang 0.5.13 was not tested with; tested: sglang 0.5.12"
-
-
-def test_choose_mode_expert_local_for_sglang_without_expert_parallelism_is_refused():
-    with pytest.raises(SettingError, match="expert_parallel_size=1: SGLang runs without expert parallelism.*size=2"):
-        choose_mode("expert_local", SGLANG, "qwen3_moe")
+    assert server_named("sglang").unknown_layout() == "sglang 0.5.13 was not tested with; tested: sglang 0.5.12"
 
 
 def test_choose_mode_reads_verls_dataclass_like_a_mapping():
     verls = RolloutConfig(name="vllm", tensor_model_parallel_size=2, engine_kwargs={"vllm": {}})
-    assert rollout_of(verls) == Rollout(2)
+    assert rollout_of(verls) == Rollout(2, server="vllm")
     with pytest.raises(SettingError, match="worker_extension_cls=None"):
         choose_mode("sliced", verls, "qwen3_moe")
     verls = RolloutConfig(name="vllm", tensor_model_parallel_size=2, disaggregation={"enabled": True}, **OURS)
@@ -170,24 +157,15 @@ def test_choose_mode_reads_verls_dataclass_like_a_mapping():
         choose_mode("sliced", verls, "qwen3_moe")
 
 
-def _whole_experts(folder):
+def _stacks(folder):
     send_stacks()
-    rank = dist.get_rank()
     model, meshes = sharded_model(folder, WORLD, 2)
-    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", MEMORY))
-    wanted = dict(hf_names.as_checkpoint(model, reference_model(folder).named_parameters()))
-    got = dict(sync.worker_weights("expert_local", Rollout(2, 2, expert_parallel=True), rank).tensors())
-    mine = {name for name in wanted if ".experts." not in name or f".experts.{2 * rank}." in name}
-    mine |= {name for name in wanted if f".experts.{2 * rank + 1}." in name}
-    assert got.keys() == mine
-    assert all(torch.equal(got[name], wanted[name]) for name in mine)
-    roomy = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", ROOMY))
-    full = dict(roomy.weights())
-    assert full.keys() == dict(reference_model(folder).named_parameters()).keys()
+    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", ROOMY))
+    assert dict(sync.weights()).keys() == dict(reference_model(folder).named_parameters()).keys()
 
 
-def test_expert_local_sends_own_experts_under_checkpoint_names(tmp_path):
-    run_ranks(_whole_experts, WORLD, save_qwen3_moe(tmp_path))
+def test_full_tensors_are_stacks_where_memory_holds_them(tmp_path):
+    run_ranks(_stacks, WORLD, save_qwen3_moe(tmp_path))
 
 
 def _cast_slices(folder):

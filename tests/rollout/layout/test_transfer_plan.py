@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from epfsdp2.engine.topology.index_ranges import IndexRange, ShardStep
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
-from epfsdp2.rollout.layout.transfer_plan import RoundTooSmallError, Targets, make_transfer_plan
-from epfsdp2.rollout.layout.vllm_layout import target_slices
+from epfsdp2.rollout.plan.transfer_plan import RoundTooSmallError, Targets, make_transfer_plan
+from epfsdp2.rollout.servers import target_slices
 from tests.support.rollout.emulated import Emulated, expected_parameters
 from tests.support.rollout.plans import problems
 from tests.support.rollout.verify import expected_tensors
@@ -214,7 +214,8 @@ def test_plan_with_limit_below_a_row_is_refused():
     problem = _qwen3_moe(20, Heads(4, 2, 6), 12, 6, 1, 100, Topology.arrange(4, 2)), Topology.arrange(4, 2)
     targets = Targets.colocated(problem[1], 2)
     with pytest.raises(
-        RoundTooSmallError, match=r"one row of model.embed_tokens.weight \[52, 20\] is .* more than the 8 bytes"
+        RoundTooSmallError,
+        match=r"one row of model.layers.0.self_attn.qkv_proj.weight \[24, 20\] is .* the 8 bytes",
     ):
         _plan(*problem, Rollout(2), Heads(4, 2, 6), targets, 8)
 

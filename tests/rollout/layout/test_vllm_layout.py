@@ -1,4 +1,4 @@
-"""The layout that ``layout/vllm_layout.py`` computes equals the one traced from vLLM's own loaders."""
+"""The layout that ``vllm/layout.py`` computes equals the one traced from vLLM's own loaders."""
 
 import itertools
 import os
@@ -12,9 +12,11 @@ import torch.distributed as dist
 
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.topology.index_ranges import IndexRange
-from epfsdp2.rollout.layout import vllm_layout
 from epfsdp2.rollout.layout.slice_names import as_stored, block_at, in_halves
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TargetSlice, TensorSpec, known_families, target_slices
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TargetSlice, TensorSpec
+from epfsdp2.rollout.servers import target_slices
+from epfsdp2.rollout.vllm import layout as vllm_layout
+from epfsdp2.rollout.vllm.layout import known_families
 from tests.rollout.families import DENSE, FAMILIES, config_of, known, model_on_meta
 from tests.rollout.served_families import SERVED
 from tests.support.ranks import run_ranks
@@ -51,7 +53,7 @@ def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import ModelRegistry
 
-    from epfsdp2.rollout.vllm import reload_shims
+    from epfsdp2.rollout.vllm.shims import reload_shims
     from tests.rollout.served import ungated_experts
 
     reload_shims.install()

@@ -9,7 +9,7 @@ from epfsdp2.engine.declared.checks import check_settings
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.rounding import check_rounding
 from epfsdp2.engine.preflight.run import check_run, check_training
-from epfsdp2.rollout.layout.rollout_config import EXTENSION
+from epfsdp2.rollout.vllm.server import EXTENSION
 from tests.support.models.quantised import COMPRESSED
 from tests.support.trainer.settings import checkpoint, engine
 

@@ -20,12 +20,14 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout.rollout_config import EXTENSION
 from epfsdp2.rollout.layout.slice_names import is_slice, parse_slice, slice_name
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, target_slices
+from epfsdp2.rollout.layout.specs import Heads, Rollout
 from epfsdp2.rollout.remote import checkpoint_engine
+from epfsdp2.rollout.servers import target_slices
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
+from epfsdp2.rollout.vllm.names import ADAPTED_AS_STACKS
+from epfsdp2.rollout.vllm.server import EXTENSION
 from tests.support.engine.lora import lora_settings, stirred
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import reference_model, save_qwen3_moe
@@ -242,7 +244,7 @@ def _adapters_of(folder, seed):
     """Adapters that vLLM's loader takes, of the plain model."""
     model = reference_model(folder / "model")
     lora, read = Lora(model, lora_settings()), stirred(model, seed)
-    names = RolloutNames(model, lora)
+    names = RolloutNames(model, lora, ADAPTED_AS_STACKS)
     return {own: t for name in lora.targets for own, t in names.tensors(name, read(name + A), read(name + B))}
 
 

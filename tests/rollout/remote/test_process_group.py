@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout import vllm_layout
+from epfsdp2.rollout.layout import specs
 from epfsdp2.rollout.remote import buckets as filling
 from epfsdp2.rollout.remote import messages as published
 from epfsdp2.rollout.remote import process_group, remote_sync
@@ -93,16 +93,16 @@ def test_published_messages_are_received_unchanged(together):
     first.begin_sync(), second.begin_sync()
     cut = ShardStep(0, "ep", 2)
     tensors = (
-        vllm_layout.TensorSpec("a", (4, 2, 3), 2, (cut, ShardStep(1, "ep_fsdp", 2))),
-        vllm_layout.TensorSpec("b", (), 4),
+        specs.TensorSpec("a", (4, 2, 3), 2, (cut, ShardStep(1, "ep_fsdp", 2))),
+        specs.TensorSpec("b", (), 4),
     )
-    heads = vllm_layout.Heads(4, 2, 8, "gemma4_text", layers=((2, 8, False), (1, 16, True)))
+    heads = specs.Heads(4, 2, 8, "gemma4_text", layers=((2, 8, False), (1, 16, True)))
     dtypes = (("a", torch.bfloat16), ("b", torch.float32))
     sharded = published.ShardedModel(tensors, dtypes, ("layers.0",), Topology.arrange(8, 2, 4), heads)
     chunks = [filling.Chunk("a", torch.float32, (4, 2), 0, 16, 32)]
     messages = {
         "layout": published.TrainerLayout("auto", 2, "qwen3_moe", 1 << 20, sharded),
-        "request": published.WorkerRequest("sliced", vllm_layout.Rollout(2, 2, True), 3),
+        "request": published.WorkerRequest("sliced", specs.Rollout(2, 2, True), 3),
         "chunks": tuple(chunks),
         "digest": "abc",
         "nothing": None,
@@ -175,11 +175,11 @@ def test_sync_group_with_a_collective_that_a_member_never_joins_ends_in_time(tog
 def test_sync_group_waits_on_the_host_for_rounds_and_buckets(together):
     (first, *_), _ = together
     first.timeout_seconds = 0.1
-    heads = vllm_layout.Heads(4, 2, 8, "qwen3_moe")
-    tensors = (vllm_layout.TensorSpec("model.norm.weight", (4,), 2, (ShardStep(0, "fsdp", 2),)),)
+    heads = specs.Heads(4, 2, 8, "qwen3_moe")
+    tensors = (specs.TensorSpec("model.norm.weight", (4,), 2, (ShardStep(0, "fsdp", 2),)),)
     sharded = published.ShardedModel(tensors, (("model.norm.weight", torch.bfloat16),), (), Topology(2, 1, 2, 1), heads)
     layout = published.TrainerLayout("auto", 0, "qwen3_moe", 1 << 20, sharded)
-    request = published.WorkerRequest("sliced", vllm_layout.Rollout(1), 0)
+    request = published.WorkerRequest("sliced", specs.Rollout(1), 0)
     exchange = remote_sync._Endpoint(first)._plan(layout, [request])
     with pytest.raises(WeightSyncError, match="took no part"):
         exchange._wait(PendingRound(0, _LikeNccls(), None))

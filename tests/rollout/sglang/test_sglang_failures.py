@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError, check_agreement
-from epfsdp2.rollout import server_adapter
+from epfsdp2.rollout import servers
 from epfsdp2.rollout.sglang import adapter
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.ranks import run_ranks
@@ -122,7 +122,7 @@ def _replica(server, timeout=LONG):
     with pytest.MonkeyPatch.context() as patch:
         for name, module in _sglang().items():
             patch.setitem(sys.modules, name, module)
-        server_adapter.install(timeout)
+        servers.install(timeout)
         patch.setattr(adapter, "_SHM_BYTES", 1 << 19)
         yield _Adapter(server)
 

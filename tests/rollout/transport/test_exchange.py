@@ -7,9 +7,11 @@ import torch.distributed as dist
 
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
+from epfsdp2.rollout.layout.slices import holders
+from epfsdp2.rollout.layout.specs import Heads, Rollout
 from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
-from epfsdp2.rollout.layout.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, holders, target_slices
+from epfsdp2.rollout.plan.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan
+from epfsdp2.rollout.servers import target_slices
 from epfsdp2.rollout.transport.exchange import Exchange
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe
@@ -71,7 +73,7 @@ CASES = [
     (1, -1, 0, Rollout(1, 2), "sliced", torch.float32, 1),
     (2, 2, 1, Rollout(2), "sliced", torch.bfloat16, 1),
     (2, -1, 0, Rollout(4, expert_parallel=True), "sliced", torch.float32, 1),
-    (2, -1, 1, Rollout(2, 2, expert_parallel=True), "expert_local", torch.bfloat16, 1),
+    (2, -1, 1, Rollout(2, 2, expert_parallel=True), "sliced", torch.bfloat16, 1),
     (4, -1, 1, Rollout(2), "full", torch.float32, 1),
     (2, -1, 0, Rollout(4), "sliced", torch.bfloat16, 2),
     (1, -1, 1, Rollout(2), "sliced", torch.float32, 2),
@@ -85,7 +87,7 @@ def test_exchange_brings_every_worker_its_slices_in_the_plans_bytes(tmp_path):
 
 
 def test_exchange_includes_persistent_buffers(tmp_path):
-    cases = [(2, -1, 1, Rollout(2, expert_parallel=True), "expert_local", torch.bfloat16, 1)]
+    cases = [(2, -1, 1, Rollout(2, expert_parallel=True), "sliced", torch.bfloat16, 1)]
     run_ranks(_brings_the_slices, WORLD, save_glm4_moe(tmp_path), cases)
 
 

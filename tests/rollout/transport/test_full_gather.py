@@ -16,6 +16,7 @@ from epfsdp2.engine.topology.index_ranges import shard_ranges
 from epfsdp2.rollout import sync as rollout_sync
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.report import Traffic
+from epfsdp2.rollout.vllm import names
 from tests.rollout.served_families import build
 from tests.support.engine.sharded import full_tensors, sharded_model
 from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe, save_random
@@ -183,14 +184,14 @@ def test_for_vllm_sends_a_30b_as_531_tensors_instead_of_18867(stacks_are_sent):
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config)
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(30.5, abs=0.05)
-    assert len(list(hf_names.for_vllm(model, model.named_parameters()))) == 531
+    assert len(list(names.for_vllm(model, model.named_parameters()))) == 531
     assert sum(1 for _ in hf_names.as_checkpoint(model, model.named_parameters())) == 18867
 
 
 def test_for_vllm_has_fused_names_and_as_checkpoint_those_of_files(tmp_path, stacks_are_sent):
     model = reference_model(save_qwen3_moe(tmp_path))
     tensors = dict(model.named_parameters())
-    fused = dict(hf_names.for_vllm(model, tensors.items()))
+    fused = dict(names.for_vllm(model, tensors.items()))
     assert fused.keys() == tensors.keys()
     assert fused["model.layers.0.mlp.experts.gate_up_proj"].shape == (8, 96, 64)
     plain = dict(hf_names.as_checkpoint(model, tensors.items()))
@@ -198,4 +199,4 @@ def test_for_vllm_has_fused_names_and_as_checkpoint_those_of_files(tmp_path, sta
     assert len(plain) == len(fused) + 2 * (3 * 8 - 2)
 
     model.config.model_type = "some_other_moe"
-    assert dict(hf_names.for_vllm(model, tensors.items())).keys() == plain.keys()
+    assert dict(names.for_vllm(model, tensors.items())).keys() == plain.keys()

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.rollout.layout.vllm_layout import Rollout
-from epfsdp2.rollout.server_adapter import send_weights
+from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport import sender
 from epfsdp2.rollout.transport.cast import CastOnCopy
 from epfsdp2.rollout.transport.sender import Bucket
+from epfsdp2.rollout.vllm.adapter import send_weights
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks

@@ -36,7 +36,7 @@ def test_cpu_experts_module_is_found_in_either_place(compat, monkeypatch, presen
 def test_cpu_shims_without_a_cpu_experts_module_change_nothing(compat, monkeypatch, shim):
     for place in PLACES:
         monkeypatch.setitem(sys.modules, place, None)
-    module = importlib.import_module(f"epfsdp2.rollout.vllm.{shim}")
+    module = importlib.import_module(f"epfsdp2.rollout.vllm.shims.{shim}")
     monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     runner = importlib.import_module("vllm.v1.worker.gpu_model_runner")
     before = vars(runner).copy(), vars(runner.GPUModelRunner).copy()
@@ -53,7 +53,7 @@ def test_compat_before_0_27_has_one_set_of_skipped_tensors(compat, monkeypatch):
 
 
 def test_compat_with_a_missing_name_raises_with_version_and_workaround(compat, monkeypatch):
-    from epfsdp2.rollout.layout.rollout_config import EXTENSION  # what the way around replaces
+    from epfsdp2.rollout.vllm.server import EXTENSION
 
     monkeypatch.delattr(importlib.import_module("vllm.model_executor.model_loader.reload"), "finalize_layerwise_reload")
     with pytest.raises(MissingNameError, match=r"vllm \S+ has no \S+:finalize_layerwise_reload.*0\.24") as error:

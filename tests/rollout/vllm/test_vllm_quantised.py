@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader import get_model
 
 from epfsdp2.engine.model import hf_names
 from epfsdp2.rollout.transport.checksums import CHECKSUMS, checksum, with_checksums
+from epfsdp2.rollout.vllm import names
 from tests.support.models.names import send_stacks
 from tests.support.ranks import run_ranks
 
@@ -111,7 +112,7 @@ def _synchronised(folder):
             assert torch.equal(_bits(held), _bits(quantised[f"{name}self_attn.o_proj.weight"]))
         send_stacks()
         with pytest.raises(AssertionError, match="Only 2d input tensor is supported"):
-            load(list(hf_names.for_vllm(first, first.named_parameters())))
+            load(list(names.for_vllm(first, first.named_parameters())))
         with pytest.raises(ValueError, match=f"no module or parameter named '{CHECKSUMS}'"):
             load(list(with_checksums(pair for pair in plain)))
 

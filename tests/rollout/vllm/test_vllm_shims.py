@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def shims():
-    return pytest.importorskip("epfsdp2.rollout.vllm.reload_shims")
+    return pytest.importorskip("epfsdp2.rollout.vllm.shims.reload_shims")
 
 
 def test_prepare_layer_names_a_partial_loader(shims):
@@ -185,7 +185,7 @@ def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
     ],
 )
 def test_amx_shim_lets_float32_experts_run_on_a_cpu_with_amx(monkeypatch, dtype, rows, answer):
-    amx_shim = importlib.import_module("epfsdp2.rollout.vllm.amx_shim")
+    amx_shim = importlib.import_module("epfsdp2.rollout.vllm.shims.amx_shim")
     kind = getattr(amx_shim.cpu_experts_module(), "CPUFusedMOE", None)
     platform = pytest.importorskip("vllm.platforms.cpu").CpuPlatform
     platform.import_kernels()
@@ -221,7 +221,7 @@ def test_amx_shim_lets_float32_experts_run_on_a_cpu_with_amx(monkeypatch, dtype,
 
 
 def test_routes_shim_captures_what_the_cpu_kernel_chooses_itself(monkeypatch):
-    routes_shim = importlib.import_module("epfsdp2.rollout.vllm.routes_shim")
+    routes_shim = importlib.import_module("epfsdp2.rollout.vllm.shims.routes_shim")
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
     from vllm.v1.worker import gpu_model_runner
 

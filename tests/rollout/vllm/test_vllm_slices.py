@@ -2,11 +2,12 @@
 
 import pytest
 
-from epfsdp2.rollout.layout.layout_check import RANK, planned_layout
+from epfsdp2.rollout.layout.layout_check import RANK
 from epfsdp2.rollout.layout.slice_names import slice_name
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, TensorSpec, target_slices
-from epfsdp2.rollout.server_adapter import WeightSyncError
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
+from epfsdp2.rollout.servers import planned_layout, target_slices
 from epfsdp2.rollout.transport.checksums import CHECKSUMS, with_checksums
+from epfsdp2.rollout.vllm.adapter import WeightSyncError
 from tests.rollout.families import model_on_meta
 from tests.support.rollout.loader_trace import checkpoint_views, merge_slices
 from tests.support.rollout.vllm_engine import as_taken

@@ -11,15 +11,10 @@ import torch.distributed as dist
 
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout.layout_check import planned_layout
-from epfsdp2.rollout.layout.vllm_layout import (
-    NOT_SPREAD_IN_VLLM,
-    Heads,
-    Rollout,
-    holders,
-    loads_own_experts,
-    target_slices,
-)
+from epfsdp2.rollout.layout.slices import holders
+from epfsdp2.rollout.layout.specs import Heads, Rollout
+from epfsdp2.rollout.servers import planned_layout, target_slices
+from epfsdp2.rollout.vllm.layout import NOT_SPREAD
 from tests.rollout.families import DENSE, FAMILIES, config_of, known, model_on_meta, save
 from tests.rollout.served_families import SERVED
 from tests.support.engine.sharded import sharded_model
@@ -27,17 +22,17 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.e2e
 
-BY_EXPERTS = [name for name in FAMILIES if name not in DENSE and config_of(name).model_type not in NOT_SPREAD_IN_VLLM]
-BOTH = ["expert_local", "sliced", "sliced", "expert_local"]
+BY_EXPERTS = [name for name in FAMILIES if name not in DENSE and config_of(name).model_type not in NOT_SPREAD]
+SLICED = ["sliced"] * 3
 
 
 def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, rollout: Rollout) -> None:
     """Send each sync's checkpoint as the trainer's weights, in the sync's mode."""
     from epfsdp2.engine.model.layers import layer_names
     from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
-    from epfsdp2.rollout.server_adapter import send_weights
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
     from epfsdp2.rollout.transport.checksums import with_checksums
+    from epfsdp2.rollout.vllm.adapter import send_weights
 
     rank, workers = dist.get_rank(), dist.get_world_size()
     for folder, mode in syncs:
@@ -121,14 +116,13 @@ def _compare(start_engine, folder, family, tp, modes, *, expert_parallel=False, 
 
 def test_vllm_with_expert_parallelism_of_a_family_with_biases_equals_a_fresh_engine(start_engine, tmp_path):
     """The family has biases, which vLLM's reload handles differently from weights."""
-    _matches_fresh_engines(start_engine, tmp_path, "qwen2_moe", 2, BOTH, expert_parallel=True)
+    _matches_fresh_engines(start_engine, tmp_path, "qwen2_moe", 2, SLICED, expert_parallel=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", [name for name in BY_EXPERTS if name != "qwen2_moe"])
 def test_vllm_with_expert_parallelism_of_every_other_family_equals_a_fresh_engine(start_engine, tmp_path, family):
-    modes = BOTH if loads_own_experts(config_of(family).model_type) else ["sliced"] * 3
-    _matches_fresh_engines(start_engine, tmp_path, family, 2, modes, expert_parallel=True)
+    _matches_fresh_engines(start_engine, tmp_path, family, 2, SLICED, expert_parallel=True)
 
 
 @pytest.mark.long

@@ -22,11 +22,11 @@ with_amx = pytest.mark.skipif(
 
 def _send(folders, handles, held, wrong):
     from epfsdp2.engine.model.layers import layer_names
-    from epfsdp2.rollout.layout.vllm_layout import Rollout
-    from epfsdp2.rollout.server_adapter import send_weights
+    from epfsdp2.rollout.layout.specs import Rollout
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
     from epfsdp2.rollout.transport.checksums import with_checksums
     from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
+    from epfsdp2.rollout.vllm.adapter import send_weights
 
     rank, world = dist.get_rank(), dist.get_world_size()
     for folder in folders:

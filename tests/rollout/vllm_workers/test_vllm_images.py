@@ -28,8 +28,8 @@ _SETTINGS = {
 
 def _train_and_send(folder: str, export: str, handles: list[str], mode: str) -> None:
     from epfsdp2.engine.checkpoint import state as checkpoint
-    from epfsdp2.rollout.layout.vllm_layout import Rollout
-    from epfsdp2.rollout.server_adapter import send_weights
+    from epfsdp2.rollout.layout.specs import Rollout
+    from epfsdp2.rollout.vllm.adapter import send_weights
     from tests.support.models.vlm import plain_vlm, vlm_batch, vlm_samples
     from tests.support.trainer.ppo import ppo_worker
 

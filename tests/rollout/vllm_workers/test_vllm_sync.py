@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epfsdp2.rollout.server_adapter import WeightSyncError
+from epfsdp2.rollout.vllm.adapter import WeightSyncError
 from tests.support.rollout.vllm_engine import as_taken, one_by_one
 
 pytestmark = pytest.mark.e2e

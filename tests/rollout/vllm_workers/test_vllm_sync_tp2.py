@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from epfsdp2.rollout.server_adapter import WeightSyncError
+from epfsdp2.rollout.vllm.adapter import WeightSyncError
 
 pytestmark = pytest.mark.e2e
 

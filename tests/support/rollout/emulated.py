@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from epfsdp2.engine.topology.index_ranges import shard_ranges
-from epfsdp2.rollout.layout.routes import Member, pack_positions, unpack_positions
 from epfsdp2.rollout.layout.specs import TargetSlice, TensorSpec
-from epfsdp2.rollout.layout.transfer_plan import TransferPlan
+from epfsdp2.rollout.plan.routes import Member, pack_positions, unpack_positions
+from epfsdp2.rollout.plan.transfer_plan import TransferPlan
 
 __all__ = ["Emulated", "expected_parameters", "shard_of"]
 

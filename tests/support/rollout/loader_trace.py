@@ -19,8 +19,8 @@ from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.hf_convert import storage_id
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors
 from epfsdp2.engine.topology.index_ranges import IndexRange
-from epfsdp2.rollout.layout.specs import SliceForm, TargetSlice, TensorSpec
-from epfsdp2.rollout.layout.vllm_layout import Heads, Rollout, target_slices
+from epfsdp2.rollout.layout.specs import Heads, Rollout, SliceForm, TargetSlice, TensorSpec
+from epfsdp2.rollout.servers import target_slices
 
 __all__ = ["LoaderTracer", "View", "checkpoint_views", "differing_layouts", "merge_slices"]
 
@@ -94,7 +94,7 @@ def _parts(model: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, 
     """
     flattened = {name: found for name in tensors if (found := flattened_matrices(model, name))}
     others = ((name, tensor) for name, tensor in tensors.items() if name not in flattened)
-    yield from hf_names.for_vllm(model, others, may_be_fused=False)
+    yield from hf_names.as_singles(model, others)
     for name, (was, names) in flattened.items():
         yield from zip(names, was.parts(tensors[name]), strict=True)
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
-from epfsdp2.rollout.layout.transfer_plan import Targets
+from epfsdp2.rollout.plan.transfer_plan import Targets
 
 __all__ = ["problems"]
 

@@ -9,14 +9,8 @@ import torch.distributed as dist
 
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.slice_names import parse_slice
-from epfsdp2.rollout.layout.vllm_layout import (
-    Heads,
-    Rollout,
-    TensorSpec,
-    is_quantised,
-    slices_of_scales,
-    target_slices,
-)
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
+from epfsdp2.rollout.servers import is_quantised, slices_of_scales, target_slices
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.worker_weights import WorkerWeights
 from tests.support.engine.sharded import sharded_model

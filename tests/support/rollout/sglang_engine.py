@@ -40,9 +40,9 @@ class _Engine:
     def __init__(self, folder: str, asked: argparse.Namespace):
         from sglang import Engine
 
-        from epfsdp2.rollout.layout.rollout_config import SGLANG_LOADER
-        from epfsdp2.rollout.layout.vllm_layout import Rollout
+        from epfsdp2.rollout.layout.specs import Rollout
         from epfsdp2.rollout.sglang import cpu_shim
+        from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 
         cpu_shim.install()
         self.rollout = Rollout(asked.tp, expert_parallel=asked.ep, server="sglang")
@@ -84,12 +84,12 @@ class _Engine:
         from epfsdp2.engine.model import hf_names
         from epfsdp2.engine.topology.dtensor import checkpoint_tensors
         from epfsdp2.engine.topology.index_ranges import IndexRange
-        from epfsdp2.rollout.layout.layout_check import planned_layouts
-        from epfsdp2.rollout.layout.rollout_config import SGLANG_LOADER
         from epfsdp2.rollout.layout.slice_names import named_values
-        from epfsdp2.rollout.layout.vllm_layout import Heads, TensorSpec, target_slices
+        from epfsdp2.rollout.layout.specs import Heads, TensorSpec
+        from epfsdp2.rollout.servers import planned_layouts, target_slices
         from epfsdp2.rollout.sglang.adapter import shared_memory
         from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, Header, answer_of, fill
+        from epfsdp2.rollout.sglang.server import SGLANG_LOADER
         from epfsdp2.rollout.transport.checksums import with_checksums
 
         heads, workers = Heads.of(model.config), range(self.rollout.workers)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from epfsdp2.engine.errors import first_of
-from epfsdp2.rollout.layout.vllm_layout import padded_vocabulary
+from epfsdp2.rollout.layout.rules import padded_vocabulary
 
 __all__ = ["compare", "digest", "expected_digests", "expected_tensors"]
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 
 from epfsdp2.engine.compat import versions
-from epfsdp2.engine.model import hf_names
 from epfsdp2.rollout.cleanup import held_by, remove_unused
 from epfsdp2.rollout.transport.report import TransferStats
+from epfsdp2.rollout.vllm import names
 from tests.support.rollout import verify
 
 __all__ = ["Checkpoint", "Engine", "as_taken", "make_checkpoint", "one_by_one"]
@@ -62,7 +62,7 @@ def one_by_one(name: str, stack):
 def as_taken(weights):
     """Yield weights under names that the installed vLLM accepts: before 0.27 no stacks of experts."""
     for name, tensor in weights:
-        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")) and not hf_names._takes_stacks():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")) and not names._takes_stacks():
             yield from one_by_one(name, tensor)
         else:
             yield name, tensor
@@ -197,7 +197,7 @@ class Engine:
         Returns:
             The statistics of each rank's transfer.
         """
-        from epfsdp2.rollout.server_adapter import send_weights
+        from epfsdp2.rollout.vllm.adapter import send_weights
 
         receiving = self.call(
             "update_weights_from_ipc", use_shm=True, sync_timeout_seconds=timeout_seconds, verify=verify

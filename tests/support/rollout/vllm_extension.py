@@ -11,7 +11,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 
-from epfsdp2.rollout.layout.vllm_layout import TargetSlice
+from epfsdp2.rollout.layout.specs import TargetSlice
 from epfsdp2.rollout.vllm.adapters import without_adapters
 from epfsdp2.rollout.vllm.compat import get_layer_tensors
 from epfsdp2.rollout.vllm.loaded_weights import running_weights

@@ -1,7 +1,7 @@
 """What the tests of a run's checks share: names of settings, and the form of a refusal."""
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.rollout.layout.rollout_config import EXTENSION
+from epfsdp2.rollout.vllm.server import EXTENSION
 
 __all__ = ["BACKEND", "BUCKET", "MODEL", "SDPA", "TENSOR_PARALLEL", "VLLM", "paragraph", "rollout"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .specs import TensorSpec, TrainerTopology
+from ..layout.specs import TensorSpec, TrainerTopology
 
 __all__ = ["Ints", "Senders", "chunks", "senders_of"]
 

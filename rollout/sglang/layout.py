@@ -1,10 +1,10 @@
-"""How SGLang's layout of a family differs from the common rules (``vllm_layout.py``), which hold for it as well.
+"""How SGLang's layout of a family differs from the common rules of ``rollout/layout/``.
 
 Tests compare it with the layout that they trace from SGLang's own loaders (``test_sglang_layout.py``), and a running
 engine after syncs of slices with a fresh one (``test_sglang.py``).
 """
 
-from .rules import LATENT_ATTENTION, Family
+from ..layout.rules import LATENT_ATTENTION, Family
 
 __all__ = ["FAMILIES", "RECORDS_NO_ROUTES"]
 

@@ -11,8 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
+from ..layout.specs import TargetSlice, TensorSpec
 from .senders import Ints, Senders
-from .specs import TargetSlice, TensorSpec
 
 __all__ = ["ALIGNMENT", "Bundle", "Parameter", "Region", "bundles_of"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from .compat import cpu_experts_module
+from ..compat import cpu_experts_module
 
 __all__ = ["install"]
 

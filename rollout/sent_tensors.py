@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from ...engine.topology.index_ranges import IndexRange
-from ..layout.specs import Heads, Rollout, TargetSlice, TensorSpec
-from ..layout.vllm_layout import is_quantised, slices_of_scales, target_slices
-from .schemes import scheme_of
+from ..engine.topology.index_ranges import IndexRange
+from .layout.specs import Heads, Rollout, TargetSlice, TensorSpec
+from .quantise.schemes import scheme_of
+from .servers import is_quantised, slices_of_scales, target_slices
 
 __all__ = ["SCALES", "dtype_in", "slices_of_workers", "with_scales"]
 

@@ -1,183 +1,43 @@
-"""Computes which elements of a model each trainer rank holds and which each vLLM worker keeps.
+"""How vLLM cuts the weights of each family, in which of its releases, and under which names it takes them.
 
-This module is arithmetic without torch, so a layout can be computed for any cluster on any machine. The trainer's side
-follows from how each parameter is sharded (``engine/topology/index_ranges.py``). The workers' side follows how vLLM
-shards a model under tensor, expert and data parallelism:
-
-* a column-parallel weight is sharded along its outputs, a row-parallel one along its inputs, a vocabulary along its
-  rows, padded to a multiple of 64;
-* attention is sharded by heads; with more ranks than key-value heads, neighbouring ranks hold the same head;
-* under tensor parallelism every expert is sharded along its intermediate dim; under expert parallelism a worker keeps
-  whole experts in linear order, and the first workers keep one more where the number does not divide;
-* everything else is replicated on each worker.
-
-The rules are in ``rules.py``; which of them a family has, and its names, stand in one table (``_FAMILIES``). Tests
-compare the result with the layout that they trace from vLLM's own loaders (``tests/support/rollout/loader_trace.py``).
+The common rules are in ``rollout/layout/``. Tests compare the result with the layout that they trace from vLLM's own
+loaders (``tests/support/rollout/loader_trace.py``).
 """
 
+import os
 import re
-from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
-from typing import Literal
+from typing import Any
+
+from packaging.version import Version
 
 from ...engine.compat import versions
-from ...engine.topology.index_ranges import IndexRange, shard_ranges
-from . import rules, sglang_layout
-from .rules import Family, NamedRules, named_rules, padded_vocabulary
-from .specs import Heads, Rollout, TargetSlice, TensorSpec, TrainerTopology
+from ...engine.errors import SettingError
+from ...engine.topology.mesh import divisors
+from ..layout import rules
+from ..layout.rollout_config import ROLLOUT
+from ..layout.rules import Family, named_rules, padded_vocabulary
+from ..layout.slices import TOWER
+from ..layout.specs import Rollout
 
 __all__ = [
+    "CLASSES",
+    "CLASS_OF_SLICES",
     "FP8_FAMILIES",
-    "NOT_SPREAD_IN_VLLM",
-    "SYNC_MODES",
-    "Heads",
-    "TargetSlice",
-    "Rollout",
-    "SyncMode",
-    "TensorSpec",
-    "TrainerTopology",
-    "holders",
-    "has_known_rows",
-    "is_experts",
-    "is_quantised",
+    "KNOWN_LAYOUTS",
+    "NOT_SERVED",
+    "NOT_SPREAD",
+    "WHOLE",
+    "check_sizes",
+    "families",
     "known_families",
-    "loads_own_experts",
-    "padded_vocabulary",
-    "scale_slices",
-    "slices_of_scales",
-    "target_slices",
+    "unknown_layout",
 ]
 
-SyncMode = Literal["full", "expert_local", "sliced"]
-SYNC_MODES: tuple[SyncMode, ...] = ("full", "expert_local", "sliced")
-
-
-def holders(tensor: TensorSpec, topology: TrainerTopology) -> dict[IndexRange, list[int]]:
-    """Map each range that a rank holds of a tensor to the ranks of one trainer replica that hold it; none overlap."""
-    held: dict[IndexRange, list[int]] = {}
-    for rank in range(topology.fsdp):
-        for block in shard_ranges(tensor.shape, tensor.cuts, topology.coordinate(rank)):
-            if block.numel:
-                held.setdefault(block, []).append(rank)
-    return held
-
-
-def target_slices(
-    tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads, mode: SyncMode = "sliced"
-) -> list[TargetSlice]:
-    """Return the blocks of a tensor that a worker receives; none is empty, and two are the same or do not overlap.
-
-    Args:
-        worker: index in its replica.
-        mode: ``sliced`` sends what the worker keeps; ``expert_local`` sends its experts and all other tensors unsliced;
-            ``full`` sends everything.
-
-    Raises:
-        ValueError: vLLM could not shard the tensor by this tensor-parallel size either.
-    """
-    whole = [TargetSlice(IndexRange.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))]
-    of_experts = is_experts(tensor.name)
-    if mode == "full" or (not of_experts and mode == "expert_local"):
-        return whole
-    families = sglang_layout.FAMILIES if rollout.server == "sglang" else _families()
-    family = families.get(heads.family, Family())
-    in_tower = tensor.name.startswith(_TOWER)
-    if in_tower and rollout.tower == "none":
-        return []
-    if of_experts and rollout.expert_parallel:
-        return family.renamed_slices(rules.own_experts(tensor, rollout.workers, worker, family.is_transposed))
-    if mode == "expert_local":
-        return whole
-    # vLLM cuts experts over data-parallel workers too (``FusedMoEParallelConfig.flatten_tp_across_dp_and_pcp``).
-    size, rank = (rollout.workers, worker) if of_experts else (rollout.tp, worker % rollout.tp)
-    if in_tower and rollout.tower == "whole" and not tensor.name.startswith("multi_modal_projector."):  # Llama 4's
-        size, rank = 1, 0
-    for pattern, rule in (*family.rules, *_RULES):
-        found = pattern.search(tensor.name)
-        if found:
-            return family.renamed_slices(rule(tensor, size, rank, heads.of_layer(tensor.name), found[1]))
-    return family.renamed_slices(whole)
-
-
-def is_quantised(family: str, name: str) -> bool:
-    """Tell whether vLLM holds this weight of ``FP8_FAMILIES`` in FP8 or INT8 where it is asked to: experts, linears."""
-    return family in FP8_FAMILIES and FP8_FAMILIES[family].search(name) is not None
-
-
-def is_experts(name: str) -> bool:
-    """Tell whether this is a stack of experts' weights."""
-    return _EXPERTS.search(name) is not None
-
-
-def scale_slices(tensor: TensorSpec, slices: Iterable[TargetSlice], block: int) -> list[TargetSlice]:
-    """Return where the scales of a weight's slices go; their blocks are of the tensor of all scales of the weight.
-
-    Raises:
-        ValueError: a slice begins or ends inside of a block, whose scale vLLM could not place either.
-    """
-    found = []
-    for part in slices:
-        low, high = part.block.low[-2:], part.block.high[-2:]
-        ends = zip(high, tensor.shape[-2:], strict=True)
-        if any(i % block for i in (*low, *part.at[-2:])) or any(i % block and i != size for i, size in ends):
-            raise ValueError(
-                f"{part.parameter} holds {tensor.name} {list(low)} to {list(high)} at {list(part.at[-2:])}, and blocks "
-                f"of {block} x {block} share a scale."
-            )
-        low, high = (tuple(-(-i // block) for i in corner) for corner in (low, high))
-        at = (*part.at[:-2], *(i // block for i in part.at[-2:]))
-        scales = IndexRange((*part.block.low[:-2], *low), (*part.block.high[:-2], *high))
-        found.append(TargetSlice(scales, f"{part.parameter}_scale_inv", at))
-    return found
-
-
-def channel_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
-    """Return where the scales of the rows of a weight's slices go; their blocks are of the tensor of all its scales."""
-    found = []
-    for part in slices:
-        scales = IndexRange((*part.block.low[:-1], 0), (*part.block.high[:-1], 1))
-        found.append(TargetSlice(scales, f"{part.parameter}_scale", (*part.at[:-1], 0)))
-    return found
-
-
-def slices_of_scales(
-    tensor: TensorSpec, slices: Iterable[TargetSlice], rollout: Rollout, family: str
-) -> list[TargetSlice]:
-    """Return where the scales of a weight's slices go in a worker; none where its values have none.
-
-    Raises:
-        ValueError: a slice begins or ends inside of a block (``scale_slices``).
-    """
-    if not rollout.is_quantised or not is_quantised(family, tensor.name):
-        return []
-    return scale_slices(tensor, slices, rollout.block) if rollout.block else channel_slices(slices)
-
-
-def has_known_rows(name: str) -> bool:
-    """Tell whether a vLLM worker records which rows of this tensor it holds: those of vocabularies and experts."""
-    return is_experts(name) or _VOCABULARY.search(name) is not None
-
-
-def loads_own_experts(family: str) -> bool:
-    """Tell whether the loaders of a family take experts one by one, so that a worker can be sent its own alone."""
-    return not _FAMILIES[family].is_stacked
-
-
-_EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
-_TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "vision_model.", "multi_modal_projector.")
-_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head|(?<=^model\.)embeddings)\.(?:weight|bias)$")
-_RULES: NamedRules = (
-    *named_rules(
-        (r"\.experts\.(gate_up_proj)", rules.gate_up_experts),
-        (r"\.experts\.(up_proj)", rules.up_experts),
-        (r"\.experts\.(down_proj)", rules.down_experts),
-        (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
-        (r"\.(gate|up)_proj\.(?:weight|bias)", rules.gate_or_up),
-        (r"\.(o|down)_proj\.weight", rules.row_parallel),
-    ),
-    (_VOCABULARY, rules.vocabulary),
-)
-
+_TP = f"{ROLLOUT}.tensor_model_parallel_size"
+# Releases with which all tests of rollout/ passed, of benchmarks/results/stacks.json: their layouts are known.
+KNOWN_LAYOUTS = ("0.24.0", "0.27.1", "0.29.0")
 
 _LINEAR_ATTENTION = named_rules(
     (r"\.linear_attn\.(conv1d)\.weight", rules.linear_qkv),
@@ -189,7 +49,7 @@ _LINEAR_ATTENTION = named_rules(
 )
 # A language model beside a vision tower, whose linears are sharded by the same size.
 _BESIDE_A_TOWER = (
-    *((name, name.removeprefix("model.")) for name in _TOWER if name.startswith("model.")),
+    *((name, name.removeprefix("model.")) for name in TOWER if name.startswith("model.")),
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
 )
@@ -323,7 +183,7 @@ _BEFORE_0_27 = {
     "dots1": Family(rules=_APART),
     **dict.fromkeys(("exaone_moe", "solar_open"), Family(rules=(*_WHOLE_SHARED, *_APART))),
 }
-NOT_SPREAD_IN_VLLM = frozenset({"dbrx"})
+NOT_SPREAD = frozenset({"dbrx"})
 """Families whose loader in vLLM puts all experts into each worker, so that expert parallelism can't be."""
 
 
@@ -363,10 +223,49 @@ _RELEASES = {
     **dict.fromkeys(_SINCE_0_27, ">=0.27"),
 }
 
+CLASSES = {"phimoe": "PhiMoEForCausalLM"}
+"""Families that vLLM knows by the class that their published checkpoints name. For the one that transformers writes it
+starts transformers' code, which it can't run: 0.24 finds no bias of the head, later ones end at the first token."""
+
+CLASS_OF_SLICES = {"exaone_moe": ("<0.27", "ExaoneMoeForCausalLM")}
+"""Families that these vLLM releases implement twice, and the class name of the one whose layout is known."""
+
+NOT_SERVED = {
+    "ernie4_5_vl_moe": (
+        "==0.27.*",
+        "vLLM's class reads the flat config of the published code, which transformers' class does not have.",
+        "moe_num_experts",
+    ),
+    "minimax": (
+        ">=0.23",
+        "vLLM has dropped its class and runs transformers' instead, without the state of its attention: rollouts would "
+        "be of another model.",
+        "",
+    ),
+}
+"""Families that vLLM can't start with or computes otherwise than transformers -> in which releases, why, and what
+an override of the config that vLLM reads has to name."""
+
+WHOLE = {
+    "mistral4": ("<0.28", "vLLM runs transformers' class, whose plan for tensor parallelism has no attention."),
+}
+"""Families that vLLM can't shard, in which of its releases, and why."""
+
 
 @cache
-def _families() -> dict[str, Family]:
-    return _FAMILIES if versions.vllm_in(">=0.27") else _FAMILIES | _BEFORE_0_27
+def _families(is_latent: bool) -> dict[str, Family]:
+    found = _FAMILIES if versions.vllm_in(">=0.27") else _FAMILIES | _BEFORE_0_27
+    return found if is_latent else {name: _compressed_apart(family) for name, family in found.items()}
+
+
+def _compressed_apart(family: Family) -> Family:
+    return replace(family, rules=tuple(rule for rule in family.rules if rule is not rules.LATENT_ATTENTION[1]))
+
+
+def families() -> dict[str, Family]:
+    """Return how the installed vLLM differs from the common rules, by family (``model_type``)."""
+    # vLLM fuses the first projections for its latent attention, which this variable turns off.
+    return _families(not int(os.environ.get("VLLM_MLA_DISABLE", "0")))
 
 
 @cache
@@ -376,3 +275,57 @@ def known_families() -> frozenset[str]:
     Tests compare it with what vLLM's own loaders do.
     """
     return frozenset(f for f in _FAMILIES if f not in _RELEASES or versions.vllm_in(_RELEASES[f]))
+
+
+def unknown_layout() -> str:
+    """Return why the layout of the installed release is unknown; empty if it is known, or none is installed."""
+    version = versions.installed("vllm")
+    if version is None or Version(version).public in KNOWN_LAYOUTS:
+        return ""
+    return f"vllm {version} was not tested with; layouts are known of vllm {', '.join(KNOWN_LAYOUTS)}"
+
+
+def check_sizes(rollout: Rollout, model: Any) -> None:
+    """Check what vLLM itself asserts of a tensor-parallel size.
+
+    Sources: ``ModelConfig.verify_with_parallel_config``, ``FusedMoEConfig.__post_init__``, the attention and experts
+    of ``models/qwen3_moe.py``, ``VocabParallelEmbedding``.
+    """
+    vocabulary = padded_vocabulary(model.vocab_size)
+    heads = getattr(model, "num_attention_heads", 0)
+    keys = heads if getattr(model, "kv_lora_rank", None) else getattr(model, "num_key_value_heads", None) or heads
+    sizes = getattr(model, "ffn_config", model)  # DBRX
+    experts = _first(sizes, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if rollout.expert_parallel and getattr(model, "model_type", "") in NOT_SPREAD:
+        setting, rule = f"{ROLLOUT}.expert_parallel_size", f"vLLM's loader of a {model.model_type} spreads no experts."
+        raise SettingError(setting, rollout.workers, rule, f"{setting}=1")
+    if rollout.expert_parallel and not experts:
+        setting = f"{ROLLOUT}.expert_parallel_size"
+        raise SettingError(setting, rollout.workers, "vLLM spreads experts, and the model has none.", f"{setting}=1")
+    # Under expert parallelism experts are not sharded; without it data-parallel workers shard them too.
+    dp = rollout.dp if experts else 1
+    whose = " of an expert" if experts else ""
+    size = (
+        0 if rollout.expert_parallel else _first(sizes, "moe_intermediate_size", "ffn_hidden_size", "intermediate_size")
+    )
+
+    def reasons(tp: int) -> list[str]:
+        found = {
+            f"{heads} attention heads": heads % tp == 0,
+            f"{keys} key-value heads": keys % tp == 0 or (keys > 0 and tp % keys == 0),
+            f"the intermediate size {size}{whose}, in {tp * dp} parts": size % (tp * dp) == 0,
+            f"{experts} experts (at least as many as ranks)": not experts or tp <= experts,
+            f"a vocabulary of {model.vocab_size}, padded to {vocabulary}": vocabulary % tp == 0,
+        }
+        return [what for what, holds in found.items() if not holds]
+
+    if wrong := reasons(rollout.tp):
+        works = [tp for tp in divisors(heads) if not reasons(tp)]
+        spread = f"{ROLLOUT}.expert_parallel_size={rollout.workers}"
+        raise SettingError(
+            _TP, rollout.tp, f"vLLM can't cut {wrong[0]} so.", f"{_TP} one of {works}" if works else spread
+        )
+
+
+def _first(model: Any, *names: str) -> int:
+    return next((value for name in names if (value := getattr(model, name, None))), 0)

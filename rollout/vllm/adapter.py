@@ -16,13 +16,12 @@ from typing import Any
 import torch
 import zmq
 
-from .layout.rollout_config import has_our_extension
-from .sglang import adapter as sglang_adapter
-from .transport.checksums import with_checksums
-from .transport.exchange import ReceiveBuffers
-from .transport.report import TransferStats
-from .transport.sender import is_verl_sender, new_sender
-from .transport.watched_sockets import WatchedContext, WeightSyncError, await_result
+from ..transport.checksums import with_checksums
+from ..transport.exchange import ReceiveBuffers
+from ..transport.report import TransferStats
+from ..transport.sender import is_verl_sender, new_sender
+from ..transport.watched_sockets import WatchedContext, WeightSyncError, await_result
+from .server import has_our_extension
 
 __all__ = ["WeightSyncError", "install"]
 
@@ -46,7 +45,6 @@ def install(timeout_seconds: float) -> None:
     global _timeout_seconds
     _timeout_seconds = timeout_seconds
     base._ROLLOUT_REGISTRY[("vllm", "async")] = f"{__name__}.{_ADAPTER}"
-    sglang_adapter.install(timeout_seconds)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,9 +19,9 @@ from functools import cached_property
 
 import numpy as np
 
+from ..layout.specs import TargetSlice, TensorSpec, TrainerTopology
 from .parameters import ALIGNMENT, Bundle, bundles_of
 from .senders import Ints, Senders, senders_of
-from .specs import TargetSlice, TensorSpec, TrainerTopology
 
 __all__ = [
     "ROUND_BUFFERS",

@@ -1,0 +1,162 @@
+"""What the trainer has to know of a rollout engine: one object for each, of ``rollout/<server>/server.py``."""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...engine.model import hf_names
+from .rollout_config import ROLLOUT, is_disaggregated, size_of
+from .rules import Family
+from .specs import Rollout, SyncMode
+
+__all__ = ["Obstacle", "Server", "disaggregated", "unknown_family"]
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """A setting and its value that leave ``full`` as the only mode, with the reason and a value that would not."""
+
+    setting: str
+    value: object
+    reason: str
+    works: str
+
+
+class Server:
+    """A rollout engine that takes full tensors under the names of checkpoints, as every one of verl's does.
+
+    A folder that knows more of its engine derives from this.
+
+    Attributes:
+        name: verl's name of it, and of its distribution.
+        title: how it is spelled.
+        install_hint: how to install it.
+        quantised: family -> the weights that it holds in FP8 or INT8 where it is asked to.
+        stacked_adapters: families whose experts it adapts by peft's stacks, and not one by one.
+        serves_adapters: whether it takes adapters without the weights.
+        shares_memory: whether full tensors and slices go through a bucket in /dev/shm where devices share no memory.
+        is_as_fast_in_full: whether a worker that keeps the whole model loads full tensors as fast as slices.
+    """
+
+    install_hint = ""
+    quantised: Mapping[str, re.Pattern[str]] = {}
+    stacked_adapters: Collection[str] = frozenset()
+    serves_adapters = shares_memory = is_as_fast_in_full = False
+
+    def __init__(self, name: str, title: str = ""):
+        self.name, self.title = name, title or name
+
+    def install(self, timeout_seconds: float) -> None:
+        """Make verl build this package's adapter of the server in this process; before verl builds the rollout.
+
+        Args:
+            timeout_seconds: longest wait for one message of a weight sync, on both sides.
+        """
+
+    def families(self) -> Mapping[str, Family]:
+        """Return how the installed release differs from the common rules, by family (``model_type``)."""
+        return {}
+
+    def known_families(self) -> Collection[str]:
+        """Return the families whose layout in the installed release is known."""
+        return self.families().keys()
+
+    def unknown_layout(self) -> str:
+        """Return why the layout of the installed release is unknown; empty if it is known, or none is installed."""
+        return ""
+
+    def named(
+        self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors under the names that the loader of this family takes; see ``hf_names.as_singles``."""
+        return hf_names.as_singles(model, tensors, waiting)
+
+    def rollout_of(self, config: Any) -> Rollout:
+        """Read how one replica is sharded, and what its workers hold weights in, from verl's rollout config."""
+        tp, dp = size_of(config, "tensor_model_parallel_size"), size_of(config, "data_parallel_size")
+        return Rollout(tp, dp, size_of(config, "expert_parallel_size") > 1, server=self.name)
+
+    def quantisation_settings(self, config: Any) -> list[tuple[str, object]]:
+        """Return the settings, with their values, that make the server quantise the weights that it receives."""
+        qat = config.get("qat")
+        asked = {
+            f"{ROLLOUT}.quantization": config.get("quantization"),
+            f"{ROLLOUT}.qat.enable": qat is not None and qat.get("enable"),
+        }
+        return [(setting, value) for setting, value in asked.items() if value]
+
+    def obstacle(self, config: Any, family: str | None, backend: str) -> Obstacle | None:
+        """Return the first setting that leaves ``full`` as the only mode.
+
+        Args:
+            family: ``model_type`` of the model; None where it is not known yet.
+            backend: name of the checkpoint-engine backend.
+        """
+
+    def check_settings(
+        self, config: Any, model: nn.Module | None, *, requested: str, ranks: int, device: str = "cpu"
+    ) -> None:
+        """Reject settings that the server would refuse after its start, or by which rollouts would be wrong.
+
+        Args:
+            model: on meta; None skips the checks that need it.
+            requested: ``engine.rollout_sync``.
+            ranks: number of trainer ranks, each of which feeds one worker; 0 where the workers are other processes.
+            device: verl's device name.
+
+        Raises:
+            SettingError: names the first such setting and a value that works.
+        """
+
+    def check_mode(self, config: Any, mode: SyncMode, reason: str) -> None:
+        """Reject settings that this mode, which was chosen for the ``reason``, can't serve; see ``check_settings``."""
+
+    def longest_start(self, config: Any) -> Any:
+        """Return the tokens of a sequence by which the server chooses rotations when it starts; None if it does not."""
+
+    def check_rotations(self, kind: str, parameters: Mapping[str, Any], most: int, config: Any) -> int:
+        """Check that the server rotates by frequencies that depend on a sequence's length as the trainer does.
+
+        Args:
+            kind: ``dynamic`` or ``longrope``.
+            parameters: ``rope_parameters`` of the model.
+            most: the model's ``max_position_embeddings``.
+
+        Returns:
+            The length by which it chooses frequencies.
+
+        Raises:
+            SettingError: for a length, or a rollout, that computes otherwise.
+        """
+        return most
+
+    def lacking(self, adapters: Any) -> str:
+        """Return the first setting of adapters (``engine/lora/settings.py``) that the server can't serve, or ""."""
+        return ""
+
+    def adapts_experts_on(self, device: str) -> bool:
+        """Return whether the server has kernels for adapters of experts."""
+        return True
+
+
+def unknown_family(server: Server, family: str | None, what: str) -> Obstacle | None:
+    """Return the obstacle of a family whose layout was not compared; None if it was.
+
+    Args:
+        what: is said of how the server cuts it.
+    """
+    known = server.known_families()
+    if family is None or family in known:
+        return None
+    reason = f"how {server.title} cuts it {what} (known: {', '.join(sorted(known))})."
+    return Obstacle("actor_rollout_ref.model", family, reason, "")
+
+
+def disaggregated(config: Any) -> Obstacle | None:
+    """Return the obstacle of a replica whose workers are of two kinds; None for any other."""
+    reason = "prefill and decode workers shard the model differently."
+    return Obstacle(f"{ROLLOUT}.disaggregation.enabled", True, reason, "False") if is_disaggregated(config) else None

@@ -1,0 +1,136 @@
+"""Computes which elements of a model each trainer rank holds and which each worker of a rollout keeps.
+
+This module is arithmetic without torch, so a layout can be computed for any cluster on any machine. The trainer's side
+follows from how each parameter is sharded (``engine/topology/index_ranges.py``). The workers' side follows how a server
+shards a model under tensor, expert and data parallelism:
+
+* a column-parallel weight is sharded along its outputs, a row-parallel one along its inputs, a vocabulary along its
+  rows, padded to a multiple of 64;
+* attention is sharded by heads; with more ranks than key-value heads, neighbouring ranks hold the same head;
+* under tensor parallelism every expert is sharded along its intermediate dim; under expert parallelism a worker keeps
+  whole experts in linear order, and the first workers keep one more where the number does not divide;
+* everything else is replicated on each worker.
+
+The rules are in ``rules.py``; which of them a family has, and its names, stand in each server's ``layout.py``. Tests
+compare the result with the layout that they trace from the server's own loaders.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from ...engine.topology.index_ranges import IndexRange, shard_ranges
+from . import rules
+from .rules import Family, NamedRules, named_rules
+from .specs import Heads, Rollout, TargetSlice, TensorSpec, TrainerTopology
+
+__all__ = [
+    "TOWER",
+    "channel_slices",
+    "has_known_rows",
+    "holders",
+    "is_experts",
+    "kept_slices",
+    "scale_slices",
+    "whole_slice",
+]
+
+
+def holders(tensor: TensorSpec, topology: TrainerTopology) -> dict[IndexRange, list[int]]:
+    """Map each range that a rank holds of a tensor to the ranks of one trainer replica that hold it; none overlap."""
+    held: dict[IndexRange, list[int]] = {}
+    for rank in range(topology.fsdp):
+        for block in shard_ranges(tensor.shape, tensor.cuts, topology.coordinate(rank)):
+            if block.numel:
+                held.setdefault(block, []).append(rank)
+    return held
+
+
+def whole_slice(tensor: TensorSpec) -> TargetSlice:
+    """Return a tensor as it stands in a checkpoint."""
+    return TargetSlice(IndexRange.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))
+
+
+def kept_slices(
+    tensor: TensorSpec, families: Mapping[str, Family], rollout: Rollout, worker: int, heads: Heads
+) -> list[TargetSlice]:
+    """Return the blocks of a tensor that a worker keeps; none is empty, and two are the same or do not overlap.
+
+    Args:
+        families: of the server (``Server.families``).
+        worker: index in its replica.
+
+    Raises:
+        ValueError: the server could not shard the tensor by this tensor-parallel size either.
+    """
+    family, of_experts = families.get(heads.family, Family()), is_experts(tensor.name)
+    in_tower = tensor.name.startswith(TOWER)
+    if in_tower and rollout.tower == "none":
+        return []
+    if of_experts and rollout.expert_parallel:
+        return family.renamed_slices(rules.own_experts(tensor, rollout.workers, worker, family.is_transposed))
+    # Experts are cut over data-parallel workers too (vLLM's ``FusedMoEParallelConfig.flatten_tp_across_dp_and_pcp``).
+    size, rank = (rollout.workers, worker) if of_experts else (rollout.tp, worker % rollout.tp)
+    if in_tower and rollout.tower == "whole" and not tensor.name.startswith("multi_modal_projector."):  # Llama 4's
+        size, rank = 1, 0
+    for pattern, rule in (*family.rules, *_RULES):
+        found = pattern.search(tensor.name)
+        if found:
+            return family.renamed_slices(rule(tensor, size, rank, heads.of_layer(tensor.name), found[1]))
+    return family.renamed_slices([whole_slice(tensor)])
+
+
+def is_experts(name: str) -> bool:
+    """Tell whether this is a stack of experts' weights."""
+    return _EXPERTS.search(name) is not None
+
+
+def scale_slices(tensor: TensorSpec, slices: Iterable[TargetSlice], block: int) -> list[TargetSlice]:
+    """Return where the scales of a weight's slices go; their blocks are of the tensor of all scales of the weight.
+
+    Raises:
+        ValueError: a slice begins or ends inside of a block, whose scale a worker could not place either.
+    """
+    found = []
+    for part in slices:
+        low, high = part.block.low[-2:], part.block.high[-2:]
+        ends = zip(high, tensor.shape[-2:], strict=True)
+        if any(i % block for i in (*low, *part.at[-2:])) or any(i % block and i != size for i, size in ends):
+            raise ValueError(
+                f"{part.parameter} holds {tensor.name} {list(low)} to {list(high)} at {list(part.at[-2:])}, and blocks "
+                f"of {block} x {block} share a scale."
+            )
+        low, high = (tuple(-(-i // block) for i in corner) for corner in (low, high))
+        at = (*part.at[:-2], *(i // block for i in part.at[-2:]))
+        scales = IndexRange((*part.block.low[:-2], *low), (*part.block.high[:-2], *high))
+        found.append(TargetSlice(scales, f"{part.parameter}_scale_inv", at))
+    return found
+
+
+def channel_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
+    """Return where the scales of the rows of a weight's slices go; their blocks are of the tensor of all its scales."""
+    found = []
+    for part in slices:
+        scales = IndexRange((*part.block.low[:-1], 0), (*part.block.high[:-1], 1))
+        found.append(TargetSlice(scales, f"{part.parameter}_scale", (*part.at[:-1], 0)))
+    return found
+
+
+def has_known_rows(name: str) -> bool:
+    """Tell whether a worker records which rows of this tensor it holds: those of vocabularies and experts."""
+    return is_experts(name) or _VOCABULARY.search(name) is not None
+
+
+_EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
+TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "vision_model.", "multi_modal_projector.")
+_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head|(?<=^model\.)embeddings)\.(?:weight|bias)$")
+_RULES: NamedRules = (
+    *named_rules(
+        (r"\.experts\.(gate_up_proj)", rules.gate_up_experts),
+        (r"\.experts\.(up_proj)", rules.up_experts),
+        (r"\.experts\.(down_proj)", rules.down_experts),
+        (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
+        (r"\.(gate|up)_proj\.(?:weight|bias)", rules.gate_or_up),
+        (r"\.(o|down)_proj\.weight", rules.row_parallel),
+    ),
+    (_VOCABULARY, rules.vocabulary),
+)

@@ -1,0 +1,154 @@
+"""The rollout engines whose layouts are known, each in a folder of its own, and the way to the one that a run has.
+
+The driver and the trainer's ranks call the same functions. Each takes verl's rollout config, as a mapping or as its
+dataclass, and reads nothing else of the run.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..engine.errors import SettingError
+from .layout.layout_check import layout_of
+from .layout.rollout_config import ROLLOUT
+from .layout.server import Obstacle, Server
+from .layout.slices import channel_slices, kept_slices, scale_slices, whole_slice
+from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
+from .sglang.server import SGLANG
+from .vllm.server import VLLM
+
+__all__ = [
+    "BACKEND",
+    "DEFAULT",
+    "SERVERS",
+    "choose_mode",
+    "install",
+    "is_quantised",
+    "planned_layout",
+    "planned_layouts",
+    "quantisation_settings",
+    "rollout_of",
+    "server_named",
+    "server_of",
+    "slices_of_scales",
+    "target_slices",
+]
+
+DEFAULT: Server = VLLM
+SERVERS: dict[str, Server] = {server.name: server for server in (VLLM, SGLANG)}
+# The checkpoint-engine backends that can send slices; all others broadcast full tensors.
+BACKEND = "epfsdp2_p2p"
+_SLICE_BACKENDS = ("naive", BACKEND)
+_SETTING = "engine.rollout_sync"
+
+
+def server_named(name: str | None) -> Server:
+    """Return the server of a name of verl's; one that takes full tensors alone if there is no folder for it."""
+    return SERVERS.get(name or DEFAULT.name) or Server(name or "")
+
+
+def server_of(config: Any) -> Server:
+    """Return the server of a rollout config."""
+    return server_named(config.get("name"))
+
+
+def install(timeout_seconds: float) -> None:
+    """Make verl build the adapters of all servers in this process; see ``Server.install``."""
+    for server in SERVERS.values():
+        server.install(timeout_seconds)
+
+
+def rollout_of(config: Any) -> Rollout:
+    """Read how one rollout replica is sharded."""
+    return server_of(config).rollout_of(config)
+
+
+def quantisation_settings(config: Any) -> list[tuple[str, object]]:
+    """Return the settings, with their values, that make a rollout quantise the weights that it receives."""
+    return server_of(config).quantisation_settings(config)
+
+
+def choose_mode(
+    requested: str, config: Any, family: str | None, *, untested: str | None = None, backend: str = "naive"
+) -> tuple[SyncMode, str]:
+    """Return the sync mode for a rollout and, where ``auto`` had to fall back to ``full``, the reason.
+
+    Args:
+        requested: ``engine.rollout_sync``.
+        family: ``model_type`` of the model; None skips the check where it is not known yet.
+        untested: the reason why the layout of the rollout's version is unknown; that of the installed one by default.
+        backend: name of the checkpoint-engine backend.
+
+    Raises:
+        SettingError: ``requested`` is ``sliced``, which this rollout does not support.
+    """
+    if requested == "full":
+        return "full", ""
+    server, rollout = server_of(config), rollout_of(config)
+    found = _obstacle(server, config, family, server.unknown_layout() if untested is None else untested, backend)
+    if found is None:
+        return "sliced", ""
+    if requested == "auto":
+        is_as_good = rollout.keeps_all and server.is_as_fast_in_full and not rollout.is_quantised
+        return "full", "" if is_as_good else f"{found.setting}={found.value}: {found.reason}"
+    works = f"{_SETTING}=auto" + (f", or {found.setting}={found.works}" if found.works else "")
+    raise SettingError(_SETTING, requested, f"can't be with {found.setting}={found.value}: {found.reason}", works)
+
+
+def _obstacle(server: Server, config: Any, family: str | None, untested: str, backend: str) -> Obstacle | None:
+    if server.name not in SERVERS:
+        return Obstacle(f"{ROLLOUT}.name", server.name, "it takes full tensors alone.", DEFAULT.name)
+    if backend not in _SLICE_BACKENDS:
+        reason = "this backend sends full tensors."
+        return Obstacle(f"{ROLLOUT}.checkpoint_engine.backend", backend, reason, "naive")
+    if found := server.obstacle(config, family, backend):
+        return found
+    if untested:
+        return Obstacle(server.name, "installed", f"{untested}, and a layout may have changed.", "")
+    return None
+
+
+def target_slices(
+    tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads, mode: SyncMode = "sliced"
+) -> list[TargetSlice]:
+    """Return the blocks of a tensor that a worker receives: the whole in mode ``full``; see ``kept_slices``."""
+    if mode == "full":
+        return [whole_slice(tensor)]
+    return kept_slices(tensor, server_named(rollout.server).families(), rollout, worker, heads)
+
+
+def is_quantised(family: str, name: str, server: str = "") -> bool:
+    """Tell whether a server that quantises weights of this family holds this one in FP8 or INT8."""
+    names = server_named(server).quantised.get(family)
+    return names is not None and names.search(name) is not None
+
+
+def slices_of_scales(
+    tensor: TensorSpec, slices: Iterable[TargetSlice], rollout: Rollout, family: str
+) -> list[TargetSlice]:
+    """Return where the scales of a weight's slices go in a worker; none where its values have none.
+
+    Raises:
+        ValueError: a slice begins or ends inside of a block (``scale_slices``).
+    """
+    if not rollout.is_quantised or not is_quantised(family, tensor.name, rollout.server):
+        return []
+    return scale_slices(tensor, slices, rollout.block) if rollout.block else channel_slices(slices)
+
+
+def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int, heads: Heads) -> dict[str, str]:
+    """Return the entry of each parameter that a worker keeps, as the trainer plans it (``layout/layout_check.py``).
+
+    Raises:
+        ValueError: the server could not shard a tensor by this tensor-parallel size.
+    """
+
+    def kept(tensor: TensorSpec) -> list[TargetSlice]:
+        slices = target_slices(tensor, rollout, worker, heads)
+        return slices + slices_of_scales(tensor, slices, rollout, heads.family)
+
+    return layout_of(((tensor, kept(tensor)) for tensor in tensors), rollout, worker)
+
+
+def planned_layouts(tensors: Sequence[TensorSpec], rollout: Rollout, heads: Heads) -> list[dict[str, str]]:
+    """Return the ``planned_layout`` of each worker of a replica."""
+    return [planned_layout(tensors, rollout, worker, heads) for worker in range(rollout.workers)]

@@ -1,0 +1,147 @@
+"""SGLang as the trainer sees it: which settings slices can serve, and what has to hold of its sizes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ...engine.compat import versions
+from ...engine.errors import SettingError
+from ..layout.rollout_config import ROLLOUT, server_arguments, size_of
+from ..layout.rules import Family
+from ..layout.server import Obstacle, Server, disaggregated, unknown_family
+from .layout import FAMILIES, RECORDS_NO_ROUTES
+
+__all__ = ["SGLANG", "SGLANG_LOADER"]
+
+SGLANG_LOADER = "epfsdp2.rollout.sglang.loader.load"
+_SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
+_NAME = f"{ROLLOUT}.name"
+_LENGTH = f"{ROLLOUT}.max_model_len"
+_ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay"
+_NO_TOKENIZER = f"{ROLLOUT}.skip_tokenizer_init"
+_QUANTISES = "SGLang quantises the weights and needs full tensors for that."
+_MOVES = "SGLang stores experts in another order or more than once."
+_CUTS = "it cuts the model in ways that transfer plans do not know."
+# Of SGLang's arguments the values that slices can serve, besides none at all, and why they can serve no other.
+_ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
+    "quantization": ((), _QUANTISES),
+    "torchao_config": (("",), _QUANTISES),
+    "load_format": (
+        ("auto", "safetensors", "pt", "npcache", "dummy", "mistral", "fastsafetensors", "runai_streamer"),
+        "a loader of this kind changes the weights, or takes the place of the model's.",
+    ),
+    "moe_runner_backend": (("auto", "triton"), "this kernel stores experts in another order."),
+    "moe_a2a_backend": (("none",), _MOVES),
+    "ep_num_redundant_experts": ((0,), _MOVES),
+    "enable_eplb": ((False,), _MOVES),
+    "init_expert_location": (("trivial",), _MOVES),
+    "enable_dp_attention": ((False,), _CUTS),
+    "moe_dense_tp_size": ((), _CUTS),
+    "moe_dp_size": ((1,), _CUTS),
+    "attn_cp_size": ((1,), _CUTS),
+    "speculative_algorithm": ((), "a draft model would be sent the slices of the model."),
+}
+# What a family needs besides where SGLang runs on a GPU; on a CPU it is so in any case.
+_NO_FUSION = ("disable_shared_experts_fusion", True, "SGLang may store the shared expert as one of the others.")
+_ON_GPU: dict[str, tuple[str, object, str]] = {
+    "deepseek_v3": _NO_FUSION,
+    "glm4_moe": _NO_FUSION,
+}
+
+
+class _SGLang(Server):
+    install_hint = "pip install 'epfsdp2[sglang]'"
+
+    def install(self, timeout_seconds: float) -> None:
+        from . import adapter
+
+        adapter.install(timeout_seconds)
+
+    def families(self) -> Mapping[str, Family]:
+        return FAMILIES
+
+    def unknown_layout(self) -> str:
+        return versions.untested(self.name)
+
+    def obstacle(self, config: Any, family: str | None, backend: str) -> Obstacle | None:
+        tp, experts = size_of(config, "tensor_model_parallel_size"), size_of(config, "expert_parallel_size")
+        for size in ("data_parallel_size", "pipeline_model_parallel_size"):
+            if size_of(config, size) > 1:
+                return Obstacle(f"{ROLLOUT}.{size}", size_of(config, size), _CUTS, "1")
+        if experts not in (1, tp):
+            reason = "slices know a part of every expert on each worker, or whole ones spread over all of them."
+            return Obstacle(f"{ROLLOUT}.expert_parallel_size", experts, reason, "1")
+        if found := disaggregated(config):
+            return found
+        if config.get("quantization"):
+            return Obstacle(f"{ROLLOUT}.quantization", config.get("quantization"), _QUANTISES, "null")
+        sglang = server_arguments(config, self.name)
+        loaders = sglang.get("custom_weight_loader") or []
+        if SGLANG_LOADER not in loaders:
+            reason = "only this package's loader can load slices."
+            return Obstacle(f"{_SGLANG}.custom_weight_loader", list(loaders), reason, f"[{SGLANG_LOADER}]")
+        for name, (served, reason) in _ARGUMENTS.items():
+            if (value := sglang.get(name)) is not None and value not in served:
+                return Obstacle(f"{_SGLANG}.{name}", value, reason, str(served[0]) if served else "null")
+        if found := unknown_family(self, family, "was not compared"):
+            return found
+        if family in _ON_GPU and sglang.get("device") != "cpu":
+            name, needed, reason = _ON_GPU[family]
+            if sglang.get(name) != needed:
+                return Obstacle(f"{_SGLANG}.{name}", sglang.get(name), reason, str(needed))
+        return None
+
+    def check_settings(
+        self, config: Any, model: nn.Module | None, *, requested: str, ranks: int, device: str = "cpu"
+    ) -> None:
+        _check_sizes(config)
+        family: Any = None if model is None else model.config.model_type
+        if config.get("enable_rollout_routing_replay") and family in RECORDS_NO_ROUTES:
+            rule = f"SGLang does not say which layer the routes of a {family} are of."
+            raise SettingError(_ROUTES, True, rule, f"{_ROUTES}=False, or {_NAME}=vllm")
+        if config.get("enable_rollout_routing_replay") and config.get("skip_tokenizer_init"):
+            rule = f"with {_ROUTES}=True SGLang sends routes as text, which verl 0.9.1 reads where this is False."
+            raise SettingError(_NO_TOKENIZER, True, rule, f"{_NO_TOKENIZER}=False")
+
+    def check_rotations(self, kind: str, parameters: Mapping[str, Any], most: int, config: Any) -> int:
+        """See ``Server``. SGLang 0.5 chooses longrope's frequencies by the longest sequence under way, and has dynamic
+        NTK's of the longest from the start."""
+        limit = config.get("max_model_len") or most
+        if kind == "dynamic":
+            if "alpha" not in parameters and parameters["factor"] != 1:
+                rule = "SGLang has dynamic NTK's frequencies of the longest sequence for every sequence."
+                raise SettingError(_NAME, self.name, rule, f"{_NAME}=vllm")
+            return limit
+        original = parameters["original_max_position_embeddings"]
+        if _longest(config, limit) > original:
+            rule = f"SGLang has longrope's long frequencies for all sequences while one is over {original} tokens."
+            raise SettingError(_LENGTH, limit, rule, f"{_LENGTH}={original}, or {_NAME}=vllm")
+        return limit
+
+
+def _longest(config: Any, limit: int) -> int:
+    lengths = [int(config.get(f"max_{part}_length") or 0) for part in ("prompt", "response")]
+    return min(limit, sum(lengths)) if all(lengths) else limit
+
+
+def _check_sizes(config: Any) -> None:
+    """Reject sizes among SGLang's arguments, which win over verl's own, by which verl finds each rank's worker.
+
+    Raises:
+        SettingError: names the first that differs.
+    """
+    tp, dp = size_of(config, "tensor_model_parallel_size"), size_of(config, "data_parallel_size")
+    for name, own, size in (
+        ("tp_size", "tensor_model_parallel_size", tp * dp),
+        ("dp_size", "data_parallel_size", dp),
+        ("pp_size", "pipeline_model_parallel_size", size_of(config, "pipeline_model_parallel_size")),
+        ("ep_size", "expert_parallel_size", size_of(config, "expert_parallel_size")),
+    ):
+        given = server_arguments(config, "sglang").get(name)
+        if given is not None and given != size:
+            rule = f"verl finds each rank's worker by its own sizes, and {ROLLOUT}.{own}={size_of(config, own)}."
+            raise SettingError(f"{_SGLANG}.{name}", given, rule, f"{ROLLOUT}.{own}, and no {_SGLANG}.{name}")
+
+
+SGLANG = _SGLang("sglang", "SGLang")

@@ -1,0 +1,311 @@
+"""vLLM as the trainer sees it: which settings slices can serve, and what vLLM would refuse or compute wrong."""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ...engine.compat import versions
+from ...engine.errors import SettingError, close_matches
+from ...engine.topology.mesh import divisors
+from ..layout.rollout_config import BLOCK, ROLLOUT, is_disaggregated, server_arguments, size_of
+from ..layout.rules import Family
+from ..layout.server import Obstacle, Server, disaggregated, unknown_family
+from ..layout.specs import Channels, Rollout, SyncMode, Tower
+from . import layout
+from .layout import FP8_FAMILIES, check_sizes
+from .names import ADAPTED_AS_STACKS, for_vllm
+
+__all__ = ["EXTENSION", "VLLM", "check_graphs", "check_parallelism", "has_our_extension"]
+
+EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
+_VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+_OVERRIDES = f"{_VLLM}.hf_overrides.quantization_config"
+_COMPRESSED = "compressed-tensors"
+_QUANTIZATION = f"{ROLLOUT}.quantization"
+_BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
+_TP = f"{ROLLOUT}.tensor_model_parallel_size"
+_LENGTH = f"{ROLLOUT}.max_model_len"
+# From here on mla_attention.py copies into W_UV and W_UK_T (replace_parameter, vllm#48251); in 0.24 it assigns them.
+_KEEPS_LATENT_MATRICES = ">=0.27.1"
+# What vLLM's kinds of quantisation call the layers that they leave alone, and what vLLM fuses layers to.
+_IGNORED = ("ignored_layers", "modules_to_not_convert", "ignore")
+_FUSED = ("qkv_proj", "gate_up_proj")
+# What adapters may have and vLLM's have not (0.27, lora/peft_helper.py); it scales all of an adapter by one factor.
+_LACKING = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
+
+
+class _Vllm(Server):
+    install_hint = "pip install 'epfsdp2[gpu]', or on a machine without a GPU 'epfsdp2[cpu]'"
+    quantised: Mapping[str, re.Pattern[str]] = FP8_FAMILIES
+    stacked_adapters = ADAPTED_AS_STACKS
+    serves_adapters = shares_memory = is_as_fast_in_full = True
+
+    def install(self, timeout_seconds: float) -> None:
+        from . import adapter
+
+        adapter.install(timeout_seconds)
+
+    def families(self) -> Mapping[str, Family]:
+        return layout.families()
+
+    def known_families(self) -> Collection[str]:
+        return layout.known_families()
+
+    def unknown_layout(self) -> str:
+        return layout.unknown_layout()
+
+    def named(
+        self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return for_vllm(model, tensors, waiting)
+
+    def rollout_of(self, config: Any) -> Rollout:
+        block = BLOCK if config.get("quantization") == "fp8" else 0
+        quantization = None if block else _overridden(config).get("quantization_config")
+        held = {"tower": _tower(_arguments(config)), "block": block, "channels": _compressed_kind(quantization)[0]}
+        return replace(super().rollout_of(config), **held)
+
+    def quantisation_settings(self, config: Any) -> list[tuple[str, object]]:
+        own = {
+            f"{_VLLM}.quantization": _arguments(config).get("quantization"),
+            _OVERRIDES: _overridden(config).get("quantization_config"),
+        }
+        return [*super().quantisation_settings(config), *((setting, value) for setting, value in own.items() if value)]
+
+    def obstacle(self, config: Any, family: str | None, backend: str) -> Obstacle | None:
+        vllm = _arguments(config)
+        if not has_our_extension(config):
+            reason = "only this package's extension can load slices."
+            return Obstacle(f"{_VLLM}.worker_extension_cls", vllm.get("worker_extension_cls"), reason, EXTENSION)
+        pipeline = size_of(config, "pipeline_model_parallel_size")
+        if pipeline > 1:
+            reason = "transfer plans do not support pipeline-parallel rollouts."
+            return Obstacle(f"{ROLLOUT}.pipeline_model_parallel_size", pipeline, reason, "1")
+        if found := disaggregated(config):
+            return found
+        for setting, value in self.quantisation_settings(config):
+            if (setting, value) != (_QUANTIZATION, "fp8"):
+                kind, reason = _compressed_kind(value)
+                if not kind or setting != _OVERRIDES:
+                    return Obstacle(setting, value, reason, "null")
+            if backend != "naive":
+                reason = "ranks quantise slices for the workers beside them alone."
+                return Obstacle(setting, value, reason, "null")
+            if family is not None and family not in FP8_FAMILIES:
+                known = ", ".join(sorted(FP8_FAMILIES))
+                reason = f"which weights of a {family} vLLM quantises is not known (known: {known})."
+                return Obstacle(setting, value, reason, "null")
+        placement = vllm.get("expert_placement_strategy") or "linear"
+        if placement != "linear":
+            reason = "transfer plans assume that experts are placed in linear order."
+            return Obstacle(f"{_VLLM}.expert_placement_strategy", placement, reason, "linear")
+        return unknown_family(self, family, "is not known here")
+
+    def check_settings(
+        self, config: Any, model: nn.Module | None, *, requested: str, ranks: int, device: str = "cpu"
+    ) -> None:
+        own: Any = None if model is None else model.config
+        check_graphs(config, own, device)
+        if own is not None:
+            _check_family(own, config, requested)
+        check_parallelism(config, ranks, None if own is None else own.get_text_config())
+        quantised = self.quantisation_settings(config)
+        if model is not None:
+            _check_ignored(dict(quantised).get(_OVERRIDES), model)
+        backend = config.get("backend") or "naive"
+        if quantised and backend != "naive":
+            setting, value = quantised[0]
+            rule = f"vLLM's quantising loader takes checkpoints' names, and {_BACKEND}={backend} carries others."
+            raise SettingError(setting, value, rule, f"{_BACKEND}=naive, or {setting}=null")
+
+    def check_mode(self, config: Any, mode: SyncMode, reason: str) -> None:
+        compressed = dict(self.quantisation_settings(config)).get(_OVERRIDES)
+        if mode == "full" and isinstance(compressed, Mapping) and compressed.get("quant_method") == _COMPRESSED:
+            why = _compressed_kind(compressed)[1] or reason or "its values and scales are sent in slices alone."
+            rule = f"vLLM quantises nothing for {_COMPRESSED}, and full tensors have no scales: {why}"
+            raise SettingError(_OVERRIDES, compressed, rule, f"{_QUANTIZATION}=fp8")
+
+    def longest_start(self, config: Any) -> Any:
+        """See ``Server``; ``max_model_len``, where 0 stands for the model's ``max_position_embeddings``, which verl
+        0.9.1 takes where the setting is null."""
+        own = _arguments(config).get("max_model_len")
+        return (config.get("max_model_len") if own is None else own) or 0
+
+    def check_rotations(self, kind: str, parameters: Mapping[str, Any], most: int, config: Any) -> int:
+        """See ``Server``. vLLM 0.24 to 0.29 chooses longrope's frequencies once, by its ``max_model_len``, and never
+        changes those of dynamic NTK."""
+        limit = self.longest_start(config)
+        if not isinstance(limit, int) or not 0 <= limit <= most:
+            rule = f"frequencies of {kind} depend on it, so it has to be a number, and vLLM has {most} positions."
+            raise SettingError(f"{_VLLM}.max_model_len", limit, rule, f"{_LENGTH}={most}, or less")
+        return limit or most
+
+    def lacking(self, adapters: Any) -> str:
+        return next((name for name in _LACKING if getattr(adapters, name)), "")
+
+    def adapts_experts_on(self, device: str) -> bool:
+        return device != "cpu"
+
+
+VLLM = _Vllm("vllm", "vLLM")
+
+
+def _compressed_kind(config: Any) -> tuple[Channels, str]:
+    """Return what a config of compressed-tensors has weights held in; where slices can't serve it, "" and the reason.
+
+    Args:
+        config: vLLM's ``quantization_config``.
+    """
+    if isinstance(config, str) and "_per_" in config:  # of vLLM's own
+        return "", "each worker quantises what it has fused and cut, in parameters that are in bfloat16 until then."
+    if not isinstance(config, Mapping) or config.get("quant_method") != _COMPRESSED:
+        return "", "vLLM quantises the weights and needs full tensors for that."
+    groups = list((config.get("config_groups") or {}).values())
+    if len(groups) != 1 or list(groups[0].get("targets") or ()) != ["Linear"]:
+        return "", "ranks quantise all linears in one way, so it needs one group, of targets [Linear]."
+    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations") or {}
+    if weights.get("strategy") == "tensor":
+        return "", "vLLM's workers quantise fused weights with one scale for each tensor anew, by their own largest."
+    kind = {"float": "fp8", "int": "int8"}.get(weights.get("type", "int"), "")
+    if weights.get("num_bits") != 8 or weights.get("strategy") != "channel" or not weights.get("symmetric", True):
+        return "", "ranks quantise to 8 bits with one scale for each row (strategy channel), around zero."
+    if not inputs.get("dynamic") or inputs.get("type", "int") != weights.get("type", "int"):
+        return "", "only a calibration has scales of inputs; ranks serve dynamic ones, of the weights' type."
+    if config.get("kv_cache_scheme"):
+        return "", "only a calibration has scales of the cache (kv_cache_scheme)."
+    return cast(Channels, kind), ""
+
+
+def _tower(vllm: Mapping[str, Any]) -> Tower:
+    limits = vllm.get("limit_mm_per_prompt") or {}
+    if vllm.get("language_model_only") or all(limits.get(kind) == 0 for kind in ("image", "video")):
+        return "none"
+    return "whole" if vllm.get("mm_encoder_tp_mode") == "data" else "sharded"
+
+
+def has_our_extension(config: Any) -> bool:
+    """Tell whether vLLM's workers run this package's extension, the only one that can load slices."""
+    return _arguments(config).get("worker_extension_cls") == EXTENSION
+
+
+def _overridden(config: Any) -> Mapping[str, Any]:
+    """Return what the user overrides of the model's config for vLLM, given as a mapping or as JSON."""
+    overrides = _arguments(config).get("hf_overrides") or {}
+    return json.loads(overrides) if isinstance(overrides, str) else overrides
+
+
+def _arguments(config: Any) -> Mapping[str, Any]:
+    return server_arguments(config, "vllm")
+
+
+def check_graphs(config: Any, model: Any, device: str) -> None:
+    """Check that CUDA graphs compute with the weights of the last sync.
+
+    Args:
+        model: the model's config; None skips the check.
+
+    Raises:
+        SettingError: the model has multi-head latent attention, whose matrices the installed vLLM puts elsewhere in
+            every sync.
+    """
+    latent = model is not None and getattr(model.get_text_config(), "kv_lora_rank", None)
+    if device != "cuda" or not latent or config.get("enforce_eager"):
+        return
+    if not versions.vllm_in(_KEEPS_LATENT_MATRICES):
+        rule = (
+            f"vllm {versions.installed('vllm')} allocates the matrices of latent attention anew in every weight sync, "
+            "and CUDA graphs go on with the old memory, so rollouts would be silently wrong."
+        )
+        setting = "actor_rollout_ref.rollout.enforce_eager"
+        raise SettingError(setting, False, rule, f"{setting}=True, or vllm{_KEEPS_LATENT_MATRICES}")
+
+
+def check_parallelism(config: Any, ranks: int, model: Any) -> None:
+    """Reject parallel sizes that vLLM would refuse after its start, or that no sync mode could serve.
+
+    Args:
+        ranks: number of trainer ranks, each of which feeds one vLLM worker; 0 where the workers are separate processes.
+        model: the model's text config; None skips the checks that need it.
+
+    Raises:
+        SettingError: names the first such setting and a value that works.
+    """
+    vllm, rollout = _arguments(config), VLLM.rollout_of(config)
+    pipeline = size_of(config, "pipeline_model_parallel_size")
+    for name, own, size in (
+        ("tensor_parallel_size", "tensor_model_parallel_size", rollout.tp),
+        ("data_parallel_size", "data_parallel_size", rollout.dp),
+        ("pipeline_parallel_size", "pipeline_model_parallel_size", pipeline),
+    ):
+        if size < 1:
+            raise SettingError(f"{ROLLOUT}.{own}", size, "has to be at least 1.", f"{ROLLOUT}.{own}=1")
+        given = vllm.get(name)
+        if given is not None and given != size:
+            rule = f"verl finds each rank's worker by {ROLLOUT}.{own}={size}, so another value feeds the wrong ones."
+            raise SettingError(f"{_VLLM}.{name}", given, rule, f"{ROLLOUT}.{own}={given}, and no {_VLLM}.{name}")
+    if vllm.get("enable_eplb"):
+        rule = (
+            "vLLM's loaders place experts in their start-up order while the router uses the rebalanced one, so after a "
+            "sync the weights would be silently wrong."
+        )
+        raise SettingError(f"{_VLLM}.enable_eplb", True, rule, f"{_VLLM}.enable_eplb=False")
+    experts = size_of(config, "expert_parallel_size")
+    if experts not in (1, rollout.workers):
+        rule = f"vLLM spreads experts over all {rollout.workers} workers of a replica (tensor x data parallel)."
+        setting = f"{ROLLOUT}.expert_parallel_size"
+        raise SettingError(setting, experts, rule, f"{setting}={rollout.workers}, or 1")
+    replica = rollout.workers * pipeline
+    if ranks % replica and not is_disaggregated(config):
+        rule = f"a replica of vLLM takes {replica} workers, and the {ranks} trainer ranks are not a multiple of that."
+        works = [tp for tp in divisors(ranks) if ranks % (rollout.dp * pipeline * tp) == 0]
+        others = f"{ROLLOUT}.data_parallel_size=1"
+        raise SettingError(_TP, rollout.tp, rule, f"{_TP} one of {works}" if works else others)
+    if model is not None:
+        check_sizes(rollout, model)
+
+
+def _check_family(config: Any, rollout: Any, requested: str) -> None:
+    """Check that the installed vLLM can serve the model's family, in this sync mode and on so many workers.
+
+    Raises:
+        SettingError: it can't, unless the user overrides the config that vLLM reads.
+    """
+    family, overrides = config.model_type, _overridden(rollout)
+    releases, rule, named = layout.NOT_SERVED.get(family, ("", "", ""))
+    if rule and named not in overrides and versions.vllm_in(releases):
+        raise SettingError("actor_rollout_ref.model", family, rule, "another family; SFT trains this one")
+    classes, known = overrides.get("architectures") or config.architectures, layout.CLASSES.get(family)
+    setting = f"{_VLLM}.hf_overrides.architectures"
+    if known and classes and known not in classes:
+        rule = f"vLLM can run this family as {known} alone, as published checkpoints call the class."
+        raise SettingError(setting, list(classes), rule, f"{setting}=[{known}]")
+    releases, known = layout.CLASS_OF_SLICES.get(family, ("", ""))
+    if known and classes and known not in classes and requested != "full" and versions.vllm_in(releases):
+        rule = "for this name the installed vLLM has a class of its own, whose layout is not known here."
+        raise SettingError(setting, list(classes), rule, f"{setting}=[{known}], or engine.rollout_sync=full")
+    releases, rule = layout.WHOLE.get(family, ("", ""))
+    tp = VLLM.rollout_of(rollout).tp
+    if rule and tp > 1 and versions.vllm_in(releases):
+        raise SettingError(_TP, tp, rule, f"{_TP}=1")
+
+
+def _check_ignored(quantization: Any, model: nn.Module) -> None:
+    """Check that layers which vLLM is not to quantise are there; it takes any names, and quantises what they miss.
+
+    Raises:
+        SettingError: for the first that is not.
+    """
+    modules = dict(model.named_modules())
+    for key in _IGNORED if isinstance(quantization, Mapping) else ():
+        for name in quantization.get(key) or ():
+            parent, _, own = name.rpartition(".")
+            if name.startswith("re:") or name in modules or (parent in modules and own in _FUSED):
+                continue
+            rule = f"{type(model).__name__} has no such layer, so that vLLM would quantise the one that was meant."
+            near = close_matches(name, [*modules, *(f"{layer}.{own}" for layer in modules for own in _FUSED)], most=1)
+            raise SettingError(f"{_OVERRIDES}.{key}", name, rule, f"one like {near}" if near else "leave it out")

@@ -346,7 +346,7 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
 
 
 def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
-    """Return the fewest parts in which no rank sends or receives more than ``limit`` bytes of a bundle.
+    """Return the fewest parts in which no rank moves more than ``limit`` bytes of a bundle, or the fewest that it can.
 
     Raises:
         RoundTooSmallError: there are none, and it has to fit.
@@ -358,11 +358,14 @@ def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
         return max(nothing.plus(bundle, part, parts).most for part in tried)
 
     parts = min(bundle.max_parts, max(1, -(-most(1) // limit)))
-    while (needed := most(parts)) > limit and parts < bundle.max_parts:
+    needed, best = most(parts), parts
+    while needed > limit and parts < bundle.max_parts:
         parts = min(bundle.max_parts, parts + max(1, parts // 8))
+        if (less := most(parts)) < needed:
+            needed, best = less, parts
     if needed > limit and must_fit:
         name, shape = next((p.name, p.shape) for parameters in bundle.by_kind for p in parameters)
         raise RoundTooSmallError(
             f"{'one row' if bundle.max_parts > 1 else 'all'} of {name} {list(shape)}", needed, limit
         )
-    return parts
+    return best

@@ -13,8 +13,7 @@ from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.plan.transfer_plan import RoundTooSmallError, Targets, make_transfer_plan
 from epfsdp2.rollout.servers import target_slices
-from tests.support.rollout.emulated import Emulated, expected_parameters
-from tests.support.rollout.plans import problems
+from tests.support.rollout.plans import Emulated, expected_parameters, problems
 from tests.support.rollout.verify import expected_tensors
 
 

@@ -135,12 +135,11 @@ class RolloutSync:
         waiting: dict[str, torch.Tensor] = {}
         named = hf_names.as_singles if as_checkpoint else self._server.named
         with contextlib.closing(self.gathered(traffic or Traffic(), adapters)) as tensors:
-            for name, first, step, values in tensors:
+            for name, _, first, step, values in tensors:
                 if step == 1:
                     yield from named(self.model, [(name, values)], waiting)
                     continue
-                for i, expert in enumerate(values):
-                    yield from hf_names.experts_from(self.model, name, expert[None], first + i * step)
+                yield from hf_names.experts_from(self.model, name, values, first, step)
 
     def adapters(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield every adapter in full, under names that vLLM's adapter loader takes; collective."""
@@ -150,7 +149,7 @@ class RolloutSync:
             self._adapter_names = RolloutNames(self.model, lora, self._server.stacked_adapters)
         halves: dict[str, torch.Tensor] = {}
         with contextlib.closing(self.gathered(traffic, "alone")) as tensors:
-            for name, _, _, values in tensors:
+            for name, *_, values in tensors:
                 weight = name.removesuffix(A).removesuffix(B)
                 halves[name] = values
                 if weight + A in halves and weight + B in halves:
@@ -234,7 +233,7 @@ class RolloutSync:
 
             targets = Targets.colocated(self.meshes.topology, 1)
             self._exchanges[of_adapters] = self._exchange(
-                specs, targets, _whole, 0, self.dtypes.__getitem__, limit, may_split, must_fit=False
+                specs, targets, _whole, 0, self.dtypes.__getitem__, limit, may_split, by_name=True
             )
         return self._exchanges[of_adapters]
 
@@ -247,11 +246,11 @@ class RolloutSync:
         dtypes: Callable[[str], torch.dtype],
         limit: int,
         may_split: Callable[[str], bool] = lambda name: True,
-        must_fit: bool = True,
+        by_name: bool = False,
     ) -> Exchange:
         topology, is_gather = self.meshes.topology, max(targets.kinds) == 0
         plan = make_transfer_plan(
-            specs, self.layers, topology, targets, slices_of, limit, may_split, is_gather, must_fit
+            specs, self.layers, topology, targets, slices_of, limit, may_split, is_gather, by_name
         )
         replica, rank = divmod(dist.get_rank(), topology.fsdp)
         return Exchange(
@@ -343,10 +342,10 @@ class RolloutWeights:
         return self._parameters()
 
     def _parameters(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        values = self.sync.values(self.adapters, self._rollout)
-        with contextlib.closing(self._exchange.run(values, self.traffic)) as parameters:
-            for parameter, first, step, rows in parameters:
-                yield slice_name(parameter, first, step), rows
+        held = self.sync.values(self.adapters, self._rollout)
+        with contextlib.closing(self._exchange.run(held, self.traffic)) as parameters:
+            for parameter, axis, first, step, values in parameters:
+                yield slice_name(parameter, axis, first, step), values
 
     @property
     def _exchange(self) -> Exchange:

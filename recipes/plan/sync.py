@@ -166,7 +166,7 @@ def _row(
         slices_of,
         limit,
         is_gather=workers == 1 and not separate,
-        must_fit=mode != "full",
+        by_name=mode == "full",
     )
     kinds, node = list(targets.kinds), options.gpus_per_node
     nodes = np.arange(topology.world) // node, (np.arange(len(kinds)) + (topology.world if separate else 0)) // node

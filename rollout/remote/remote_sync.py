@@ -206,8 +206,8 @@ class Receiver(_Endpoint):
                 yield from self._full(traffic)
                 return
             with contextlib.closing(self._exchange(layout, requests).run(None, traffic)) as parameters:
-                for parameter, first, step, values in parameters:
-                    yield slice_name(parameter, first, step), values
+                for parameter, axis, first, step, values in parameters:
+                    yield slice_name(parameter, axis, first, step), values
 
     def adapters(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the adapters of a sync; collective as ``tensors``."""

@@ -30,12 +30,13 @@ Values = Callable[[str], torch.Tensor]
 
 
 class Received(NamedTuple):
-    """Rows ``first``, ``first + step``, ... of a worker's parameter, in the parameter's layout.
+    """Indices ``first``, ``first + step``, ... along an axis of a worker's parameter, in the parameter's layout.
 
     They are valid until the next ones are requested.
     """
 
     parameter: str
+    axis: int
     first: int
     step: int
     values: torch.Tensor
@@ -210,7 +211,9 @@ class Exchange:
     def _arrivals(self, prefix: str, route: _Route, out: torch.Tensor) -> Iterator[Received]:
         for arrival, elements in zip(route.arrivals, route.elements, strict=True):
             name = self._names(prefix, arrival)[arrival.number]
-            yield Received(name, arrival.part, arrival.parts, self._assembled(prefix, arrival, elements, route, out))
+            yield Received(
+                name, arrival.axis, arrival.part, arrival.parts, self._assembled(prefix, arrival, elements, route, out)
+            )
 
     def _assembled(
         self, prefix: str, arrival: Arrival, elements: Sequence[torch.Tensor], route: _Route, out: torch.Tensor
@@ -238,7 +241,7 @@ class Exchange:
         for part, values in parts:
             into = [slice(low, high) for low, high in zip(part.at, part.end, strict=True)]
             if arrival.parts > 1:
-                into[0] = slice(None)
+                into[arrival.axis] = slice(None)
             target = whole[tuple(into)]
             target.copy_(_in_form(values, part, self._head_dim).reshape(target.shape))
         return whole

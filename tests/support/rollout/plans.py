@@ -153,5 +153,6 @@ class Emulated:
             made_with = next(layer for layer, index in self.plan.layers if index == template)
             name = prefix + parameter.name.removeprefix(made_with)
             into = self.parameters[worker].setdefault(name, torch.full(parameter.shape, torch.nan, dtype=dtype))
-            assert into[arrival.part :: arrival.parts].isnan().all(), f"rows of {name} came twice"
-            into[arrival.part :: arrival.parts] = values.view(arrival.shape)
+            into = into.movedim(arrival.axis, 0)[arrival.part :: arrival.parts].movedim(0, arrival.axis)
+            assert into.isnan().all(), f"a part of {name} came twice"
+            into.copy_(values.view(arrival.shape))

@@ -34,7 +34,7 @@ def test_plan_sync_prints_the_bytes_of_each_mode(qwen3_30b, capsys):
     rows = _rows(text)
     assert "61.06 GB in bf16, 531 tensors; trainer 1 x 2 x 8" in text
     assert rows["full"][:4] == ["61.06", "3.82", "57.25", "30.53"]
-    assert rows.keys() == {"mode", "full", "sliced"}
+    assert rows.keys() == {"full", "sliced"}
     assert rows["sliced"][:4] == ["7.68", "3.77", "4.05", "3.99"]
     assert rows["sliced"][-1] == "0.09"
 

@@ -330,7 +330,8 @@ class EngineSettings:
         False,
         _ROUNDED,
         "Compute with weights rounded as a rollout in FP8 (rollout.quantization=fp8) or compressed-tensors is sent "
-        "them: true, all that it quantises; experts, theirs. What is trained stays as it is. Of actor and reference policy",
+        "them: true, all that it quantises; experts, theirs. What is trained stays as it is. Of actor and reference "
+        "policy",
     )
     rollout_sync_verify: int = setting(
         2,

@@ -211,9 +211,8 @@ class Exchange:
     def _arrivals(self, prefix: str, route: _Route, out: torch.Tensor) -> Iterator[Received]:
         for arrival, elements in zip(route.arrivals, route.elements, strict=True):
             name = self._names(prefix, arrival)[arrival.number]
-            yield Received(
-                name, arrival.axis, arrival.part, arrival.parts, self._assembled(prefix, arrival, elements, route, out)
-            )
+            values = self._assembled(prefix, arrival, elements, route, out)
+            yield Received(name, arrival.axis, arrival.part, arrival.parts, values)
 
     def _assembled(
         self, prefix: str, arrival: Arrival, elements: Sequence[torch.Tensor], route: _Route, out: torch.Tensor

@@ -39,7 +39,7 @@ class _Vllm(Server):
     install_hint = "pip install 'epfsdp2[gpu]', or on a machine without a GPU 'epfsdp2[cpu]'"
     quantised: Mapping[str, re.Pattern[str]] = FP8_FAMILIES
     stacked_adapters = ADAPTED_AS_STACKS
-    # (0.27, lora/peft_helper.py); it scales all of an adapter by one factor.
+    # 0.27, lora/peft_helper.py: one factor scales all of an adapter.
     lacking = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
     no_expert_adapters = ("cpu",)
     serves_adapters = shares_memory = is_as_fast_in_full = True

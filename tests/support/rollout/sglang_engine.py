@@ -1,6 +1,6 @@
 """A real SGLang engine in a process of its own: is updated by slices, and says what its workers then hold.
 
-    python -m tests.support.rollout.sglang_engine [--tp TP] [--ep] [--mode MODE] [--dtype DTYPE] [--generates] FOLDER...
+    python -m tests.support.rollout.sglang_engine [--tp TP] [--ep] [--dtype DTYPE] [--generates] FOLDER...
 
 starts an engine on the first folder's model, updates it by slices of each other folder's, and prints a JSON list of
 what its workers hold, and with ``--generates`` say, after each; with one folder, of that after their start. Then, where
@@ -46,7 +46,7 @@ class _Engine:
 
         cpu_shim.install()
         self.rollout = Rollout(asked.tp, expert_parallel=asked.ep, server="sglang")
-        self.folder, self.mode, self.generates = Path(tempfile.gettempdir()), asked.mode, asked.generates
+        self.folder, self.generates = Path(tempfile.gettempdir()), asked.generates
         self.is_first = True
         os.environ[_DIGESTS] = str(self.folder)
         self.engine = Engine(
@@ -81,7 +81,6 @@ class _Engine:
         Args:
             change: what to do with a worker's slices before they are sent.
         """
-        from epfsdp2.engine.model import hf_names
         from epfsdp2.engine.topology.dtensor import checkpoint_tensors
         from epfsdp2.engine.topology.index_ranges import IndexRange
         from epfsdp2.rollout.layout.slice_names import named_values
@@ -99,13 +98,8 @@ class _Engine:
 
         def slices(worker: int):
             for spec in specs:
-                values, kept = tensors[spec.name], target_slices(spec, self.rollout, worker, heads, self.mode)
-                if self.mode == "sliced":
-                    yield from named_values(IndexRange.of(spec.shape), values, kept)
-                    continue
-                for part in kept:
-                    first = part.block.low[0] if part.block.low else 0
-                    yield from hf_names.experts_from(model, spec.name, values[part.block.slices], first)
+                kept = target_slices(spec, self.rollout, worker, heads)
+                yield from named_values(IndexRange.of(spec.shape), tensors[spec.name], kept)
 
         streams = []
         for worker in workers:
@@ -178,7 +172,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true", help="whole experts, spread over the workers")
-    parser.add_argument("--mode", default="sliced")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--generates", action="store_true")
     parser.add_argument("folders", nargs="+")

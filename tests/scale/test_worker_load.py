@@ -1,6 +1,6 @@
 """What a vLLM worker does for a sync of all its parameters, in models of advertised size with tiny widths.
 
-The modules are plain ones with the names of Qwen3-MoE; what reloads them is vLLM's. Nothing may grow faster than layers.
+Plain modules with the names of Qwen3-MoE are reloaded by vLLM's own functions. Nothing may grow faster than the layers.
 """
 
 import sys

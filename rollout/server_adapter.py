@@ -109,19 +109,20 @@ class WatchedUpdates:
         """Have the worker receive and load one stage, and send it."""
         kwargs["use_shm"] = self.use_shm
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
+        tensors: Any = weights
         if selected is not None:
             await self._check_layout(selected)
-            weights = selected.tensors()
+            tensors = selected.tensors()
             if has_our_extension(self.config) and selected.has_checksums:
                 kwargs["verify"] = True
-                weights = with_checksums(weights)
+                tensors = with_checksums(tensors)
             if getattr(selected, "is_quantised_here", False):  # adapters never are
                 kwargs["is_quantised"] = True
         if has_our_extension(self.config):  # verl's extension has no such argument
             kwargs["sync_timeout_seconds"] = _timeout_seconds
         future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)
         transfer = await send_weights(
-            weights,
+            tensors,
             zmq_handle=self.zmq_handle,
             bucket_megabytes=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,

@@ -47,7 +47,8 @@ def _class() -> type:
             try:
                 self._init_socket()
                 self._init_buffer()
-                entries, at = {}, 0
+                entries: dict[str, dict[str, Any]] = {}
+                at = 0
                 async for name, tensor in weights:
                     at = -(-at // tensor.element_size()) * tensor.element_size()
                     if entries and at + tensor.nbytes > self.bucket_size:
@@ -64,7 +65,7 @@ def _class() -> type:
                 self._send(entries, is_last=True)
             finally:
                 # The bucket's memory goes back to the device if nothing views it any more: vLLM may need it.
-                into = tensor = None
+                into = tensor = None  # type: ignore[assignment]
                 self._cleanup()
 
         def _send(self, entries: dict[str, dict[str, Any]], is_last: bool) -> None:

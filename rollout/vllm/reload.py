@@ -115,9 +115,9 @@ class Reload:
         """
         parameter, first, step = parse_slice(name)
         rows = rows_of(values, first, step)
-        if (shape := self._buffer_shapes.get(parameter)) is not None:
+        if parameter in self._buffer_shapes:
             if parameter not in self._buffer_units:
-                self._buffer_units[parameter] = values.new_empty(shape)
+                self._buffer_units[parameter] = values.new_empty(self._buffer_shapes[parameter])
             self._buffer_units[parameter][rows].copy_(values)
             return
         if not self._owners:

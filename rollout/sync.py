@@ -221,8 +221,9 @@ class RolloutSync:
     def _full_exchange(self, of_adapters: bool) -> Exchange:
         """Return the exchange that brings every rank the whole of each tensor."""
         if of_adapters not in self._exchanges:
-            # Beside its buffers there is a tensor in memory of its own, and a copy of it in a checkpoint's layout.
-            limit = self.settings.memory_bytes // (ROUND_BUFFERS + 2)
+            # Beside its buffers there is a tensor in memory of its own, and a copy of it in a checkpoint's layout. What
+            # it sends and its own values are parts of what it receives, and one buffer together.
+            limit = self.settings.memory_bytes // (ROUND_BUFFERS + 1)
             found = adapter_weights(self.model) if of_adapters else ()
             specs = [TensorSpec(n, tuple(p.shape), self.dtypes[n].itemsize, shard_steps(p)) for n, p in found]
             specs = specs if of_adapters else self.tensor_specs()
@@ -309,6 +310,26 @@ class RolloutWeights:
         """Yield what the worker loads one after the other, each with further arguments of vLLM's worker: only this."""
         yield self.for_rollout(config, worker), {}
 
+    def for_worker(self, mode: SyncMode, rollout: Rollout, worker: int, is_quantised: bool = False) -> "RolloutWeights":
+        """Send this to a worker, whichever mode the settings name; see ``for_rollout``.
+
+        Args:
+            is_quantised: whether the rollout quantises the weights that it receives in full.
+        """
+        if self.adapters == "left out":
+            self.sync.base.record()
+        if self.adapters != "alone":
+            self.mode, self._rollout, self._worker = mode, rollout, worker
+        self._number = self.sync.next_number()
+        # verl's own loader quantises full tensors, and accepts neither stacks of experts nor checksums.
+        self._as_checkpoint = is_quantised and self.mode == "full"
+        is_verified = has_checksums(self._number, self.sync.settings.verify_syncs)
+        self.has_checksums = is_verified and not self._as_checkpoint
+        self.is_quantised_here = rollout.is_quantised and self.mode == "sliced"
+        if self.adapters == "alone":
+            self.sync.base.check(self.has_checksums)
+        return self
+
     def for_rollout(self, config: Any, worker: int) -> "RolloutWeights":
         """Choose what is sent to the worker with this index in its replica.
 
@@ -319,19 +340,8 @@ class RolloutWeights:
             SettingError: the rollout does not support the mode that ``engine.rollout_sync`` names.
             BaseChangedError: adapters are sent alone, and the weights are no longer those that the rollout has.
         """
-        if self.adapters == "left out":
-            self.sync.base.record()
-        if self.adapters != "alone":
-            self.mode, self._rollout, self._worker = self.sync.choose_mode(config), rollout_of(config), worker
-        self._number = self.sync.next_number()
-        # Full tensors are quantised by verl's own loader, which accepts neither stacks of experts nor checksums.
-        self._as_checkpoint = self.mode == "full" and bool(quantisation_settings(config))
-        is_verified = has_checksums(self._number, self.sync.settings.verify_syncs)
-        self.has_checksums = is_verified and not self._as_checkpoint
-        self.is_quantised_here = self._rollout.is_quantised and self.mode == "sliced"
-        if self.adapters == "alone":
-            self.sync.base.check(self.has_checksums)
-        return self
+        mode = self.sync.choose_mode(config) if self.adapters != "alone" else "full"
+        return self.for_worker(mode, rollout_of(config), worker, bool(quantisation_settings(config)))
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the tensors or parameters under names that the worker accepts; collective."""
@@ -345,7 +355,7 @@ class RolloutWeights:
         held = self.sync.values(self.adapters, self._rollout)
         with contextlib.closing(self._exchange.run(held, self.traffic)) as parameters:
             for parameter, axis, first, step, values in parameters:
-                yield slice_name(parameter, axis, first, step), values
+                yield slice_name(parameter, first, step, axis), values
 
     @property
     def _exchange(self) -> Exchange:

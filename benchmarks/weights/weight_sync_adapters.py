@@ -67,7 +67,7 @@ def ranks(tp: int, handles: list[str], folder: Path, turns: int, megabytes: int,
         dist.barrier()
         began.append(time.monotonic())
         sending = send_weights(
-            weights.tensors,
+            weights.tensors(),
             zmq_handle=handles[rank],
             bucket_megabytes=megabytes,
             use_shm=True,

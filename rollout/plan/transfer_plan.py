@@ -35,8 +35,8 @@ __all__ = [
     "round_bytes",
 ]
 
-# What a rank sends, what it receives, its worker's parameters, and its own values with the positions of all these.
-ROUND_BUFFERS = 4
+# What a rank sends, what it receives, its worker's parameters, its own values, and the positions of all these.
+ROUND_BUFFERS = 5
 # Messages are multiples of the run of a round's bundles, which is not made shorter than this by one more bundle.
 _LONG_RUN = 512
 _TRIED_PARTS = 32
@@ -336,7 +336,8 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
     long: list[Share] = []
     short: list[Bundle] = []
     load, run = nothing, 0
-    whole = [bundle for bundle in bundles if bundle.is_short and nothing.plus_short(bundle).most <= limit]
+    # What is sent whole can't be divided, and has positions of its elements beside it.
+    whole = [bundle for bundle in bundles if bundle.is_short and nothing.plus_short(bundle).most <= limit // 16]
     for bundle in (b for b in bundles if b not in whole):
         parts = _parts(bundle, nothing, limit, must_fit)
         own = Share(bundle, 0, parts).run[0]

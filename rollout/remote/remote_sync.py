@@ -207,7 +207,7 @@ class Receiver(_Endpoint):
                 return
             with contextlib.closing(self._exchange(layout, requests).run(None, traffic)) as parameters:
                 for parameter, axis, first, step, values in parameters:
-                    yield slice_name(parameter, axis, first, step), values
+                    yield slice_name(parameter, first, step, axis), values
 
     def adapters(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the adapters of a sync; collective as ``tensors``."""

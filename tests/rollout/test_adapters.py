@@ -76,7 +76,7 @@ def _send(folder, targets, adapters, handles, mode, tp):
         nonlocal counted
         counted = 0
         sending = send_weights(
-            lambda receive_buffers: with_checksums(counting(weights.tensors(receive_buffers))),
+            with_checksums(counting(weights.tensors())),
             zmq_handle=handles[rank],
             bucket_megabytes=1,
             use_shm=True,

@@ -134,7 +134,7 @@ def test_send_weights_without_memory_for_a_bucket_takes_part_in_the_exchange(han
     """Other ranks wait for its part: a generator that has not begun would do nothing when it is closed."""
     done = []
 
-    def exchange(receive_buffers):
+    def exchange():
         try:
             done.append("begun")
             yield "a", torch.ones(2)
@@ -150,7 +150,7 @@ def test_send_weights_without_memory_for_a_bucket_takes_part_in_the_exchange(han
 
     monkeypatch.setattr(server_adapter, "new_sender", Fails)
     with pytest.raises(WeightSyncError, match="after 0 tensors .*no space left"):
-        send(handle, exchange)
+        send(handle, exchange())
     assert done == ["begun", "ended"]
 
 
@@ -206,7 +206,7 @@ class FakeWorkerWeights:
     def __init__(self, mode: str = "sliced", has_checksums: bool = True):
         self.mode, self.has_checksums, self.transfer, self.failures = mode, has_checksums, None, []
 
-    def tensors(self, receive_buffers=None):
+    def tensors(self):
         yield "a", torch.ones(2)
 
     def planned_layouts(self):
@@ -256,7 +256,7 @@ def test_adapter_loads_the_stages_of_a_sync_one_after_the_other(handle, monkeypa
     adapter, loaded = Adapter(handle, EXTENSION), []
 
     async def sends(source, **kwargs):
-        loaded.append([name for name, _ in source(None)])
+        loaded.append([name for name, _ in source])
 
     class Staged:
         def stages(self, config, worker):

@@ -55,10 +55,10 @@ def _fail_in_the_trainer() -> None:
 
     stock, syncs = sync.WorkerWeights.tensors, 0
 
-    def failing(worker_weights, receive_buffers=None):
+    def failing(worker_weights):
         nonlocal syncs
         syncs += 1
-        weights = stock(worker_weights, receive_buffers)
+        weights = stock(worker_weights)
         return _raising(weights) if syncs == 2 and os.environ["RANK"] == "1" else weights
 
     def _raising(weights):

@@ -39,7 +39,7 @@ def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> No
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("sliced", 5 << 18))
         weights = sync.worker_weights("sliced", rollout, rank)
         sending = send_weights(
-            lambda receive_buffers, weights=weights: with_checksums(weights.tensors(receive_buffers)),
+            with_checksums(weights.tensors()),
             zmq_handle=handles[rank],
             bucket_megabytes=2,
             use_shm=True,

@@ -75,36 +75,33 @@ class _Engine:
             found.append([entry[:2] for entry in answer["meta_info"]["output_token_logprobs"]])
         return found
 
-    def update(self, model: Any, change: Any = lambda slices: slices) -> list[str]:
-        """Send each worker the slices that it keeps of a model; return the workers' answers.
+    def update(self, model: Any, change: Any = lambda units: units) -> list[str]:
+        """Send each worker its parameters of a model; return the workers' answers.
 
         Args:
-            change: what to do with a worker's slices before they are sent.
+            change: what to do with a worker's units before they are sent.
         """
         from epfsdp2.engine.topology.dtensor import checkpoint_tensors
-        from epfsdp2.engine.topology.index_ranges import IndexRange
-        from epfsdp2.rollout.layout.slice_names import named_values
         from epfsdp2.rollout.layout.specs import Heads, TensorSpec
-        from epfsdp2.rollout.servers import planned_layouts, target_slices
+        from epfsdp2.rollout.servers import planned_layouts
         from epfsdp2.rollout.sglang.adapter import shared_memory
         from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, Header, answer_of, fill
         from epfsdp2.rollout.sglang.server import SGLANG_LOADER
         from epfsdp2.rollout.transport.checksums import with_checksums
+        from tests.support.rollout.units import worker_units
 
         heads, workers = Heads.of(model.config), range(self.rollout.workers)
         tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
         specs = [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in tensors.items()]
         layouts = planned_layouts(specs, self.rollout, heads)
 
-        def slices(worker: int):
-            for spec in specs:
-                kept = target_slices(spec, self.rollout, worker, heads)
-                yield from named_values(IndexRange.of(spec.shape), tensors[spec.name], kept)
+        def units(worker: int):
+            yield from worker_units(tensors, self.rollout, worker, heads)
 
         streams = []
         for worker in workers:
             memory = [shared_memory(ANSWER_BYTES + (1 << 16)) for _ in range(2)]
-            streams.append(list(_copied(fill(with_checksums(change(slices(worker))), memory, shared_memory))))
+            streams.append(list(_copied(fill(with_checksums(change(units(worker))), memory, shared_memory))))
             streams[-1][0][0].layouts, streams[-1][0][0].verify = layouts if self.is_first else None, True
         self.is_first = False
         answers = [""] * len(workers)

@@ -61,7 +61,7 @@ def ranks(tp: int, handles: list[str], folder: Path, turns: int, megabytes: int,
     )
     dtypes = compute_dtypes(model, ShardingOptions(**options))
     sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("auto", megabytes << 20))
-    base = sync.worker_weights("sliced", Rollout(tp), rank % tp, adapters="left out")
+    base = sync.weights("left out").for_worker("sliced", Rollout(tp), rank % tp)
     began, sent = [], []
     for weights in (base, *(sync.adapters() for _ in range(turns))):
         dist.barrier()

@@ -86,7 +86,7 @@ def _send(folder, targets, adapters, handles, mode, tp):
         asyncio.run(sending)
 
     lora.initialize(model, 0, _drawn(model, 1))  # what must not reach the base
-    send(sync.worker_weights(mode, Rollout(tp, 1, False), rank, adapters="left out"))
+    send(sync.weights("left out").for_worker(mode, Rollout(tp, 1, False), rank))
     for seed, out in zip(SEEDS, adapters, strict=True):
         read = _drawn(model, seed)
         lora.initialize(model, 0, read)
@@ -255,7 +255,7 @@ def _send_adapters(folder, handle):
     lora_of(model).initialize(model, 0)
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", 1 << 20))
     sending = send_weights(
-        sync.adapters().tensors(),
+        sync.weights("alone").tensors(),
         zmq_handle=handle,
         bucket_megabytes=1,
         use_shm=True,

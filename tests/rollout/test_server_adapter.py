@@ -14,7 +14,6 @@ import pytest
 import torch
 import zmq
 
-from epfsdp2.rollout.sync import RolloutWeights
 from epfsdp2.rollout.vllm import adapter as server_adapter
 from epfsdp2.rollout.vllm.adapter import WatchedUpdates, WeightSyncError, send_weights
 from epfsdp2.rollout.vllm.server import EXTENSION
@@ -223,11 +222,7 @@ class FakeWorkerWeights:
 
 
 def sync(adapter, weights):
-    engine = SimpleNamespace(
-        choose_mode=lambda config: weights.mode,
-        worker_weights=lambda mode, rollout, worker, is_quantised, adapters: weights,
-    )
-    asyncio.run(adapter.update_weights(RolloutWeights(engine)))
+    asyncio.run(adapter.update_weights(SimpleNamespace(for_rollout=lambda config, worker: weights)))
 
 
 def test_adapter_checks_layouts_before_the_first_sync_and_prints_reports(handle, monkeypatch, capsys):

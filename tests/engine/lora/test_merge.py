@@ -89,7 +89,7 @@ def _sent(sync, stream):
     if stream == "delta":
         return {name: values.clone() for name, values, _ in ShardExport(sync.model, sync.meshes).shards()}
     mode, rollout = STREAMS[stream]
-    weights = sync.worker_weights(mode, rollout, dist.get_rank() % rollout.workers)
+    weights = sync.weights().for_worker(mode, rollout, dist.get_rank() % rollout.workers)
     return {name: torch.empty_like(values).copy_(values).float() for name, values in weights.tensors()}
 
 

@@ -176,7 +176,7 @@ def _cast_slices(folder):
 
     def slices(dtypes):
         sync = RolloutSync(model, meshes, layers, dtypes, SyncSettings("auto", ROOMY))
-        tensors = sync.worker_weights("sliced", Rollout(2), rank % 2).tensors()
+        tensors = sync.weights().for_worker("sliced", Rollout(2), rank % 2).tensors()
         # As the transport does: a tensor is the sender's until the next is asked for.
         kinds, found = {}, {}
         for name, tensor in tensors:

@@ -59,7 +59,7 @@ def _sent(folder, cases):
     for *mesh, rollout in cases:
         sync, weights, sent = check_slices_of_the_whole(folder, tuple(mesh), rollout, _of_vllm)
         assert any(parameter.endswith("w13_weight_scale_inv") for parameter in sent)
-        plain = sync.worker_weights("sliced", replace(rollout, block=0), dist.get_rank() % rollout.workers)
+        plain = sync.weights().for_worker("sliced", replace(rollout, block=0), dist.get_rank() % rollout.workers)
         elements = sum(values.numel() for _, values in plain.tensors())
         scales = sum(v.numel() for name, parts in sent.items() if name.endswith("_scale_inv") for _, v in parts)
         assert elements == sum(v.numel() for parts in sent.values() for _, v in parts) - scales

@@ -11,8 +11,7 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.slice_names import parse_slice
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.servers import is_quantised, slices_of_scales, target_slices
-from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from epfsdp2.rollout.worker_weights import WorkerWeights
+from epfsdp2.rollout.sync import RolloutSync, RolloutWeights, SyncSettings
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import reference_model
 
@@ -27,7 +26,7 @@ class Sent(NamedTuple):
     """What a sync sent to the worker of this rank."""
 
     sync: RolloutSync
-    weights: WorkerWeights
+    weights: RolloutWeights
     pieces: Pieces
 
 
@@ -46,7 +45,7 @@ def check_slices_of_the_whole(folder: Path, mesh: tuple[int, int], rollout: Roll
     dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
     sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 21))
     worker = dist.get_rank() % rollout.workers
-    weights = sync.worker_weights("sliced", rollout, worker, is_quantised=True)
+    weights = sync.weights().for_worker("sliced", rollout, worker, is_quantised=True)
     assert weights.is_quantised_here
     sent: Pieces = {}
     for name, values in weights.tensors():

@@ -21,7 +21,7 @@ from tests.rollout.families import DENSE, FAMILIES, config_of, known, model_on_m
 from tests.rollout.served_families import SERVED
 from tests.support.ranks import run_ranks
 from tests.support.rollout.loader_trace import LoaderTracer, View, differing_layouts, merge_slices
-from tests.support.rollout.vllm_segments import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
+from tests.support.rollout.vllm_engine import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",

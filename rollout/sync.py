@@ -222,8 +222,9 @@ class RolloutSync:
     def _full_exchange(self, of_adapters: bool) -> Exchange:
         """Return the exchange that brings every rank the whole of each tensor."""
         if of_adapters not in self._exchanges:
-            # Beside its buffers there is a tensor in memory of its own, and a copy of it in a checkpoint's layout.
-            limit = self.settings.memory_bytes // (ROUND_BUFFERS + 2)
+            # Beside its buffers there is a tensor in memory of its own, and a copy of it in a checkpoint's layout. What
+            # it sends and its own values are parts of what it receives, and one buffer together.
+            limit = self.settings.memory_bytes // (ROUND_BUFFERS + 1)
             found = adapter_weights(self.model) if of_adapters else ()
             specs = [TensorSpec(n, tuple(p.shape), self.dtypes[n].itemsize, shard_steps(p)) for n, p in found]
             specs = specs if of_adapters else self.tensor_specs()

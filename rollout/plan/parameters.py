@@ -14,12 +14,12 @@ import numpy as np
 from ..layout.specs import TargetSlice, TensorSpec
 from .senders import Ints, Senders
 
-__all__ = ["ALIGNMENT", "Bundle", "Parameter", "Region", "bundles_of"]
+__all__ = ["ALIGNMENT", "Bundle", "LARGEST_SHORT", "Parameter", "Region", "bundles_of"]
 
 # A tensor that is contiguous for fewer bytes than this in some message is sent whole, to all workers.
 _SHORTEST_RUN = 64
-# Larger tensors are sent in pieces however short these are.
-_LARGEST_SHORT = 4 << 20
+LARGEST_SHORT = 4 << 20
+"""Bytes of tensors that are sent in pieces however short these are."""
 ALIGNMENT = 16
 """Bytes of which offsets in buffers are multiples, so that they can be viewed as any dtype."""
 
@@ -87,6 +87,7 @@ class Bundle:
         by_kind: the parameters of each kind of worker.
         specs, senders: of all tensors of the group.
         may_split: whether it may be sent in parts.
+        largest_short: the most bytes of tensors that are sent whole.
     """
 
     tensors: tuple[int, ...]
@@ -94,6 +95,7 @@ class Bundle:
     specs: Sequence[TensorSpec]
     senders: Sequence[Senders]
     may_split: bool
+    largest_short: int
 
     @cached_property
     def max_parts(self) -> int:
@@ -119,7 +121,7 @@ class Bundle:
     @property
     def is_short(self) -> bool:
         """Whether its tensors are sent whole."""
-        return self.run[0] < _SHORTEST_RUN and sum(self.specs[i].nbytes for i in self.tensors) <= _LARGEST_SHORT
+        return self.run[0] < _SHORTEST_RUN and sum(self.specs[i].nbytes for i in self.tensors) <= self.largest_short
 
     def _run(self, first: int) -> tuple[int, dict[int, tuple[int, int]]]:
         found, dims = 0, {}
@@ -182,12 +184,14 @@ def bundles_of(
     senders: Sequence[Senders],
     slices: Sequence[Sequence[Sequence[TargetSlice]]],
     may_split: Callable[[int], bool],
+    largest_short: int,
 ) -> list[Bundle]:
     """Find the bundles of a group of tensors, in the order of their first tensors.
 
     Args:
         slices: by kind of worker and tensor, what it keeps.
         may_split: tells whether a tensor may be sent in parts.
+        largest_short: see ``Bundle``.
     """
     first_of: dict[str, int] = {}
     bundle = list(range(len(specs)))  # by tensor, the number of its bundle's first one
@@ -201,7 +205,7 @@ def bundles_of(
         tensors = tuple(i for i, other in enumerate(bundle) if other == number)
         by_kind = tuple(_parameters(specs, tensors, by_tensor) for by_tensor in slices)
         if any(by_kind):
-            found.append(Bundle(tensors, by_kind, specs, senders, all(map(may_split, tensors))))
+            found.append(Bundle(tensors, by_kind, specs, senders, all(map(may_split, tensors)), largest_short))
     return found
 
 

@@ -127,14 +127,18 @@ def pack_positions(round_: Round, member: Member) -> Packing:
     """Compute how a trainer rank packs a round."""
     assert member.source is not None
     rank, values, at = member.source, [], 0
-    starts: dict[tuple[int, int], int] = {}
-    for share in round_.long:
-        for i in share.bundle.tensors:
-            size = int(share.bundle.senders[i].shard[rank].prod()) * share.bundle.specs[i].itemsize
-            if (id(share.bundle), i) not in starts and size:
-                starts[id(share.bundle), i] = at
-                values.append((i, None, at))
-                at = _up(at + size, round_.alignment)
+    starts: dict[tuple[object, ...], int] = {}
+    by_kind: dict[int, list[Ints]] = {kind: [] for kind in sorted({kind for kind in member.targets if kind >= 0})}
+    for kind, found in by_kind.items():
+        for share, region in _regions(round_.long, kind):
+            for box in range(share.bundle.senders[region.tensor].low.shape[1]):
+                inside, rows, size = _sent_rows(share, region, rank, box, round_.unit)
+                key = id(share.bundle), region.tensor, str(inside)
+                if size and key not in starts:
+                    starts[key] = at
+                    values.append((region.tensor, inside, at))
+                    at = _up(at + size, round_.alignment)
+                found += [rows + starts[key] // round_.unit] if size else []
     offsets, short_bytes = round_.short_offsets
     short, column = at, 0
     for bundle in round_.short:
@@ -144,18 +148,9 @@ def pack_positions(round_: Round, member: Member) -> Packing:
                 values.append((i, inside, to))
                 to += numel * bundle.specs[i].itemsize
             column += 1
-    by_kind = {}
-    for kind in sorted({kind for kind in member.targets if kind >= 0}):
-        rows = [
-            found + starts[id(share.bundle), region.tensor] // round_.unit
-            for share, region in _regions(round_.long, kind)
-            for box in range(share.bundle.senders[region.tensor].low.shape[1])
-            if len(found := _sent_rows(share, region, rank, box, round_.unit))
-        ]
-        rows.append(np.arange(short, short + short_bytes, round_.unit) // round_.unit)
-        by_kind[kind] = np.concatenate(rows)
-    none = np.zeros(0, dtype=np.int64)
-    messages = [by_kind.get(kind, none) for kind in member.targets]
+    shared, none = np.arange(short, short + short_bytes, round_.unit) // round_.unit, np.zeros(0, dtype=np.int64)
+    joined = {kind: np.concatenate([*found, shared]) for kind, found in by_kind.items()}
+    messages = [joined.get(kind, none) for kind in member.targets]
     sizes = tuple(len(rows) * round_.unit for rows in messages)
     return Packing(tuple(values), short + short_bytes, np.concatenate(messages or [none]), sizes)
 
@@ -214,16 +209,25 @@ def _shared(held: Senders, region: Region) -> tuple[Ints, Ints, Ints]:
     return low, high, np.argwhere((high > low).all(axis=2))
 
 
-def _sent_rows(share: Share, region: Region, rank: int, box: int, unit: int) -> Ints:
-    """Return the positions in a rank's shard of what it sends of a region."""
+def _sent_rows(
+    share: Share, region: Region, rank: int, box: int, unit: int
+) -> tuple[tuple[slice, ...] | None, Ints, int]:
+    """Return what a rank copies of its shard to send a region, the positions of what it sends of that, and its bytes.
+
+    It copies the whole shard, which others need too, unless a share has but some of its rows.
+    """
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
+    itemsize = share.bundle.specs[region.tensor].itemsize
     low, high = np.maximum(held.low[rank, box], region.low), np.minimum(held.high[rank, box], region.high)
-    if region.part.form == "zeros" or (high <= low).any():
-        return np.zeros(0, dtype=np.int64)
     first = _rows_of_part(share, region, low[0], high[0])[0] - held.origin[rank, box, 0]
-    length = unit // share.bundle.specs[region.tensor].itemsize
-    origin = held.origin[rank, box]
-    return _positions(first, low - origin, high - origin, tuple(held.shard[rank]), dim, row, length)
+    if region.part.form == "zeros" or (high <= low).any() or not len(first):
+        return None, np.zeros(0, dtype=np.int64), 0
+    origin, shard, inside = held.origin[rank, box], tuple(map(int, held.shard[rank])), None
+    if share.parts > 1:
+        inside = (slice(int(first[0]), int(first[-1]) + 1, share.parts),)
+        first, shard = np.arange(len(first)), (len(first), *shard[1:])
+    rows = _positions(first, low - origin, high - origin, shard, dim, row, unit // itemsize)
+    return inside, rows, math.prod(shard) * itemsize
 
 
 def _received_rows(share: Share, region: Region, unit: int) -> Iterator[tuple[int, Ints]]:

@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from ..layout.specs import TargetSlice, TensorSpec, TrainerTopology
-from .parameters import ALIGNMENT, Bundle, bundles_of
+from .parameters import ALIGNMENT, LARGEST_SHORT, Bundle, bundles_of
 from .senders import Ints, Senders, senders_of
 
 __all__ = [
@@ -35,8 +35,8 @@ __all__ = [
     "round_bytes",
 ]
 
-# What a rank sends, what it receives, its worker's parameters, and its own values with the positions of all these.
-ROUND_BUFFERS = 4
+# What a rank sends, what it receives, its worker's parameters, its own values, and the positions of all these.
+ROUND_BUFFERS = 5
 # Messages are multiples of the run of a round's bundles, which is not made shorter than this by one more bundle.
 _LONG_RUN = 512
 _TRIED_PARTS = 32
@@ -277,7 +277,9 @@ def make_transfer_plan(
                     sending[t.shape, t.cuts] = senders_of(t, topology)
             senders = [sending[t.shape, t.cuts] for t in inside]
             slices = [[slices_of(full, kind) for full in members] for kind in kinds]
-            bundles = bundles_of(inside, senders, slices, lambda i, full=members: may_split(full[i].name))
+            # What is sent whole can't be divided, and has positions of its elements beside it.
+            short = min(LARGEST_SHORT, limit // 16)
+            bundles = bundles_of(inside, senders, slices, lambda i, full=members: may_split(full[i].name), short)
             made.append(Template(inside, tuple(bundles), tuple(_rounds(bundles, nothing, limit, must_fit))))
         order.append((prefix, templates[inside]))
     return TransferPlan(tuple(order), tuple(made), topology, targets, limit, is_gather)

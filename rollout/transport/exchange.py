@@ -97,7 +97,7 @@ class Exchange:
         self.traffic = Traffic()
 
     def run(self, values: Values | None, traffic: Traffic | None = None) -> Generator[Received, None, None]:
-        """Yield the parameters of this rank's worker in the model's order; collective.
+        """Yield the parameters of this rank's worker, layer by layer in the model's order; collective.
 
         Every rank starts every round, even if its consumer stops early: closing the iterator receives and drops the
         rest. ``values`` is called for all tensors of a round in the same order on all ranks: it may be collective.
@@ -175,10 +175,10 @@ class Exchange:
                 local[name] = before[name] if name in before else values(name)
             into, sources = [], []
             for i, inside, start in route.copies:
-                source, dtype = local[names[i]].reshape(-1), self._dtypes(names[i])
+                source, dtype = local[names[i]], self._dtypes(names[i])
                 if inside is not None:
-                    source = local[names[i]].reshape(local[names[i]].shape or (1,))[inside].reshape(-1)
-                into.append(flat[start : start + source.numel() * dtype.itemsize].view(dtype))
+                    source = source.reshape(source.shape or (1,))[inside]
+                into.append(flat[start : start + source.numel() * dtype.itemsize].view(dtype).view(source.shape))
                 sources.append(source)
             if into:
                 torch._foreach_copy_(into, sources)

@@ -13,7 +13,7 @@ from epfsdp2.rollout.servers import planned_layout
 from tests.support.models.quantised import SIZES, compressed
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.rollout.quantised_slices import bits, check_slices_of_the_whole
+from tests.support.rollout.sent_slices import bits, check_slices_of_the_whole
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -58,9 +58,8 @@ def test_quantise_rows_of_every_bfloat16_equals_the_library(kind):
 
 def _sent(folder, cases):
     for *mesh, rollout in cases:
-        sent = check_slices_of_the_whole(
-            folder, tuple(mesh), rollout, partial(compressed, kind=rollout.channels)
-        ).pieces
+        quantise = partial(compressed, kind=rollout.channels)
+        sent = check_slices_of_the_whole(folder, tuple(mesh), rollout, quantise).parameters
         assert {"w13_weight_scale", "w2_weight_scale", "weight_scale"} <= {name.rpartition(".")[2] for name in sent}
 
 

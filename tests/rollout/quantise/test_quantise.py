@@ -18,7 +18,7 @@ from epfsdp2.rollout.servers import planned_layout, target_slices
 from tests.support.models.quantised import BLOCK, SIZES
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.rollout.quantised_slices import bits, check_slices_of_the_whole
+from tests.support.rollout.sent_slices import bits, check_slices_of_the_whole, collected, weights_for
 
 
 def _of_vllm(weight):
@@ -59,10 +59,10 @@ def _sent(folder, cases):
     for *mesh, rollout in cases:
         sync, weights, sent = check_slices_of_the_whole(folder, tuple(mesh), rollout, _of_vllm)
         assert any(parameter.endswith("w13_weight_scale_inv") for parameter in sent)
-        plain = sync.worker_weights("sliced", replace(rollout, block=0), dist.get_rank() % rollout.workers)
-        elements = sum(values.numel() for _, values in plain.tensors())
-        scales = sum(v.numel() for name, parts in sent.items() if name.endswith("_scale_inv") for _, v in parts)
-        assert elements == sum(v.numel() for parts in sent.values() for _, v in parts) - scales
+        plain = weights_for(sync, replace(rollout, block=0), dist.get_rank() % rollout.workers)
+        elements = sum(values.numel() for values in collected(plain.tensors()).values())
+        scales = sum(values.numel() for name, values in sent.items() if name.endswith("_scale_inv"))
+        assert elements == sum(values.numel() for values in sent.values()) - scales
         assert weights.traffic.received < 0.6 * plain.traffic.received, "embeddings and norms stay in bfloat16"
 
 

@@ -122,7 +122,7 @@ def check_slices_of_the_whole(folder: Path, mesh: tuple[int, int], rollout: Roll
     """
     model, meshes = sharded_model(folder, dist.get_world_size(), mesh[0], etp=mesh[1])
     dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
-    sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 21))
+    sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 23))
     worker = dist.get_rank() % rollout.workers
     weights = weights_for(sync, rollout, worker)
     assert weights.is_quantised_here

@@ -199,7 +199,7 @@ def export(model: Any, dtype: torch.dtype, folder: Path) -> str:
 
 
 def sent(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers under the model's own names, as ``rollout/sync.py`` does."""
+    """Yield parameters and persistent buffers under the model's own names, as a sync does."""
     dtypes = compute_dtypes(model, ShardingOptions(param_dtype=dtype))
     for name, param in model.named_parameters():
         yield name, param.detach().to(narrower(param.dtype, dtypes[name]))

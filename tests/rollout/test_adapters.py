@@ -24,6 +24,7 @@ from tests.rollout.served_families import build
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import save_qwen3
 from tests.support.ranks import run_ranks
+from tests.support.rollout.sent_slices import weights_for
 
 pytestmark = pytest.mark.e2e
 
@@ -86,13 +87,13 @@ def _send(folder, targets, adapters, handles, mode, tp):
         asyncio.run(sending)
 
     lora.initialize(model, 0, _drawn(model, 1))  # what must not reach the base
-    send(sync.weights("left out").for_worker(mode, Rollout(tp, 1, False), rank))
+    send(weights_for(sync, Rollout(tp), rank, "left out"))
     for seed, out in zip(SEEDS, adapters, strict=True):
         read = _drawn(model, seed)
         lora.initialize(model, 0, read)
         if rank == 0:
             write_adapter(Path(out), lora, folder, read)
-        send(sync.adapters().for_rollout(None, rank))
+        send(sync.weights("alone").for_rollout(None, rank))
         assert counted == sum(p.nbytes for name, p in model.named_parameters() if is_adapter(name))
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import sys
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -13,20 +12,14 @@ import torch.distributed as dist
 
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.model import hf_names
-from epfsdp2.rollout.layout.layout_check import planned_layout
-from epfsdp2.rollout.layout.vllm_layout import (
-    FP8_FAMILIES,
-    Heads,
-    Rollout,
-    TensorSpec,
-    known_families,
-)
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
+from epfsdp2.rollout.servers import is_quantised, planned_layout, slices_of_scales, target_slices
+from epfsdp2.rollout.vllm.layout import FP8_FAMILIES, known_families
 from tests.rollout.families import config_of, model_of
 from tests.rollout.served_families import SERVED, randomise
 from tests.support.models.quantised import COMPRESSED, compressed
 from tests.support.ranks import run_ranks
-from tests.support.rollout.units import worker_parameters
-from tests.support.rollout.vllm_engine import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
+from tests.support.rollout.vllm_segments import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.skipif(not versions.vllm_in(">=0.27"), reason="vLLM before 0.27 has other FP8 loaders")
 
@@ -201,8 +194,16 @@ _SCALE = re.compile(r"weight_scale(?:_inv)?$")
 def _planned(model, rank, world, held, kind):
     """The same parameters from what the trainer sends; raises if it does not send one."""
     heads, rollout = Heads.of(model.config), Rollout(world, **KINDS[kind])
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    found = worker_parameters(weights, rollout, rank, heads, partial(_quantised, kind=kind))
+    found = {name: torch.zeros_like(param) for name, param in held.items()}
+    for name, weight in model.named_parameters():
+        if not is_quantised(heads.family, name):
+            continue
+        tensor = TensorSpec(name, tuple(weight.shape), 1)
+        slices = target_slices(tensor, rollout, rank, heads)
+        values, scales = _quantised(weight.detach(), kind)
+        for parts, whole in ((slices, values), (slices_of_scales(tensor, slices, rollout, heads.family), scales)):
+            for part in parts:
+                found[part.parameter][tuple(map(slice, part.at, part.end))] = whole[part.block.slices]
     specs = [TensorSpec(name, tuple(p.shape), 1) for name, p in model.named_parameters()]
     layout = planned_layout(specs, rollout, rank, heads)
     missing = {name for name in layout if _SCALE.search(name)} ^ {name for name in held if _SCALE.search(name)}

@@ -23,7 +23,7 @@ from epfsdp2.rollout.transport.exchange import Exchange
 from tests.rollout.families import DENSE, FAMILIES, config_of, model_of
 from tests.rollout.served_families import randomise
 from tests.support.ranks import run_ranks
-from tests.support.rollout.emulated import shard_of
+from tests.support.rollout.plans import shard_of
 from tests.support.rollout.sent_slices import bits, stored_parameters
 
 WORLD = 4

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoint.load import check_weights, load_weights, verify_experts
+from .checkpoint.load import load_weights, match_weights, verify_experts
 from .checkpoint.safetensors_reader import CheckpointFiles
 from .fsdp.options import ShardingOptions
 from .model.meta import check_initialized, materialize
@@ -41,25 +41,25 @@ def shard_and_load(
     Args:
         device: type of the device of the meshes.
         device_id: where shards are allocated, but for FSDP's CPU offload policy.
-        initialize: fills a parameter that the checkpoint has nothing for (``load_weights``).
+        initialize: fills a parameter that the checkpoint has nothing for (``match_weights``).
         finish: fills what is left, e.g. adapters, after the checkpoint has been read.
         progress: whether this rank shows how far it is.
-        may_be_unused: matches names that the checkpoint may have and the model not (``load_weights``).
+        may_be_unused: matches names that the checkpoint may have and the model not (``match_weights``).
 
     Returns:
         Names of the checkpoint's tensors that have no place in the model.
 
     Raises:
         UninitializedError: something has been filled by nothing.
-        Exception: whatever ``parallelize``, ``check_weights``, ``load_weights`` and ``verify_experts`` raise.
+        Exception: whatever ``parallelize``, ``match_weights``, ``load_weights`` and ``verify_experts`` raise.
     """
     parallelize(model, meshes, options)
-    check_weights(model, files, meshes, initialize, may_be_unused)
+    matched = match_weights(model, files, meshes, initialize, may_be_unused)
     materialize(model, device_id, shards="cpu" if options.cpu_offload else None)
-    unused = load_weights(model, files, meshes, initialize, progress, may_be_unused)
+    unused = load_weights(model, matched, meshes, progress)
     if finish is not None:
         finish(model)
     check_initialized(model, device)
     with raise_on_all_ranks(device):
-        verify_experts(model, files)
+        verify_experts(model, matched)
     return unused

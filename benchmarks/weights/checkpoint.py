@@ -29,7 +29,7 @@ from benchmarks.machine import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.background import Background
-from epfsdp2.engine.checkpoint.load import load_weights
+from epfsdp2.engine.checkpoint.load import load_weights, match_weights
 from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta, materialize
@@ -58,7 +58,7 @@ def loads(folder: Path, out: Path, fsdp_size: int, ep: int, dim: int | str) -> N
         model = build_on_meta(AutoModelForCausalLM, config, torch.float32)
         parallelize(model, meshes, ShardingOptions(param_dtype=torch.float32, expert_shard_dim=dim))
         materialize(model, "cpu")
-        load_weights(model, files, meshes)
+        load_weights(model, match_weights(model, files, meshes), meshes)
     shard = sum(local_tensor(p).nbytes for p in model.parameters())
     figures = torch.tensor([peak_of(profiler, "load", _sizes(folder))[0], shard])
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)

@@ -5,7 +5,9 @@ parameter's elements, they tell where each element is in which tensor. So a rank
 elements of its own shard.
 """
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +16,9 @@ import torch
 from ..model.hf_convert import converted_together, revert
 from ..topology.index_ranges import IndexRange
 
-__all__ = ["SliceCopy", "CheckpointSlice", "find_slices"]
+__all__ = ["CheckpointSlice", "SliceCopy", "SliceFinder"]
+
+_PLACES = torch.int32
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class CheckpointSlice:
 
     Args:
         name: its name in the checkpoint; for tensors of single experts, that of the first expert.
-        shape: its shape; for a stack of experts, the first size is the number of experts that ``find_slices`` probed.
+        shape: its shape; for a stack of experts, the first size is the number of experts that ``SliceFinder`` probed.
         dims: the parameter's dim that each dim runs along; None for a dim of size 1.
         steps: the stride along each of these, in elements of the parameter.
         at: the index in the parameter of the tensor's first element.
@@ -109,94 +113,121 @@ class CheckpointSlice:
         return SliceCopy(tuple(source), tuple(order), tuple(targets))
 
 
-def find_slices(model: Any, name: str, shape: Sequence[int], is_stack: bool) -> list[CheckpointSlice] | None:
-    """Find the tensors of the family's checkpoints that a parameter is made of.
+class SliceFinder:
+    """Finds the tensors of the family's checkpoints that parameters of a model are made of.
+
+    What a converter does depends on itself and the shape alone. So it is probed once for all layers: of a parameter
+    that differs in the numbers of its name only, the answer has other names.
+    """
+
+    def __init__(self, model: Any):
+        self._model = model
+        self._probed: dict[Hashable, tuple[list[str], list[CheckpointSlice] | None]] = {}
+
+    def find(
+        self, name: str, shape: Sequence[int], is_stack: bool, converter: Hashable = None
+    ) -> list[CheckpointSlice] | None:
+        """Find the tensors of the family's checkpoints that a parameter is made of.
+
+        Args:
+            shape: the shape of the whole parameter.
+            is_stack: whether its first dim counts experts. Then only the first two experts are probed, and of the
+                tensors of single experts only those of the first are returned.
+            converter: what makes the parameter; answers are shared among those of one converter.
+
+        Returns:
+            None if the parameter is no mere rearrangement of elements (values are computed, or a dim is split over
+            two), or shares a tensor with another parameter.
+        """
+        if len(converted_together(self._model, name)) > 1:
+            return None
+        probed = (min(2, shape[0]), *shape[1:]) if is_stack else tuple(shape)
+        parts = revert(self._model, name, torch.empty(probed, device="meta"))
+        # The converter itself says that this parameter is the probed one moved by name: the same tensors, in the same
+        # order and memory layout.
+        layout = tuple((_unnumbered(n), t.shape, t.stride(), t.storage_offset()) for n, t in parts.items())
+        key = (converter, _unnumbered(name), tuple(shape), is_stack, layout)
+        if key not in self._probed:
+            self._probed[key] = list(parts), _slices_of(self._model, name, probed, is_stack)
+        names, slices = self._probed[key]
+        moved = dict(zip(names, parts, strict=True))
+        return None if slices is None else [replace(piece, name=moved[piece.name]) for piece in slices]
+
+
+def _unnumbered(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _slices_of(model: Any, name: str, probed: tuple[int, ...], is_stack: bool) -> list[CheckpointSlice] | None:
+    slices = _probe(model, name, probed)
+    if slices is None and is_stack and probed[0] > 1:
+        by_rows = _probe(model, name, probed, probed[0])
+        if by_rows is None or any((s.dims[0], s.steps[0], s.at[0]) != (0, 1, 0) for s in by_rows):
+            return None
+        return [CheckpointSlice(s.name, s.shape[1:], s.dims[1:], s.steps[1:], s.at, s.shape[1]) for s in by_rows]
+    return None if slices is None else [s for s in slices if not (is_stack and 0 not in s.dims and s.at[0] > 0)]
+
+
+def _probe(model: Any, name: str, probed: tuple[int, ...], parts: int = 1) -> list[CheckpointSlice] | None:
+    """Describe the tensors of a checkpoint that come from a parameter; None if they are no slices of it.
 
     Args:
-        shape: the shape of the whole parameter.
-        is_stack: whether its first dim counts experts. Then only the first two experts are probed, and of the tensors
-            of single experts only those of the first are returned.
-
-    Returns:
-        None if the parameter is no mere rearrangement of elements (values are computed, or a dim is split over two), or
-        shares a tensor with another parameter.
+        parts: into which the first dim of each is divided, e.g. the rows of as many experts; as a dim of its own.
     """
-    if len(converted_together(model, name)) > 1:
-        return None
-    probed = (min(2, shape[0]), *shape[1:]) if is_stack else tuple(shape)
-    found = _probe(model, name, probed)
-    slices = [_as_slice(tensor, coordinates, probed) for tensor, coordinates in found.items()]
-    if None in slices and is_stack and probed[0] > 1:
-        probed = (1, *shape[1:])
-        slices = [_as_rows(tensor, of, probed, found) for tensor, of in _probe(model, name, probed).items()]
-    if any(piece is None for piece in slices):
-        return None
-    known = [piece for piece in slices if piece is not None]
-    if sum(torch.Size(piece.shape).numel() for piece in known) != torch.Size(probed).numel():
-        return None
-    return [piece for piece in known if not (is_stack and 0 not in piece.dims and piece.at[0] > 0)]
-
-
-def _probe(model: Any, name: str, probed: tuple[int, ...]) -> dict[str, list[torch.Tensor]]:
-    """Return by the name of a checkpoint's tensor, dim by dim of the parameter, the index in it of each element."""
-    found: dict[str, list[torch.Tensor]] = {}
+    found: dict[str, list[_Line | None]] = {}
     for dim, size in enumerate(probed):
-        places = torch.arange(size).view([-1 if d == dim else 1 for d in range(len(probed))]).expand(probed)
-        for tensor, values in revert(model, name, places).items():
-            found.setdefault(tensor, []).append(values)
-    return found
+        # The index along the dim of each element; without memory, as it repeats along the others.
+        places = torch.arange(size, dtype=_PLACES).view([-1 if d == dim else 1 for d in range(len(probed))])
+        for tensor, values in revert(model, name, places.expand(probed)).items():
+            found.setdefault(tensor, []).append(_as_line(values, size, parts))
+    slices = [_as_slice(tensor, lines, len(probed)) for tensor, lines in found.items()]
+    known = [piece for piece in slices if piece is not None]
+    is_whole = len(known) == len(slices) and sum(math.prod(piece.shape) for piece in known) == math.prod(probed)
+    return known if is_whole else None
 
 
-def _as_rows(
-    name: str, first: Sequence[torch.Tensor], probed: tuple[int, ...], found: dict[str, list[torch.Tensor]]
-) -> CheckpointSlice | None:
-    """Describe a tensor that has the rows of one expert after those of another.
+@dataclass(frozen=True)
+class _Line:
+    """Indices along one dim of a parameter, of the elements of a tensor: ``at``, and a step more along ``dim``."""
 
-    Args:
-        first: as ``coordinates`` of ``_as_slice``, of the first expert alone.
-        found: by name, those of the first two.
-    """
-    piece, both = _as_slice(name, first, probed), found.get(name, ())
-    if piece is None or len(both) != len(first) or not first[0].dim():
+    shape: torch.Size
+    at: int
+    dim: int | None
+    step: int
+
+
+def _as_line(places: torch.Tensor, size: int, parts: int) -> _Line | None:
+    """Describe the indices; None if they are others than those of a line, or beyond the parameter's ``size``."""
+    if places.dtype != _PLACES or not places.numel():
         return None
-    rows = piece.shape[0]
-    second = [first[0] + 1, *first[1:]]
-    if all(torch.equal(b, torch.cat([one, two])) for b, one, two in zip(both, first, second, strict=True)):
-        return replace(piece, rows=rows)
-    return None
-
-
-def _as_slice(name: str, coordinates: Sequence[torch.Tensor], probed: tuple[int, ...]) -> CheckpointSlice | None:
-    """Describe a tensor of whose elements ``coordinates`` holds, dim by dim, the index in the parameter."""
-    if len(coordinates) != len(probed) or any(c.dtype != torch.int64 or not c.numel() for c in coordinates):
-        return None
-    first = coordinates[0]
-    shape, origin = tuple(first.shape), (0,) * first.dim()
-    at = tuple(int(c[origin]) for c in coordinates)
-    dims: list[int | None] = []
-    steps: list[int] = []
-    for d, size in enumerate(shape):
-        if size == 1:
-            dims.append(None)
-            steps.append(1)
-            continue
-        second = tuple(int(d == other) for other in range(len(shape)))
-        moved = {t: int(c[second]) - at[t] for t, c in enumerate(coordinates) if int(c[second]) != at[t]}
-        if len(moved) != 1:
+    if parts > 1:
+        if not places.dim() or len(places) % parts:
             return None
-        ((dim, step),) = moved.items()
-        dims.append(dim)
-        steps.append(step)
-    piece = CheckpointSlice(name, shape, tuple(dims), tuple(steps), at)
-    used = [dim for dim in dims if dim is not None]
-    if len(set(used)) != len(used) or min(steps, default=1) < 1:
+        places = places.unflatten(0, (parts, -1))
+    few = places[tuple(slice(1 if stride == 0 else None) for stride in places.stride())]
+    at = int(few[(0,) * few.dim()])
+    second = [tuple(int(d == other) for other in range(few.dim())) for d in range(few.dim())]
+    steps = {d: int(few[second[d]]) - at for d, n in enumerate(few.shape) if n > 1}
+    moving = [d for d, step in steps.items() if step]
+    if len(moving) > 1:
         return None
-    for t, places in enumerate(coordinates):
-        wanted = torch.tensor(at[t])
-        if t in dims:
-            d = dims.index(t)
-            line = at[t] + steps[d] * torch.arange(shape[d])
-            wanted = line.view([-1 if other == d else 1 for other in range(len(shape))])
-        if not bool((places == wanted).all()) or int(places.max()) >= probed[t]:
-            return None
-    return piece
+    dim, step = (moving[0], steps[moving[0]]) if moving else (None, 1)
+    wanted = at + step * torch.arange(1 if dim is None else few.shape[dim], dtype=_PLACES)
+    if step < 1 or at < 0 or int(wanted[-1]) >= size:
+        return None
+    wanted = wanted.view([-1 if d == dim else 1 for d in range(few.dim())])
+    return _Line(places.shape, at, dim, step) if bool((few == wanted).all()) else None
+
+
+def _as_slice(name: str, lines: Sequence[_Line | None], dims: int) -> CheckpointSlice | None:
+    """Describe a tensor by the indices along each of a parameter's dims."""
+    known = [line for line in lines if line is not None]
+    if len(known) != dims or len({line.shape for line in known}) != 1:
+        return None
+    shape = tuple(known[0].shape)
+    along = [[t for t, line in enumerate(known) if line.dim == d] for d in range(len(shape))]
+    if any(len(moved) != (size > 1) for moved, size in zip(along, shape, strict=True)):
+        return None
+    of = [moved[0] if moved else None for moved in along]
+    steps = tuple(1 if t is None else known[t].step for t in of)
+    return CheckpointSlice(name, shape, tuple(of), steps, tuple(line.at for line in known))

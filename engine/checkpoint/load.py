@@ -25,10 +25,10 @@ from ..topology.dtensor import checkpoint_tensors, is_expert_parameter, local_pi
 from ..topology.index_ranges import IndexRange, bounding_range
 from ..topology.mesh import Meshes
 from ..topology.rank_consistency import raise_on_all_ranks
-from .hf_slices import CheckpointSlice, SliceCopy, find_slices
+from .hf_slices import CheckpointSlice, SliceCopy, SliceFinder
 from .safetensors_reader import CheckpointFiles
 
-__all__ = ["check_weights", "load_weights", "tensor_reader", "verify_experts"]
+__all__ = ["Matched", "load_weights", "match_weights", "tensor_reader", "verify_experts"]
 
 # Computed at run time, but stored in old checkpoints; transformers ignores them too.
 _COMPUTED = r"rotary_emb\.inv_freq$"
@@ -45,68 +45,81 @@ class _Target:
     """
 
     name: str
-    target: torch.Tensor
     source: Source
     slices: list[tuple[CheckpointSlice, list[str]]] | None
     copies: tuple["_Target", ...] = ()
 
 
-def load_weights(
+@dataclass(frozen=True)
+class Matched:
+    """What of a checkpoint fills what of a model, as found by names and shapes alone (``match_weights``).
+
+    Args:
+        initialized: names of what ``initialize`` fills, and whether the checkpoint has it in the model's shape.
+        unused: names of the checkpoint's tensors that have no place.
+    """
+
+    files: CheckpointFiles
+    sources: Mapping[str, Source]
+    targets: list[_Target]
+    initialize: Callable[[str, torch.Tensor, bool], bool]
+    initialized: Mapping[str, bool]
+    unused: list[str]
+
+
+def match_weights(
     model: nn.Module,
     files: CheckpointFiles,
     meshes: Meshes,
     initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
-    progress: bool = False,
     may_be_unused: str = r"(?!)",
-) -> list[str]:
-    """Fill the parameters and persistent buffers of a sharded, materialised model from a checkpoint; collective.
+) -> Matched:
+    """Find which tensors of a checkpoint fill those of a sharded model, and read none; collective.
 
-    Names and shapes are compared before anything is read.
+    The model's shards may be on the meta device still: otherwise a config with larger sizes than the checkpoint's would
+    have a rank allocate them before it is refused.
 
     Args:
         initialize: called with name, local tensor and whether the checkpoint has it in the model's shape. It fills the
-            tensor and returns True; or it returns False, and the tensor is read, or reported as missing or misshaped.
-        progress: show a progress bar.
+            tensor, unless it is on the meta device, and returns True; or it returns False, and the tensor is read, or
+            reported as missing or misshaped.
         may_be_unused: a pattern to search in names, for tensors that the checkpoint may have and the model not; those
             that the model's class ignores are allowed anyway.
+
+    Raises:
+        ValueError: with the first tensors that are missing, unknown, of another shape or there twice, and their files.
+        RankMismatchError: it is so on some ranks alone.
+    """
+    with raise_on_all_ranks(meshes.dense.device_type), torch.no_grad():
+        return _match(model, files, initialize, may_be_unused)
+
+
+def load_weights(model: nn.Module, matched: Matched, meshes: Meshes, progress: bool = False) -> list[str]:
+    """Fill the parameters and persistent buffers of a sharded, materialised model from a checkpoint; collective.
+
+    Args:
+        matched: of this model; its ``initialize`` is called again for what it fills.
+        progress: show a progress bar.
 
     Returns:
         Names of the tensors in the checkpoint that are not read.
 
     Raises:
-        ValueError: with the first tensors that are missing, unknown, of another shape or there twice, and their files.
         SettingError: the config ties two tensors that differ in the checkpoint.
         RankMismatchError: some ranks could not read their shards.
     """
-    wanted: list[_Target] = []
-    unused: list[str] = []
-    device = meshes.dense.device_type
+    tensors, device = checkpoint_tensors(model), meshes.dense.device_type
+    reads = meshes.dense.get_local_rank("dp_replicate") == 0
+    _check_tied(matched, reads, model, device)
     with raise_on_all_ranks(device), torch.no_grad():
-        wanted, unused = _match(model, files, initialize, may_be_unused)
-    to_read = wanted if meshes.dense.get_local_rank("dp_replicate") == 0 else []
-    _check_tied(wanted, bool(to_read), model, files, device)
-    with raise_on_all_ranks(device), torch.no_grad():
-        for tensor in tqdm(to_read, desc="Loading weights", disable=not progress):
-            _fill(tensor, model, files)
+        for name, fits in matched.initialized.items():
+            matched.initialize(name, local_tensor(tensors[name]), fits)
+        for target in tqdm(matched.targets if reads else (), desc="Loading weights", disable=not progress):
+            _fill(target, tensors[target.name], model, matched.files)
     if meshes.topology.dp_replicate > 1:
-        for target in checkpoint_tensors(model).values():
-            _copy_of_first_replica(local_tensor(target), meshes)
-    return unused
-
-
-def check_weights(
-    model: nn.Module,
-    files: CheckpointFiles,
-    meshes: Meshes,
-    initialize: Callable[[str, torch.Tensor, bool], bool],
-    may_be_unused: str,
-) -> None:
-    """Do what ``load_weights`` does up to the reading, with a model whose shards are on the meta device; collective.
-
-    Otherwise a config with larger sizes than the checkpoint's would have a rank allocate them before it is refused.
-    """
-    with raise_on_all_ranks(meshes.dense.device_type), torch.no_grad():
-        _match(model, files, initialize, may_be_unused)
+        for tensor in tensors.values():
+            _copy_of_first_replica(local_tensor(tensor), meshes)
+    return matched.unused
 
 
 def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], torch.Tensor]:
@@ -128,7 +141,7 @@ def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], t
     return read
 
 
-def verify_experts(model: nn.Module, files: CheckpointFiles, count: int = 2) -> list[str]:
+def verify_experts(model: nn.Module, matched: Matched, count: int = 2) -> list[str]:
     """Compare a few of this rank's experts with what transformers' converter makes from whole tensors.
 
     Args:
@@ -140,7 +153,7 @@ def verify_experts(model: nn.Module, files: CheckpointFiles, count: int = 2) -> 
     Raises:
         ValueError: an expert differs from the checkpoint.
     """
-    sources = match_sources(model, files.file_of)
+    sources, files = matched.sources, matched.files
     held = {
         name: target
         for name, target in checkpoint_tensors(model).items()
@@ -169,16 +182,13 @@ def _match(
     files: CheckpointFiles,
     initialize: Callable[[str, torch.Tensor, bool], bool],
     may_be_unused: str,
-) -> tuple[list[_Target], list[str]]:
-    """Return the tensors to fill, and the names of the checkpoint's that have no place; reads no tensor.
-
-    Raises:
-        ValueError: with the first tensors that are missing, unknown, of another shape or there twice, and their files.
-    """
+) -> Matched:
     sources, known = match_sources(model, files.file_of), model.state_dict()
     tied = {first: others for first, *others in tied_names(model)}
     copies = {name for others in tied.values() for name in others}
+    finder = SliceFinder(model)
     wanted: list[_Target] = []
+    initialized: dict[str, bool] = {}
     wrong: list[str] = []
     unused = [name for name in sources if name not in known]
     wrong += _unknown([name for name in unused if not re.search(may_be_unused, name)], sources, model, files)
@@ -186,7 +196,9 @@ def _match(
         if name in copies:
             continue
         stored = [own for own in (name, *tied.get(name, ())) if own in sources]
-        if initialize(name, local_tensor(target), _fits(target, sources.get(name), files)):
+        fits = _fits(target, sources.get(name), files)
+        if initialize(name, local_tensor(target), fits):
+            initialized[name] = fits
             unused += stored
             continue
         if not stored:
@@ -196,18 +208,17 @@ def _match(
         if rivals:
             wrong += [f"{_named(a, files)} and {_named(b, files)} are both {name} of the model" for a, b in rivals]
             continue
-        found = [_Target(n, target, sources[n], _slices_of(n, target, sources[n], model, files)) for n in stored]
-        wrong += [fault for tensor in found for fault in _faults(tensor, files)]
+        found = [_Target(n, sources[n], _slices_of(n, target, sources[n], finder, files)) for n in stored]
+        wrong += [fault for of in found for fault in _faults(of, target, files)]
         wanted.append(replace(found[0], copies=tuple(found[1:])))
     if wrong:
         kind = type(model).__name__.removeprefix("FSDP")
         raise ValueError(f"{files.folder} is no checkpoint of {kind}: {listed(wrong)}.")
-    return wanted, [key for name in unused for _, key in sources[name].keys]
+    unread = [key for name in unused for _, key in sources[name].keys]
+    return Matched(files, sources, wanted, initialize, initialized, unread)
 
 
-def _check_tied(
-    wanted: list[_Target], reads: bool, model: nn.Module, files: CheckpointFiles, device: torch.device | str
-) -> None:
+def _check_tied(matched: Matched, reads: bool, model: nn.Module, device: torch.device | str) -> None:
     """Check that tensors which the model ties are equal in the checkpoint, where it has several; collective.
 
     ``from_pretrained`` unties those that differ, and vLLM reads one of them alone. Each rank compares its own shard.
@@ -218,23 +229,22 @@ def _check_tied(
     Raises:
         SettingError: on all ranks, with the first tensors that differ.
     """
-    pairs = [(tensor, other) for tensor in wanted for other in tensor.copies]
+    pairs = [(target, other) for target in matched.targets for other in target.copies]
     if not pairs:
         return
+    files, tensors = matched.files, checkpoint_tensors(model)
     differs = torch.zeros(len(pairs), dtype=torch.int32)
     with raise_on_all_ranks(device), torch.no_grad():
         for i, pair in enumerate(pairs if reads else ()):
-            shards = []
-            for tensor in pair:
-                shard = torch.empty_like(tensor.target, device="cpu")
-                _fill(replace(tensor, target=shard), model, files)
-                shards.append(local_tensor(shard))
-            differs[i] = not torch.equal(*shards)
+            shards = [torch.empty_like(tensors[pair[0].name], device="cpu") for _ in pair]
+            for target, shard in zip(pair, shards, strict=True):
+                _fill(target, shard, model, files)
+            differs[i] = not torch.equal(*map(local_tensor, shards))
     differs = differs.to(device)
     dist.all_reduce(differs, dist.ReduceOp.MAX)
     for pair, differ in zip(pairs, differs.tolist(), strict=True):
         if differ:
-            first, other = (_named(tensor.source.keys[0][1], files) for tensor in pair)
+            first, other = (_named(target.source.keys[0][1], files) for target in pair)
             rule = f"its config ties {other} to {first} (tie_word_embeddings), but their values differ."
             works = '"tie_word_embeddings": false in its config.json, or a checkpoint without one of the two'
             raise SettingError(f"{ACTOR_MODEL}.path", files.folder, rule, works)
@@ -248,7 +258,7 @@ def _fits(target: torch.Tensor, source: Source | None, files: CheckpointFiles) -
 
 
 def _slices_of(
-    name: str, target: torch.Tensor, source: Source, model: Any, files: CheckpointFiles
+    name: str, target: torch.Tensor, source: Source, finder: SliceFinder, files: CheckpointFiles
 ) -> list[tuple[CheckpointSlice, list[str]]] | None:
     """Find the checkpoint's slices of a target; see ``_Target.slices``.
 
@@ -266,7 +276,7 @@ def _slices_of(
             _check_experts(name, keys, experts, len(source.converter.target_patterns), files)
         lists = [keys[source.part * experts : (source.part + 1) * experts] for keys in lists]
     is_stack = one_by_one or is_expert_parameter(target)
-    found = find_slices(model, name, target.shape, is_stack)
+    found = finder.find(name, target.shape, is_stack, (id(source.converter), source.part))
     keys_of = {keys[0]: keys for keys in lists}
     if found is None or {piece.name for piece in found} != keys_of.keys():
         return None
@@ -282,15 +292,15 @@ def _is_unconverted(target: torch.Tensor, source: Source, files: CheckpointFiles
     return lenient and files.shape(source.keys[-1][1]) == tuple(target.shape)
 
 
-def _faults(tensor: _Target, files: CheckpointFiles) -> list[str]:
+def _faults(target: _Target, tensor: torch.Tensor, files: CheckpointFiles) -> list[str]:
     """List the checkpoint's tensors that have a wrong shape."""
     wrong = []
-    for piece, keys in tensor.slices or ():
-        shape = piece.expected(tensor.target.shape[0] if is_expert_parameter(tensor.target) else None)
+    for piece, keys in target.slices or ():
+        shape = piece.expected(tensor.shape[0] if is_expert_parameter(tensor) else None)
         for key in keys:
             if files.shape(key) != shape:
                 found = f"{_named(key, files)} is {files.shape(key)}"
-                wrong.append(f"{found}, but {tensor.name} of the model needs {shape}")
+                wrong.append(f"{found}, but {target.name} of the model needs {shape}")
     return wrong
 
 
@@ -304,19 +314,19 @@ def _named(key: str, files: CheckpointFiles) -> str:
     return f"{key} (in {files.file_of[key]})"
 
 
-def _fill(tensor: _Target, model: nn.Module, files: CheckpointFiles) -> None:
+def _fill(target: _Target, tensor: torch.Tensor, model: nn.Module, files: CheckpointFiles) -> None:
     """Read this rank's shard of a tensor."""
-    if not local_tensor(tensor.target).numel():
+    if not local_tensor(tensor).numel():
         return
-    held_pieces = list(local_pieces(tensor.target))
-    if tensor.slices is None:
+    held_pieces = list(local_pieces(tensor))
+    if target.slices is None:
         whole = bounding_range([held for held, _ in held_pieces])
-        values = _convert(tensor.name, tensor.target, tensor.source, whole.slices, model, files)
+        values = _convert(target.name, tensor, target.source, whole.slices, model, files)
         for held, local in held_pieces:
             local.copy_(values[held.slices_in(whole)])
         return
     for held, local in held_pieces:
-        for piece, keys in tensor.slices:
+        for piece, keys in target.slices:
             for key, part, into in _parts_in(piece, keys, held, local, files):
                 part.copy(files.read(key, part.source), into)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -55,6 +56,8 @@ RENAMED = "_epfsdp2_renamed"
 
 FLATTENED = "_epfsdp2_flattened"
 """Attribute of a model: ``Flattened`` by the end of the name of a parameter that transformers has flattened."""
+
+_SUBMODELS: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -158,16 +161,18 @@ def _unsharded(model: nn.Module) -> nn.Module:
     """Return a view of a model whose submodels have the classes that transformers knows; all else is shared.
 
     Conversions are found by the name of a class, and from 5.20 on by the module that defines it; FSDP replaces both.
+    transformers looks for submodels among all modules at each conversion, so the view yields no others.
     """
-    plain = _of_own_class(model)
-    if plain is not model:
-        plain.named_modules = lambda: ((n, _of_own_class(m)) for n, m in model.named_modules())  # type: ignore
+    if not isinstance(model, PreTrainedModel):
+        return model
+    if model not in _SUBMODELS:
+        _SUBMODELS[model] = [n for n, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    plain, names = _of_own_class(model), _SUBMODELS[model]
+    plain.named_modules = lambda: ((n, _of_own_class(model.get_submodule(n))) for n in names)  # type: ignore
     return plain
 
 
 def _of_own_class(module: nn.Module) -> nn.Module:
-    if not isinstance(module, FSDPModule) or not isinstance(module, PreTrainedModel):
-        return module
     own = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
     plain: nn.Module = own.__new__(own)  # type: ignore[assignment]
     plain.__dict__.update(module.__dict__)

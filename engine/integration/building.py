@@ -135,7 +135,7 @@ class BuildsModel:
     _lora: Lora | None = None
     adapters_config: dict[str, Any] | None = None
     """peft's config of adapters that the rollout computes with; None where it is sent merged weights."""
-    _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``load_weights``)
+    _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``match_weights``)
 
     # -- before it is sharded -----------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class BuildsModel:
         }
 
     def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
-        """Fill what does not come from the checkpoint (``load_weights``). Adapters get their values after it."""
+        """Fill what does not come from the checkpoint (``match_weights``). Adapters get their values after it."""
         return is_adapter(name)
 
     def _initialize_adapters(self, module: nn.Module) -> None:

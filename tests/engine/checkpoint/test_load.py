@@ -85,17 +85,17 @@ def test_load_weights_reads_only_own_shards_and_nothing_in_a_second_replica(tmp_
 
 
 def _verified(folder):
-    model, _ = sharded_model(folder, dist.get_world_size(), 1, expert_shard_dim=1)
-    files = safetensors_reader.open_checkpoint(folder)
+    model, meshes = sharded_model(folder, dist.get_world_size(), 1, expert_shard_dim=1)
+    matched = loading.match_weights(model, safetensors_reader.open_checkpoint(folder), meshes)
     first, last = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj"
-    assert loading.verify_experts(model, files) == [f"{first}[0]", f"{last}[3]"]
-    assert len(loading.verify_experts(model, files, 100)) == 4
+    assert loading.verify_experts(model, matched) == [f"{first}[0]", f"{last}[3]"]
+    assert len(loading.verify_experts(model, matched, 100)) == 4
     # Gate and up of one expert change places: every element is there, and in the wrong one.
     local = model.get_parameter(first).to_local()
     with torch.no_grad():
         local[0] = local[0].flip(0)
     with pytest.raises(ValueError, match=r"experts.gate_up_proj\[0\] differs from"):
-        loading.verify_experts(model, files)
+        loading.verify_experts(model, matched)
 
 
 def test_verify_experts_compares_a_few_experts(tmp_path):
@@ -199,7 +199,9 @@ def _allowed(folder):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     dist.barrier()
     files = safetensors_reader.open_checkpoint(folder)
-    assert loading.load_weights(model, files, meshes, may_be_unused="") == ["some.new.weight"]
+    assert loading.load_weights(model, loading.match_weights(model, files, meshes, may_be_unused=""), meshes) == [
+        "some.new.weight"
+    ]
 
 
 def test_load_weights_allows_unused_tensors_if_told_to(tmp_path):

@@ -16,7 +16,7 @@ from torch import nn
 
 from epfsdp2.engine.checkpoint import safetensors_reader
 from epfsdp2.engine.checkpoint import state as checkpoint
-from epfsdp2.engine.checkpoint.load import load_weights
+from epfsdp2.engine.checkpoint.load import load_weights, match_weights
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model import safetensors_files
 from epfsdp2.engine.model.families import RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
@@ -180,7 +180,8 @@ def _loaded(trip: Trip, files: Path, meshes: Meshes, report: dict) -> nn.Module:
     parallelize(model, meshes, ShardingOptions(param_dtype=dtype))
     materialize(model, "cpu")
     with mock.patch.object(safetensors_files, "safe_open", _Counting()) as counting:
-        assert not load_weights(model, safetensors_reader.open_checkpoint(files), meshes)
+        matched = match_weights(model, safetensors_reader.open_checkpoint(files), meshes)
+        assert not load_weights(model, matched, meshes)
     check_initialized(model)
     report["read"] = sum(count for key, count in counting.bytes.items() if EXPERT.search(key))
     report["own"] = sum(param.to_local().nbytes for param in model.parameters() if is_expert_parameter(param))

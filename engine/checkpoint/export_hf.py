@@ -171,6 +171,8 @@ def _with_adapters(
 def _stored(
     model: Any, metadata: Metadata, dtypes: Mapping[str, torch.dtype | None], base: Base | None = None
 ) -> list[_StoredTensor]:
+    if not dtypes:
+        return []
     pieces: dict[str, list[tuple[torch.Size, Callable[[], SafetensorsFile]]]] = {}
     opened = cache(lambda path: SafetensorsFile(Path(path)))
     for index, stored in metadata.storage_data.items():

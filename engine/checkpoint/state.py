@@ -166,10 +166,11 @@ class Snapshot:
                 if "hf_model" in self.contents:
                     dtypes = dict.fromkeys(n.removeprefix(MODEL) for n in of_model if not is_adapter(n))
                     targets = None if lora is None else lora.targets
-                    write_hf_weights(self.model, shards, partial / HF, dtypes, targets=targets, share=(rank, ranks))
+                    stored = shards_metadata(shards)
+                    write_hf_weights(self.model, stored, partial / HF, dtypes, targets=targets, share=(rank, ranks))
                 if lora is not None and of_model and rank == 0:
                     base = cast(Any, self.model).config.name_or_path
-                    write_adapter(partial / ADAPTER, lora, base, reader(shards))
+                    write_adapter(partial / ADAPTER, lora, base, reader(shards_metadata(shards)))
             with raise_on_all_ranks(device, group):
                 if rank == 0:
                     shutil.rmtree(partial / _FOR_HF, ignore_errors=True)

@@ -101,7 +101,7 @@ def export(
         if dtype is not None:
             config = with_dtype(config, str(dtype).removeprefix("torch."))
         (partial / CONFIG).write_bytes(json_bytes(config))
-        write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, targets, frozen, progress=True)
+        write_hf_weights(model, metadata, partial, dtypes, file_bytes, targets, frozen, progress=True)
 
 
 def _frozen_base(checkpoint: Path, model: nn.Module, folder: Path | None) -> Base:

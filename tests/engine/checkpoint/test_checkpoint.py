@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
+from epfsdp2.engine.checkpoint import export_hf
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, CheckpointError
-from epfsdp2.engine.checkpoint.export_hf import write_hf_weights
 from epfsdp2.engine.checkpoint.saves import remove_old
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
@@ -109,10 +109,13 @@ def test_load_checkpoint_of_a_parameter_without_steps_gives_it_no_optimizer_stat
 
 
 def _export(folder, out, file_bytes, contents):
-    checkpoint.write_hf_weights = partial(write_hf_weights, file_bytes=file_bytes)
+    checkpoint.write_hf_weights = partial(export_hf.write_hf_weights, file_bytes=file_bytes)
     model, _ = sharded_model(folder, dist.get_world_size(), 2)
     describe = AutoConfig.from_pretrained(folder).save_pretrained
-    checkpoint.save_checkpoint(out, model, None, None, contents, 1, describe)
+    with mock.patch.object(export_hf, "SafetensorsFile", wraps=export_hf.SafetensorsFile) as opened:
+        checkpoint.save_checkpoint(out, model, None, None, contents, 1, describe)
+    files = [call.args[0] for call in opened.call_args_list]
+    assert len(set(files)) == len(files) <= dist.get_world_size()  # each once, whatever the number of tensors
 
 
 @pytest.mark.parametrize(("file_bytes", "contents"), [(1 << 30, {"hf_model"}), (1 << 16, {"model", "hf_model"})])

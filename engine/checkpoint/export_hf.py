@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from tqdm import tqdm
 
 from ..lora.adapters import MAGNITUDE, SAVED, A, B
@@ -22,7 +21,7 @@ from ..model.safetensors_files import SafetensorsFile
 from ..topology.dtensor import checkpoint_tensors
 from .atomic_folder import CheckpointError
 from .safetensors_writer import Entry, split_into_files, write_file, write_index
-from .stored_shards import MODEL
+from .stored_shards import MODEL, StoredTensor
 
 __all__ = ["FILE_BYTES", "MODEL", "Base", "reader", "write_hf_weights"]
 
@@ -41,7 +40,7 @@ class _StoredTensor:
     shape: tuple[int, ...]
     stored: torch.dtype
     dtype: torch.dtype
-    pieces: list[tuple[torch.Size, Callable[[], SafetensorsFile]]]
+    pieces: list[tuple[tuple[int, ...], Callable[[], SafetensorsFile]]]
     """Offset of each shard, and what opens its file, once for all tensors."""
     adapter: "_Adapter | None" = None
     elsewhere: Callable[[str], torch.Tensor] | None = None
@@ -104,7 +103,7 @@ class _ConvertedGroup:
 
 def write_hf_weights(
     model: Any,
-    metadata: Metadata,
+    stored: Mapping[str, StoredTensor],
     out: Path,
     dtypes: Mapping[str, torch.dtype | None],
     file_bytes: int = FILE_BYTES,
@@ -117,7 +116,7 @@ def write_hf_weights(
 
     Args:
         model: determines the names and the layout; its own values are not read.
-        metadata: of the checkpoint (``shards_metadata``).
+        stored: the tensors of the checkpoint (``stored_tensors``).
         dtypes: name of each tensor -> the dtype to write, None for the stored one.
         file_bytes: size of a file at most, unless one tensor is larger.
         targets: weights with adapters in the checkpoint, which are merged; None without adapters.
@@ -129,7 +128,7 @@ def write_hf_weights(
         CheckpointError: tensors of the model are missing in the checkpoint.
     """
     files = split_into_files(
-        _converted_groups(model, _with_adapters(metadata, _stored(model, metadata, dtypes, base), targets or {})),
+        _converted_groups(model, _with_adapters(stored, _stored(model, stored, dtypes, base), targets or {})),
         file_bytes,
     )
     entries = [[entry for group in file for entry in _entries(model, group)] for file in files]
@@ -141,20 +140,20 @@ def write_hf_weights(
             write_file(out / name, members, _values(model, file, bar))
 
 
-def reader(metadata: Metadata) -> Callable[[str], torch.Tensor]:
+def reader(stored: Mapping[str, StoredTensor]) -> Callable[[str], torch.Tensor]:
     """Return a function that reads one of the model's full tensors in a checkpoint by its name."""
-    names = [name.removeprefix(MODEL) for name in metadata.state_dict_metadata if name.startswith(MODEL)]
-    known = {tensor.name: tensor for tensor in _stored(None, metadata, dict.fromkeys(names))}
+    names = [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
+    known = {tensor.name: tensor for tensor in _stored(None, stored, dict.fromkeys(names))}
     return lambda name: known[name].read()
 
 
 def _with_adapters(
-    metadata: Metadata, tensors: list[_StoredTensor], targets: Mapping[str, Target]
+    stored: Mapping[str, StoredTensor], tensors: list[_StoredTensor], targets: Mapping[str, Target]
 ) -> list[_StoredTensor]:
     """Merge the adapters of tensors into them, and replace those that were trained as a whole."""
     ends = (A, B, MAGNITUDE, SAVED)
-    beside = [t.name + end for t in tensors for end in ends if MODEL + t.name + end in metadata.state_dict_metadata]
-    found = {stored.name: stored for stored in _stored(None, metadata, dict.fromkeys(beside))}
+    beside = [t.name + end for t in tensors for end in ends if MODEL + t.name + end in stored]
+    found = {tensor.name: tensor for tensor in _stored(None, stored, dict.fromkeys(beside))}
 
     def adapted(tensor: _StoredTensor) -> _StoredTensor:
         copy, a = found.get(tensor.name + SAVED), found.get(tensor.name + A)
@@ -169,29 +168,23 @@ def _with_adapters(
 
 
 def _stored(
-    model: Any, metadata: Metadata, dtypes: Mapping[str, torch.dtype | None], base: Base | None = None
+    model: Any, stored: Mapping[str, StoredTensor], dtypes: Mapping[str, torch.dtype | None], base: Base | None = None
 ) -> list[_StoredTensor]:
-    if not dtypes:
-        return []
-    pieces: dict[str, list[tuple[torch.Size, Callable[[], SafetensorsFile]]]] = {}
-    opened = cache(lambda path: SafetensorsFile(Path(path)))
-    for index, stored in metadata.storage_data.items():
-        pieces.setdefault(index.fqn, []).append((index.offset, partial(opened, stored.relative_path)))
-    missing = [name for name in dtypes if MODEL + name not in pieces]
+    opened = cache(SafetensorsFile)
+    missing = [name for name in dtypes if MODEL + name not in stored]
     if missing and base is None:
         raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors of the model, first {missing[0]}.")
     found = []
     of_base = checkpoint_tensors(model) if base is not None else {}
     for name, dtype in dtypes.items():
-        if base is not None and MODEL + name not in pieces:
+        if base is not None and MODEL + name not in stored:
             own = of_base[name]
             kept = base.dtypes.get(name, own.dtype)
             found.append(_StoredTensor(name, tuple(own.shape), kept, dtype or kept, [], elsewhere=base.read))
             continue
-        entry = metadata.state_dict_metadata[MODEL + name]
-        assert isinstance(entry, TensorStorageMetadata), "safetensors hold nothing else"
-        stored = entry.properties.dtype
-        found.append(_StoredTensor(name, tuple(entry.size), stored, dtype or stored, pieces[MODEL + name]))
+        tensor = stored[MODEL + name]
+        pieces = [(offset, partial(opened, path)) for offset, (_, path) in tensor.shards.items()]
+        found.append(_StoredTensor(name, tensor.shape, tensor.dtype, dtype or tensor.dtype, pieces))
     return found
 
 

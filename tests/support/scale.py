@@ -151,7 +151,7 @@ def on_fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def alone(function: Callable[..., dict[str, Any]], *args: Any, timeout: float = 100.0) -> dict[str, Any]:
+def alone(function: Callable[..., dict[str, Any]], *args: Any, timeout: float = 300.0) -> dict[str, Any]:
     """Call a function in a process of its own with one thread, and return its dict, which is printed.
 
     Raises:

@@ -66,7 +66,8 @@ def _compare(rollout):
             expected = stored_parameters(slices, heads.dim)
             for name, axis, first, step, rows in exchange.run(held):
                 shape = expected[name][0].shape
-                found.setdefault(name, torch.zeros(shape, dtype=rows.dtype)).movedim(axis, 0)[first::step] = rows.movedim(axis, 0)
+                into = found.setdefault(name, torch.zeros(shape, dtype=rows.dtype)).movedim(axis, 0)
+                into[first::step] = rows.movedim(axis, 0)
             assert found.keys() == expected.keys(), (family, found.keys() ^ expected.keys())
             for name, (values, is_filled) in expected.items():
                 if found[name].dtype != values.dtype or not torch.equal(

@@ -91,7 +91,7 @@ def _in_parts(folder, cases):
         at_once = len(firsts) * stack.shape[1:].numel() * 4
         assert traffic.peak <= max(6 * largest, (2 * (ranks + 1) / ranks + 1) * at_once), (ep, fsdp_size, dim)
         together = {}
-        for name, axis, first, step, rows in sync.gathered(Traffic(), "merged"):
+        for name, _, first, step, rows in sync.gathered(Traffic(), "merged"):
             whole = reference.state_dict()[name]
             assert step == 1 or "experts" in name, name
             together.setdefault(name, torch.full(whole.shape, torch.nan))[first::step] = rows

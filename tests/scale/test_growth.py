@@ -33,7 +33,7 @@ def _muon() -> dict[str, float]:
         muon_partition._shapes_and_pieces.cache_clear()
         return (size.shard(size.build()),)
 
-    return growth(prepare, matrix_buckets, SIZE)
+    return growth(prepare, matrix_buckets, replace(SIZE, layers=6))  # whose parameters have the shapes of two
 
 
 def _saving() -> dict[str, float]:

@@ -215,7 +215,7 @@ def test_plan_with_limit_below_a_row_is_refused():
     targets = Targets.colocated(problem[1], 2)
     with pytest.raises(
         RoundTooSmallError,
-        match=r"one row of model.layers.0.self_attn.qkv_proj.weight \[24, 20\] is .* the 8 bytes",
+        match=r"one row of model.embed_tokens.weight \[64, 20\] is .* the 8 bytes",
     ):
         _plan(*problem, Rollout(2), Heads(4, 2, 6), targets, 8)
 

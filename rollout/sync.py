@@ -340,7 +340,9 @@ class RolloutWeights:
             SettingError: the rollout does not support the mode that ``engine.rollout_sync`` names.
             BaseChangedError: adapters are sent alone, and the weights are no longer those that the rollout has.
         """
-        mode = self.sync.choose_mode(config) if self.adapters != "alone" else "full"
+        if self.adapters == "alone":
+            return self.for_worker("full", Rollout(), worker)
+        mode = self.sync.choose_mode(config)
         return self.for_worker(mode, rollout_of(config), worker, bool(quantisation_settings(config)))
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:

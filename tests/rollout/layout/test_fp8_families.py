@@ -19,7 +19,7 @@ from tests.rollout.families import config_of, model_of
 from tests.rollout.served_families import SERVED, randomise
 from tests.support.models.quantised import COMPRESSED, compressed
 from tests.support.ranks import run_ranks
-from tests.support.rollout.vllm_segments import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
+from tests.support.rollout.vllm_engine import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.skipif(not versions.vllm_in(">=0.27"), reason="vLLM before 0.27 has other FP8 loaders")
 

@@ -79,7 +79,7 @@ def full_tensors(
     sync = RolloutSync(model, meshes, list(layers), dtypes or {}, SyncSettings("full", memory))
     tensors = sync.gathered(Traffic(), "left out")
     with contextlib.closing(tensors):
-        for name, _, step, values in tensors:
+        for name, _, _, step, values in tensors:
             assert step == 1, f"{name} has more than {max_bytes} bytes"
             yield name, values
 

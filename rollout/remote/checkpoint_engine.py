@@ -62,7 +62,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
                 # A new store, since failed members may still write to the old one.
                 self._store, self._token = serve_store(_address(), self.timeout_seconds), new_token()
         address = (_address(), self._store.port, self._token) if self._store is not None else None
-        return {"identity": self._identity, "node": _node(), "address": address}
+        return {"identity": self._identity, "address": address}
 
     @classmethod
     def build_topology(
@@ -71,7 +71,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         """Return the arguments of ``init_process_group`` for the trainer's ranks and for the rollout's."""
         world = actor_wg_world_size + rollout_world_size
         common = {
-            "members": Members(actor_wg_world_size, tuple(each["node"] for each in metadata)),
+            "members": Members(actor_wg_world_size, world),
             "identities": tuple(each["identity"] for each in metadata),
             "address": metadata[0]["address"],
         }
@@ -130,7 +130,3 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
 
 def _address() -> str:
     return ray.util.get_node_ip_address().strip("[]")
-
-
-def _node() -> str:
-    return ray.get_runtime_context().get_node_id()

@@ -46,16 +46,16 @@ class Members:
 
     Args:
         trainers: number of trainer ranks.
-        nodes: the node of every member, by group rank.
+        world: number of members.
     """
 
     trainers: int
-    nodes: tuple[str, ...]
+    world: int
 
     @property
     def rollouts(self) -> range:
         """The group ranks of the rollout's members."""
-        return range(self.trainers, len(self.nodes))
+        return range(self.trainers, self.world)
 
     def name(self, rank: int) -> str:
         """Return a member's name for error texts."""
@@ -92,7 +92,7 @@ class SyncGroup:
         self.process_group: dist.ProcessGroup | None = None
         self._broadcast_group: dist.ProcessGroup | None = None
         with self.abort_on_error():
-            self.process_group = self._make_group("all", rank, len(members.nodes))
+            self.process_group = self._make_group("all", rank, members.world)
 
     def broadcast(self, bucket: torch.Tensor) -> dist.Work:
         """Start to broadcast ``bucket`` from trainer rank 0 to the rollout; other trainer ranks must not call it."""

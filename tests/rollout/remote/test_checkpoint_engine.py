@@ -39,7 +39,7 @@ SECONDS = 15.0
 
 
 class Member:
-    """One process: the first ``TRAINERS`` ranks of a test are a trainer's, the others a rollout's on another node."""
+    """One process: the first ``TRAINERS`` ranks of a test are a trainer's, the others a rollout's."""
 
     building = {}  # further arguments of ``sharded_model``
 
@@ -59,7 +59,6 @@ class Member:
             timeout=timedelta(seconds=60),
         )
         checkpoint_engine._address = lambda: "127.0.0.1"
-        checkpoint_engine._node = lambda: "trainer" if self.is_trainer else "rollout"
         self.new_engine()
         self.whole = dict(reference_model(folder / "model").named_parameters())
         if self.is_trainer:
@@ -101,7 +100,7 @@ class Member:
         return RolloutConfig(name="vllm", tensor_model_parallel_size=TP, engine_kwargs=engine_kwargs, **settings)
 
     def sync(self, wanted="auto", is_ours=True, weights=None):
-        """Run a sync; return what a rollout rank received and the bytes sent from here to the other node."""
+        """Run a sync; return what a rollout rank received and the bytes sent from here to the rollout."""
         self.connect()
         with _crossing() as crossed:
             got = self.send(weights or self.weights(wanted)) if self.is_trainer else _taken(self.receive(is_ours))
@@ -110,12 +109,17 @@ class Member:
 
     def slices(self, factor=1):
         """Compute the slices that a rollout rank keeps."""
-        model = reference_model(self.folder / "model")
         return _taken(
             (slice_name(need.parameter, need.at), self.whole[tensor.name][need.block.slices] * factor)
-            for tensor in tensors_before_sharding(model, Topology.arrange(TRAINERS, 2))
-            for need in target_slices(tensor, Rollout(TP), self.index % TP, Heads.of(model.config))
+            for tensor, need in self.needs(self.index % TP)
         )
+
+    def needs(self, worker):
+        """Yield what a worker keeps: each tensor and a slice of it."""
+        model = reference_model(self.folder / "model")
+        for tensor in tensors_before_sharding(model, Topology.arrange(TRAINERS, 2)):
+            for need in target_slices(tensor, Rollout(TP), worker, Heads.of(model.config)):
+                yield tensor, need
 
 
 def _taken(received):
@@ -137,7 +141,7 @@ def _taken(received):
 
 @contextmanager
 def _crossing():
-    """Counts the bytes that all-to-alls carry from a trainer's rank to the rollout's node."""
+    """Counts the bytes that all-to-alls carry from a trainer's rank to the rollout."""
     crossed, stock = [], dist.all_to_all_single
 
     def counting(received, sent, receive_splits, send_splits, group, **kwargs):
@@ -161,17 +165,16 @@ def _equal(got, wanted):
 
 def _syncs(folder):
     member = Member(folder)
-    model_bytes = sum(tensor.nbytes for tensor in member.whole.values())
+    kept_bytes = 2 * sum(n.block.numel * t.itemsize for worker in range(TP) for t, n in member.needs(worker))
 
     crossed = torch.zeros(1, dtype=torch.int64)
     for factor in (1, 2, 4):
         got, crossed[0] = member.sync()
         if member.is_trainer:
             dist.all_reduce(crossed)
-            # Two replicas on one node take the model twice; it crosses once.
-            assert crossed.item() == model_bytes
+            assert crossed.item() == kept_bytes, "each of the two replicas takes what its workers keep"
             if member.rank == 0:
-                assert model_bytes / 2 <= got["weight_sync/sent_megabytes"] * 2**20 < model_bytes * 0.6
+                assert kept_bytes / 2 <= got["weight_sync/sent_megabytes"] * 2**20 < kept_bytes * 0.6
             else:
                 assert got == {}
             with torch.no_grad():

@@ -219,4 +219,4 @@ def test_abort_on_error_reports_the_collectives_error_behind_torchs(together, tm
 
 def test_sync_group_refuses_other_devices():
     with pytest.raises(WeightSyncError, match="neither supports device xpu"):
-        SyncGroup(dist.HashStore(), 0, Members(1, ("one",)), "xpu", SECONDS)
+        SyncGroup(dist.HashStore(), 0, Members(1, 1), "xpu", SECONDS)

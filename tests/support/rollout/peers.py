@@ -11,7 +11,7 @@ from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 
 __all__ = ["three_members"]
 
-_MEMBERS = Members(2, ("one", "one", "two"))
+_MEMBERS = Members(2, 3)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from ..layout.specs import Heads, Rollout, SyncMode, TensorSpec
 from ..plan.transfer_plan import round_bytes
 from ..sync import RolloutWeights
 from .buckets import Chunk
-from .process_group import register_message_types
+from .message_json import register_message_types
 
 __all__ = ["ShardedModel", "TrainerLayout", "WorkerRequest", "trainer_layout"]
 

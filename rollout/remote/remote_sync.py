@@ -87,8 +87,8 @@ class _Endpoint:
             self.group.finish,
         )
 
-    def _wait_for_requests(self) -> list[WorkerRequest]:
-        return [self.group.wait_for(f"request {rank}") for rank in self.group.members.rollouts]
+    def _wait_for_requests(self, own: WorkerRequest | None = None) -> list[WorkerRequest]:
+        return self.group.gather("request", own, self.group.members.rollouts)
 
 
 class Sender(_Endpoint):
@@ -185,8 +185,7 @@ class Receiver(_Endpoint):
     def exchange_requests(self, request: WorkerRequest) -> list[WorkerRequest]:
         """Publish what the worker requests, and return what all do."""
         with self.group.abort_on_error():
-            self.group.publish(f"request {self.group.rank}", request)
-            return self._wait_for_requests()
+            return self._wait_for_requests(request)
 
     def tensors(
         self,

@@ -174,10 +174,11 @@ class RolloutSync:
         """
         # Reading a model's parameters anew takes longer than sending a small layer.
         state = {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
-        local = local_values(self.model, self.device, adapters, wait or dist.Work.wait)
+        wait = wait or dist.Work.wait
+        local = local_values(self.model, self.device, adapters, wait)
         if rollout is None or not rollout.is_quantised:
             return lambda name: local(name, state[name])
-        quantised = self._quantised(rollout, local)
+        quantised = self._quantised(rollout, local, wait)
 
         def of(name: str) -> torch.Tensor:
             weight = name.removesuffix(SCALES)
@@ -185,13 +186,13 @@ class RolloutSync:
 
         return of
 
-    def _quantised(self, rollout: Rollout, values: LocalValues) -> QuantisedShards:
+    def _quantised(self, rollout: Rollout, values: LocalValues, wait: Any) -> QuantisedShards:
         """Return this rank's values, quantised as such a rollout holds them; see ``QuantisedShards``."""
         params = {n: p for n, p in weights(self.model) if is_quantised(self.heads.family, n)}
         scheme = scheme_of(rollout.block, rollout.channels)
         # One weight at a time with adapters: then one gather of its adapter serves its scales and its values.
         limit = round_bytes(self.settings.memory_bytes) if lora_of(self.model) is None else 0
-        return QuantisedShards(params, values, scheme, self.device, limit)
+        return QuantisedShards(params, values, scheme, self.device, limit, wait)
 
     def missing_bytes(self, adapters: bool = False) -> int:
         """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""

@@ -89,12 +89,11 @@ class Server:
         }
         return [(setting, value) for setting, value in asked.items() if value]
 
-    def obstacle(self, config: Any, family: str | None, backend: str) -> Obstacle | None:
+    def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
         """Return the first setting that leaves ``full`` as the only mode.
 
         Args:
             family: ``model_type`` of the model; None where it is not known yet.
-            backend: name of the checkpoint-engine backend.
         """
 
     def check_settings(
@@ -112,8 +111,12 @@ class Server:
             SettingError: names the first such setting and a value that works.
         """
 
-    def check_mode(self, config: Any, mode: SyncMode, reason: str) -> None:
-        """Reject settings that this mode, which was chosen for the ``reason``, can't serve; see ``check_settings``."""
+    def check_mode(self, config: Any, mode: SyncMode, reason: str, backend: str) -> None:
+        """Reject settings that this mode, which was chosen for the ``reason``, can't serve; see ``check_settings``.
+
+        Args:
+            backend: name of the checkpoint-engine backend.
+        """
 
     def longest_start(self, config: Any) -> Any:
         """Return the tokens of a sequence by which the server chooses rotations when it starts; None if it does not."""

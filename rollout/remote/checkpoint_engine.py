@@ -23,7 +23,7 @@ from verl.utils.device import get_device_name
 from .. import servers
 from ..servers import BACKEND
 from .process_group import Members, SyncGroup
-from .remote_sync import ReceivedWeights, Receiver, Sender
+from .remote_sync import Endpoint, ReceivedWeights
 from .signed_store import SignedStore, connect_store, new_token, serve_store
 
 __all__ = ["PeerToPeerCheckpointEngine"]
@@ -44,7 +44,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
     def __init__(self, bucket_size: int, is_master: bool | None = None, timeout_seconds: float = 300.0):
         self.bucket_size, self.is_master, self.timeout_seconds = bucket_size, is_master, timeout_seconds
         self._group: SyncGroup | None = None
-        self._endpoint: Sender | Receiver | None = None
+        self._endpoint: Endpoint | None = None
         self._store: dist.TCPStore | None = None
         self._token = ""
         self._identity = ""
@@ -100,7 +100,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         # A store may serve several groups, one after the other.
         store_of_group = SignedStore(dist.PrefixStore("/".join(identities), store), token)
         self._group = SyncGroup(store_of_group, rank, members, get_device_name(), self.timeout_seconds)
-        self._endpoint = (Receiver if rank in members.rollouts else Sender)(self._group)
+        self._endpoint = Endpoint(self._group)
         self._identities = identities
 
     @torch.no_grad()
@@ -108,12 +108,12 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
         """Send the weights of one sync; returns the metrics that verl adds to the step's."""
-        assert isinstance(self._endpoint, Sender), "only trainer ranks send"
+        assert self._endpoint is not None, "init_process_group comes first"
         return self._endpoint.send(weights, self.bucket_size)
 
     def receive_weights(self, global_steps: int | None = None) -> ReceivedWeights:
         """Return the weights of one sync for the server adapter."""
-        assert isinstance(self._endpoint, Receiver), "only rollout ranks receive"
+        assert self._endpoint is not None, "init_process_group comes first"
         return self._endpoint.receive()
 
     def finalize(self) -> None:

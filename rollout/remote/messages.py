@@ -9,9 +9,8 @@ import torch
 from ...engine.topology.index_ranges import ShardStep
 from ...engine.topology.mesh import Topology
 from ..layout.specs import Heads, Rollout, SyncMode, TensorSpec
-from ..plan.transfer_plan import round_bytes
-from ..sync import RolloutWeights
-from .buckets import Chunk
+from ..plan.transfer_plan import ROUND_BUFFERS
+from ..sync import RolloutWeights, SyncSettings
 from .message_json import register_message_types
 
 __all__ = ["ShardedModel", "TrainerLayout", "WorkerRequest", "trainer_layout"]
@@ -21,6 +20,7 @@ __all__ = ["ShardedModel", "TrainerLayout", "WorkerRequest", "trainer_layout"]
 class ShardedModel:
     """The trainer's tensors, sharding and dtypes, from which a plan is made."""
 
+    family: str
     tensors: tuple[TensorSpec, ...]
     dtypes: tuple[tuple[str, torch.dtype], ...]
     layers: tuple[str, ...]
@@ -33,18 +33,11 @@ class TrainerLayout:
     """The trainer's settings and model, as trainer rank 0 publishes them.
 
     Args:
-        requested: the user's ``engine.rollout_sync``.
-        verify_syncs: number of first syncs that carry checksums; -1 for all.
-        family: ``model_type`` of the model.
-        limit: bytes of a round, or of a bucket of full tensors.
-        peft_config: peft's config of adapters that are sent apart from the weights, as JSON; empty where they are not.
         model: None for weights of another engine, which are sent as full tensors.
+        peft_config: peft's config of adapters that are sent apart from the weights, as JSON; empty where they are not.
     """
 
-    requested: str
-    verify_syncs: int
-    family: str
-    limit: int
+    settings: SyncSettings
     model: ShardedModel | None = None
     peft_config: str = ""
 
@@ -61,16 +54,13 @@ class WorkerRequest:
 
 def trainer_layout(weights: Any, bucket_bytes: int) -> TrainerLayout:
     if not isinstance(weights, RolloutWeights):
-        return TrainerLayout("full", 0, "", bucket_bytes)
-    sync = weights.sync
-    model = ShardedModel(
-        tuple(sync.tensor_specs()), tuple(sync.dtypes.items()), tuple(sync.layers), sync.meshes.topology, sync.heads
-    )
-    settings = sync.settings
-    limit, config = round_bytes(settings.memory_bytes), json.dumps(weights.peft_config) if weights.peft_config else ""
-    return TrainerLayout(settings.requested, settings.verify_syncs, sync.family, limit, model, config)
+        return TrainerLayout(SyncSettings("full", bucket_bytes * ROUND_BUFFERS))
+    sync, adapters = weights.sync, weights.peft_config
+    tensors, dtypes = tuple(sync.tensor_specs()), tuple(sync.dtypes.items())
+    model = ShardedModel(sync.family, tensors, dtypes, tuple(sync.layers), sync.meshes.topology, sync.heads)
+    return TrainerLayout(sync.settings, model, json.dumps(adapters) if adapters else "")
 
 
 register_message_types(
-    TrainerLayout, ShardedModel, WorkerRequest, Chunk, TensorSpec, ShardStep, Topology, Heads, Rollout
+    TrainerLayout, SyncSettings, ShardedModel, WorkerRequest, TensorSpec, ShardStep, Topology, Heads, Rollout
 )

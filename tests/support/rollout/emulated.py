@@ -25,7 +25,10 @@ def shard_of(value: torch.Tensor, tensor: TensorSpec, plan: TransferPlan, rank: 
 def expected_parameters(
     tensors: Sequence[TensorSpec], slices_of: Callable[[TensorSpec], Sequence[TargetSlice]], whole: Mapping
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters of a worker, made of whole tensors; what no tensor fills is NaN. No slice has a form."""
+    """Return the parameters of a worker, made of whole tensors; what no tensor fills is NaN, or 0 where there is none.
+
+    No slice has a form.
+    """
     parts: dict[str, list[tuple[TargetSlice, torch.Tensor]]] = {}
     for tensor in tensors:
         for part in slices_of(tensor):
@@ -33,7 +36,9 @@ def expected_parameters(
     found = {}
     for name, placed in parts.items():
         shape = tuple(map(max, zip(*(part.end for part, _ in placed), strict=True)))
-        found[name] = torch.full(shape, torch.nan, dtype=placed[0][1].dtype)
+        dtype = placed[0][1].dtype
+        nothing = torch.nan if dtype.is_floating_point and dtype.itemsize > 1 else 0
+        found[name] = torch.full(shape, nothing, dtype=torch.float32).to(dtype)
         for part, values in placed:
             found[name][tuple(map(slice, part.at, part.end))] = values
     return found

@@ -64,7 +64,8 @@ def buckets_of(
     weights: Iterable[tuple[str, torch.Tensor]], limit: int, device: torch.device
 ) -> Iterator[tuple[Header, torch.Tensor]]:
     """Pack tensors in order into buckets of at most ``limit`` bytes; a larger tensor has one of its own."""
-    header, bucket, used = [], torch.empty(0, dtype=torch.uint8, device=device), 0
+    header: Header = []
+    bucket, used = torch.empty(0, dtype=torch.uint8, device=device), 0
     for name, tensor in weights:
         nbytes = _nbytes(tensor.dtype, tensor.shape)
         if used + nbytes > bucket.numel():

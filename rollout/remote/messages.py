@@ -4,28 +4,15 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ...engine.topology.index_ranges import ShardStep
 from ...engine.topology.mesh import Topology
 from ..layout.specs import Heads, Rollout, SyncMode, TensorSpec
 from ..plan.transfer_plan import ROUND_BUFFERS
+from ..sent_tensors import SentModel
 from ..sync import RolloutWeights, SyncSettings
 from .message_json import register_message_types
 
-__all__ = ["ShardedModel", "TrainerLayout", "WorkerRequest", "trainer_layout"]
-
-
-@dataclass(frozen=True)
-class ShardedModel:
-    """The trainer's tensors, sharding and dtypes, from which a plan is made."""
-
-    family: str
-    tensors: tuple[TensorSpec, ...]
-    dtypes: tuple[tuple[str, torch.dtype], ...]
-    layers: tuple[str, ...]
-    topology: Topology
-    heads: Heads
+__all__ = ["TrainerLayout", "WorkerRequest", "trainer_layout"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +25,7 @@ class TrainerLayout:
     """
 
     settings: SyncSettings
-    model: ShardedModel | None = None
+    model: SentModel | None = None
     peft_config: str = ""
 
 
@@ -55,12 +42,10 @@ class WorkerRequest:
 def trainer_layout(weights: Any, bucket_bytes: int) -> TrainerLayout:
     if not isinstance(weights, RolloutWeights):
         return TrainerLayout(SyncSettings("full", bucket_bytes * ROUND_BUFFERS))
-    sync, adapters = weights.sync, weights.peft_config
-    tensors, dtypes = tuple(sync.tensor_specs()), tuple(sync.dtypes.items())
-    model = ShardedModel(sync.family, tensors, dtypes, tuple(sync.layers), sync.meshes.topology, sync.heads)
-    return TrainerLayout(sync.settings, model, json.dumps(adapters) if adapters else "")
+    adapters = json.dumps(weights.peft_config) if weights.peft_config else ""
+    return TrainerLayout(weights.sync.settings, weights.sync.sent_model(), adapters)
 
 
 register_message_types(
-    TrainerLayout, SyncSettings, ShardedModel, WorkerRequest, TensorSpec, ShardStep, Topology, Heads, Rollout
+    TrainerLayout, SyncSettings, SentModel, WorkerRequest, TensorSpec, ShardStep, Topology, Heads, Rollout
 )

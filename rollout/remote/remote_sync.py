@@ -21,9 +21,8 @@ import torch
 from ..layout.slice_names import slice_name
 from ..layout.specs import Rollout, SyncMode
 from ..plan.routes import Member
-from ..plan.transfer_plan import Targets, make_transfer_plan, round_bytes
-from ..sent_tensors import dtype_in, slices_of_workers, with_scales
-from ..servers import BACKEND, choose_mode, planned_layouts, rollout_of, server_of
+from ..plan.transfer_plan import Targets, TransferPlan, round_bytes
+from ..servers import BACKEND, choose_mode, rollout_of, server_of
 from ..sync import RolloutWeights
 from ..transport.checksums import has_checksums
 from ..transport.exchange import Exchange
@@ -147,23 +146,14 @@ class Endpoint:
         return exchange
 
     def _plan(self, layout: TrainerLayout, rollout: Rollout, workers: list[int]) -> Exchange:
-        model, limit = layout.model, round_bytes(layout.settings.memory_bytes)
+        group, model = self.group, layout.model
         assert model is not None, "weights of other engines are sent as full tensors"
-        tensors = with_scales(model.tensors, rollout, model.family)
-        slices_of = slices_of_workers(tensors, rollout, model.heads)
-        targets = Targets.separate(workers, model.topology)
-        plan = make_transfer_plan(tensors, model.layers, model.topology, targets, slices_of, limit)
-        member = Member.separate(plan, self.group.rank)
-        return Exchange(
-            plan,
-            member,
-            lambda tensor: [] if member.kind is None else slices_of(tensor, member.kind),
-            dtype_in(dict(model.dtypes), rollout, model.family),
-            self.group.device,
-            self.group.process_group,
-            model.heads.dim,
-            self.group.finish,
-        )
+        targets, limit = Targets.separate(workers, model.topology), round_bytes(layout.settings.memory_bytes)
+
+        def member_of(plan: TransferPlan) -> Member:
+            return Member.separate(plan, group.rank)
+
+        return model.exchange(rollout, targets, limit, member_of, group.device, group.process_group, group.finish)
 
 
 class ReceivedWeights:
@@ -251,9 +241,8 @@ class ReceivedWeights:
 
     def planned_layouts(self) -> list[dict[str, str]]:
         """Return the layout that is planned for each worker of the replica (``layout/layout_check.py``)."""
-        model = self._layout.model
-        assert model is not None
-        return planned_layouts(model.tensors, self._request.rollout, model.heads)
+        assert self._layout.model is not None
+        return self._layout.model.planned_layouts(self._request.rollout)
 
     def check_plans(self, failure: Exception | None) -> None:
         """Raise this rank's failure, if any, on all members; plans are compared when they are made.

@@ -27,9 +27,12 @@ from .message_json import decode, encode
 
 __all__ = ["Members", "SyncGroup"]
 
+_T = TypeVar("_T")
+
 _FAILURE = "failure"
 # A native call's own time limit exceeds that of the group by this, so that the group's error names the member.
 _LATER_SECONDS = 2.0
+_JOIN_SECONDS = 1.0
 # NCCL's time counts from when a collective is launched, which may be long before the others are there.
 _NCCL_TIMEOUT = timedelta(days=1)
 _NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -57,9 +60,6 @@ class Members:
         if rank < self.trainers:
             return f"trainer rank {rank}"
         return f"rollout rank {rank - self.trainers}"
-
-
-_T = TypeVar("_T")
 
 
 class SyncGroup:
@@ -90,11 +90,11 @@ class SyncGroup:
         )
         self._store = store
         self._limit = timedelta(seconds=timeout_seconds + _LATER_SECONDS)
-        self._blocking_store = store.clone()  # a wait holds its connection, which other requests would wait for
-        self._blocking_store.set_timeout(self._limit)
         self._syncs = 0
         self._published: list[str] = []
         self._awaited: list[str] = []
+        self._groups: list[dist.ProcessGroup] = []
+        self._thread: threading.Thread | None = None
         self.failed = False
         self.process_group: dist.ProcessGroup | None = None
         self._broadcast_group: dist.ProcessGroup | None = None
@@ -103,6 +103,9 @@ class SyncGroup:
                 raise WeightSyncError(
                     f"weight sync uses gloo on cpu and NCCL on cuda; neither supports device {self.device.type}"
                 )
+            # A wait holds its connection, which other requests would wait for. torch's stubs lack ``clone``.
+            self._blocking_store: dist.Store = store.clone()  # type: ignore[attr-defined]
+            self._blocking_store.set_timeout(self._limit)
             # The connections of a plan's rounds: each of the trainer's ranks sends to each of the rollout's.
             from_trainers = [int(other < members.trainers) for other in range(members.world)]
             to_rollouts = [1 - other for other in from_trainers]
@@ -112,7 +115,7 @@ class SyncGroup:
             self.process_group = self._set_up(
                 "all",
                 range(members.world),
-                lambda group: dist.all_to_all_single(received, sent, *splits, group=group),
+                lambda group: dist.all_to_all_single(received, sent, *splits, group=group, async_op=True),
             )
 
     def broadcast(self, bucket: torch.Tensor) -> dist.Work:
@@ -122,34 +125,25 @@ class SyncGroup:
             self._broadcast_group = self._set_up(
                 "from trainer 0",
                 [0, *self.members.rollouts],
-                lambda group: dist.broadcast(byte, group_src=0, group=group),
+                lambda group: dist.broadcast(byte, group_src=0, group=group, async_op=True),
             )
         work = dist.broadcast(bucket, group_src=0, group=self._broadcast_group, async_op=True)
         assert work is not None
         return work
 
-    def _set_up(
-        self, name: str, ranks: Sequence[int], first: Callable[[dist.ProcessGroup], object]
-    ) -> dist.ProcessGroup:
-        """Make a group of ``ranks``, in which the collective ``first`` has ended.
+    def _set_up(self, name: str, ranks: Sequence[int], first: Callable[[dist.ProcessGroup], Any]) -> dist.ProcessGroup:
+        """Make a group of ``ranks``, in which a collective that ``first`` starts has ended.
 
         Raises:
             WeightSyncError: it did not end in time; names the first member that did not come.
         """
         arrivals = [f"{name} has {rank}" for rank in ranks]
-        self._set(arrivals[ranks.index(self.rank)], None)
-        self._check()  # a thread of a member that has given up may still be there
+        all_came, deadline = f"{name} has all", time.monotonic() + self.timeout_seconds
 
-        def set_up() -> dist.ProcessGroup:
+        def set_up() -> tuple[dist.ProcessGroup, dist.Work]:
             group = self._make_group(name, ranks.index(self.rank), len(ranks))
-            try:
-                first(group)
-            except Exception:
-                group.abort()
-                raise
-            if self.failed:
-                group.abort()
-            return group
+            self._groups.append(group)
+            return group, first(group)
 
         def failure() -> str:
             if (absent := self._first_missing(arrivals)) is not None:
@@ -162,7 +156,14 @@ class SyncGroup:
                 "hangs since then, or they can't connect (see NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
             )
 
-        return self._call(set_up, failure)
+        self._set(arrivals[ranks.index(self.rank)], None)
+        if self._store.add(f"{name} has", 1) == len(ranks):
+            self._set(all_came, None)
+        self._wait([all_came], failure)
+        self._check()  # see ``close``
+        group, work = self._call(set_up, failure)
+        wait_for_work(work, deadline - time.monotonic(), self._check, failure)
+        return group
 
     def _make_group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
         store = dist.PrefixStore(name, self._blocking_store)
@@ -304,7 +305,8 @@ class SyncGroup:
             except BaseException as error:
                 result.set_exception(error)
 
-        threading.Thread(target=call, name="weight sync", daemon=True).start()
+        self._thread = threading.Thread(target=call, name="weight sync", daemon=True)
+        self._thread.start()
         deadline = time.monotonic() + self.timeout_seconds
         while not futures.wait([result], min(CHECK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
             self._check()
@@ -316,7 +318,7 @@ class SyncGroup:
     def _in_time(self) -> str:
         return f"within {self.timeout_seconds:g} s"
 
-    def _first_missing(self, keys: Sequence[str]) -> int | None:
+    def _first_missing(self, keys: list[str]) -> int | None:
         """Return the index of the first key that the store does not have, by some requests for thousands of keys."""
         index = bisect_left(range(len(keys)), True, key=lambda i: not self._store.check(keys[: i + 1]))
         return index if index < len(keys) else None
@@ -332,16 +334,21 @@ class SyncGroup:
         return str(decode(self._store.get(_FAILURE)))
 
     def close(self) -> None:
-        """Leave the group. With gloo, members that wait for this one fail at once; see ``finish`` for NCCL."""
+        """Leave the group. With gloo, members that wait for this one fail at once; see ``finish`` for NCCL.
+
+        This also ends the thread of ``_call``, if anything can: a native call that returns while the interpreter ends
+        would abort the process.
+        """
         with suppress(RuntimeError):  # the store is gone
-            # Ends the thread that waits for it: one that returns while the interpreter ends would abort the process.
             # Others that wait for it too find no message there, and report the cause, which was published before.
             for key in self._awaited:
                 self._store.set(key, "")
-        self._awaited = []
-        for group in (self.process_group, self._broadcast_group):
-            if group is not None:
-                group.abort()
+        groups, self._groups, self._awaited = self._groups, [], []
+        aborting = threading.Thread(target=lambda: [group.abort() for group in groups], daemon=True)
+        aborting.start()
+        aborting.join(self.timeout_seconds)  # torch waits for an abort of NCCL's as long as for a collective
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)
         self.process_group = self._broadcast_group = None
 
 

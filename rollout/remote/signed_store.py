@@ -100,7 +100,7 @@ class SignedStore(dist.Store):
 
     def clone(self) -> "SignedStore":
         """Return a store of the same entries with a connection of its own, on which waits block nobody else."""
-        return SignedStore(self._store.clone(), self._token.decode())
+        return SignedStore(self._store.clone(), self._token.decode())  # type: ignore[attr-defined]
 
     def _signature(self, key: str, value: bytes) -> bytes:
         return hmac.digest(self._token, len(key).to_bytes(8) + key.encode() + value, "sha256")

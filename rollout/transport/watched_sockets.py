@@ -56,13 +56,19 @@ async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any
         raise WeightSyncError(f"{failure} within {timeout_seconds:g} s") from None
 
 
-def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
+def wait_for_work(
+    work: dist.Work,
+    timeout_seconds: float,
+    check: Callable[[], None] = lambda: None,
+    failure: Callable[[], str] | None = None,
+) -> None:
     """Wait until a collective has ended on this rank; its end is seen within a millisecond.
 
     The host waits, since NCCL's ``wait`` neither does that nor raises.
 
     Args:
         check: called every ``CHECK_SECONDS`` while waiting, and at the time limit; raises when another rank has failed.
+        failure: returns the text of the error after the time limit.
 
     Raises:
         WeightSyncError: another rank took no part in time.
@@ -75,7 +81,8 @@ def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], N
             check()
             next_check = now + CHECK_SECONDS
         if now > deadline:
-            raise WeightSyncError(f"another rank took no part in a collective within {timeout_seconds:g} s")
+            text = f"another rank took no part in a collective within {timeout_seconds:g} s"
+            raise WeightSyncError(failure() if failure else text)
         time.sleep(_PAUSE_SECONDS)
     work.wait()  # orders this rank's stream after it, and raises what the backend noticed
 

@@ -49,7 +49,8 @@ def _member(rank, port, token, first, errors):
         SyncGroup(SignedStore(connect_store("127.0.0.1", port, SECONDS), token), rank, MEMBERS, "cpu", SECONDS)
     except WeightSyncError as raised:
         error = str(raised)
-    errors.put((rank, error, time.monotonic() - started))
+    seconds = time.monotonic() - started
+    errors.put((rank, error, seconds, [t.name for t in threading.enumerate() if t.name == "weight sync"]))
 
 
 @pytest.mark.parametrize(
@@ -74,9 +75,11 @@ def test_group_of_processes_of_which_one_does_not_end_its_set_up_raises_in_time_
     assert not any(psutil.pid_exists(process.pid) for process in processes), "a thread that hangs keeps no process"
     found = {}
     while not errors.empty():
-        rank, error, seconds = errors.get()
+        rank, error, seconds, threads = errors.get()
         found[rank] = error
-        assert seconds < SECONDS + 2
+        assert seconds < SECONDS + 3
+        # One that a native call returns to while the interpreter ends would abort the process.
+        assert not threads or case == "is killed" or rank == 2
     assert {0, 1} <= found.keys()
     for rank in (0, 1):
         assert re.search(cause, found[rank] or "joined"), found
@@ -105,8 +108,9 @@ def test_broadcast_whose_set_up_blocks_for_ever_raises_in_time_and_closes_the_gr
     (_, _, member), _ = together
     member.timeout_seconds = 0.5
     started = time.monotonic()
+    member._store.set("from trainer 0 has all", "null")
     never_ends = mock.patch.multiple(dist, broadcast=_blocks), mock.patch.object(member, "_make_group")
-    raises = pytest.raises(WeightSyncError, match="set-up within 0.5 s")
+    raises = pytest.raises(WeightSyncError, match="trainer rank 0 did not come to the group's set-up within 0.5 s")
     with never_ends[0], never_ends[1], raises, member.abort_on_error():
         member.broadcast(torch.zeros(1))
     assert time.monotonic() - started < SECONDS
@@ -207,7 +211,7 @@ def test_wait_on_a_failing_member_ends_soon_and_leaves_no_thread(together):
 def _like(group, rank, members):
     """A member of a larger group, with the same store."""
     made = SyncGroup.__new__(SyncGroup)
-    made.__dict__ |= group.__dict__ | {"rank": rank, "members": members, "_published": []}
+    made.__dict__ |= group.__dict__ | {"rank": rank, "members": members, "_published": [], "_groups": []}
     return made
 
 
@@ -257,8 +261,8 @@ def test_nccls_group_makes_its_communicator_in_the_thread_of_the_set_up(together
     (first, *_), _ = together
     made = []
 
-    group = _like(first, 0, MEMBERS)
-    group.timeout_seconds, group._make_group = 0.3, lambda *args: made.append(threading.current_thread())
-    with pytest.raises(WeightSyncError, match="trainer rank 1 did not come"):
-        group._set_up("another", range(3), _blocks)
+    group = _like(first, 0, Members(1, 1))
+    group.timeout_seconds, group._make_group = 0.3, lambda *args: made.append(threading.current_thread()) or mock.Mock()
+    with pytest.raises(WeightSyncError, match="all members came to the group's set-up, which did not end within 0.3 s"):
+        group._set_up("another", range(1), _blocks)
     assert made[0] is not threading.main_thread() and made[0].daemon and made[0].is_alive()

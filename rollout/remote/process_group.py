@@ -65,7 +65,7 @@ class Members:
 class SyncGroup:
     """A member's handle on the group; constructing it is collective.
 
-    A communicator is made and its connections are opened in a collective of the set-up, in a thread: NCCL does that in
+    A communicator is made and its connections are opened by a collective of the set-up, in a thread: NCCL does that in
     a blocking call without a time limit. (torch's non-blocking communicators hang with NCCL 2.26,
     pytorch/pytorch#153960, and have one time limit for the process.) After a set-up that failed the thread may stay in
     this call until the process ends. The group is then ``failed``, and the next sync has to make another one.
@@ -276,6 +276,8 @@ class SyncGroup:
                 cause = self._published_failure()
             else:
                 self._set(_FAILURE, f"{self.members.name(self.rank)}: {cause}")
+        if self.rank == 0:
+            time.sleep(2 * CHECK_SECONDS)  # this process, which may end now, serves the store with the cause
         self.close()
         return cause
 

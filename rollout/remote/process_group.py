@@ -346,7 +346,12 @@ class SyncGroup:
             for key in self._awaited:
                 self._store.set(key, "")
         groups, self._groups, self._awaited = self._groups, [], []
-        aborting = threading.Thread(target=lambda: [group.abort() for group in groups], daemon=True)
+
+        def abort() -> None:
+            for group in groups:
+                group.abort()
+
+        aborting = threading.Thread(target=abort, daemon=True)
         aborting.start()
         aborting.join(self.timeout_seconds)  # torch waits for an abort of NCCL's as long as for a collective
         if self._thread is not None:

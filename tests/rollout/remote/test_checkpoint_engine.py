@@ -19,7 +19,7 @@ from epfsdp2.rollout.vllm.server import EXTENSION
 from tests.support.engine.lora import lora_settings, stirred
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.rollout.remote_member import Member, check_equal, taken
+from tests.support.rollout.remote.member import Member, check_equal, taken
 
 TRAINERS, TP = Member.trainers, Member.tp
 SECONDS = 15.0

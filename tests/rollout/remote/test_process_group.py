@@ -20,7 +20,7 @@ from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from epfsdp2.rollout.sent_tensors import SentModel
 from epfsdp2.rollout.sync import SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-from tests.support.rollout.peers import three_members
+from tests.support.rollout.remote.peers import three_members
 
 SECONDS = 3.0
 

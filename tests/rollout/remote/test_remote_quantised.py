@@ -12,7 +12,7 @@ from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.models.quantised import BLOCK, COMPRESSED, SIZES, compressed
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.rollout.remote_member import Member, check_equal, taken
+from tests.support.rollout.remote.member import Member, check_equal, taken
 
 SECONDS = 30.0
 FP8 = {"quantization": "fp8"}

@@ -11,7 +11,7 @@ from epfsdp2.rollout.remote.messages import TrainerLayout, WorkerRequest
 from epfsdp2.rollout.remote.remote_sync import Endpoint
 from epfsdp2.rollout.sync import SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-from tests.support.rollout.peers import three_members
+from tests.support.rollout.remote.peers import three_members
 
 LIMIT = 1000
 

@@ -67,14 +67,14 @@ Qwen3-30B-A3B on 16 trainer ranks with `ep_size=8`, into vLLM with tensor parall
 
 1. What a trainer rank holds: `engine/fsdp/unit.py` `Unit.cuts` says that dim 0 is cut over `ep` and then over
    `ep_fsdp`, so that each rank has 8 experts, `[8, 1536, 2048]`.
-2. What worker 3 keeps: `rollout/layout/vllm_layout.py` `target_slices` says rows 576 to 768 of every expert's gate
+2. What worker 3 keeps: `rollout/servers.py` `target_slices` says rows 576 to 768 of every expert's gate
    and 1344 to 1536 of its up, which are rows 0 to 192 and 192 to 384 of vLLM's `w13_weight`, `[128, 384, 2048]`.
 3. Who sends what: `rollout/plan/transfer_plan.py` `make_transfer_plan` intersects the two. Each of the 16 ranks has
    8 experts' rows for each worker; what a rank has for the worker on its own device is not sent.
 4. `rollout/transport/exchange.py` `Exchange.run` moves it: a rank packs its blocks for all workers of a round into
    one all-to-all, and yields what it received, block by block.
 5. `rollout/layout/slice_names.py` `named_values` gives each block its parameter's name and the position of its first
-   element; `rollout/server_adapter.py` `send_weights` passes it to the worker through a bucket that both processes
+   element; `rollout/vllm/adapter.py` `send_weights` passes it to the worker through a bucket that both processes
    map.
 6. `rollout/vllm/reload.py` `slice_loader` copies it to that position of `w13_weight`, and
    `rollout/vllm/accounting.py` counts its elements: a sync ends with an error unless every element has arrived.

@@ -47,7 +47,7 @@ Three invariants hold for this to be the gradient of the plain model:
 
    Where they are plain tensors of ``E / ep`` experts instead, every rank has a parameter of the same name and shape
    with other contents: a checkpoint keeps the experts of one EP rank, a gradient norm counts those of one, and loading
-   gives all ranks rank 0's. As DTensors, DCP, clipping, export and a weight sync need no code for EP.
+   gives all ranks rank 0's. As DTensors, checkpoints, clipping, export and a weight sync need no code for EP.
 
 A dense model has no experts, and its ``ep`` is 1: steps 2 and 3 do nothing, and the rest is plain FSDP2.
 

@@ -1,4 +1,4 @@
-"""Sends the trainer's weights to vLLM: plans what each worker keeps, transfers it, and verifies it.
+"""Sends the trainer's weights to a rollout: plans what each worker keeps, transfers it, and verifies it.
 
 A sync (``docs/flow.md``)::
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..engine.errors import SettingError
-from .layout.layout_check import layout_of
+from .layout.layout_check import RANK, entry, rank_entry
 from .layout.rollout_config import BACKEND, ROLLOUT
 from .layout.server import Obstacle, Server
-from .layout.slices import channel_slices, kept_slices, scale_slices, whole_slice
+from .layout.slices import channel_slices, has_known_rows, kept_slices, scale_slices, whole_slice
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .sglang.server import SGLANG
 from .vllm.server import VLLM
@@ -140,12 +140,20 @@ def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int,
     Raises:
         ValueError: the server could not shard a tensor by this tensor-parallel size.
     """
-
-    def kept(tensor: TensorSpec) -> list[TargetSlice]:
+    placed: dict[str, list[TargetSlice]] = {}
+    first: dict[str, int] = {}
+    for tensor in tensors:
         slices = target_slices(tensor, rollout, worker, heads)
-        return slices + slices_of_scales(tensor, slices, rollout, heads.family)
-
-    return layout_of(((tensor, kept(tensor)) for tensor in tensors), rollout, worker)
+        slices += slices_of_scales(tensor, slices, rollout, heads.family)
+        for part in slices:
+            placed.setdefault(part.parameter, []).append(part)
+            if has_known_rows(tensor.name):
+                first[part.parameter] = part.block.low[0]
+    found = {RANK: rank_entry(worker % rollout.tp, rollout)}
+    for parameter, parts in placed.items():
+        ends = zip(*(part.end for part in parts), strict=True)
+        found[parameter] = entry((max(end) for end in ends), first.get(parameter, 0))
+    return found
 
 
 def planned_layouts(tensors: Sequence[TensorSpec], rollout: Rollout, heads: Heads) -> list[dict[str, str]]:

@@ -135,12 +135,11 @@ class RolloutSync:
         waiting: dict[str, torch.Tensor] = {}
         named = hf_names.as_singles if as_checkpoint else self._server.named
         with contextlib.closing(self.gathered(traffic or Traffic(), adapters)) as tensors:
-            for name, first, step, values in tensors:
+            for name, _, first, step, values in tensors:
                 if step == 1:
                     yield from named(self.model, [(name, values)], waiting)
                     continue
-                for i, expert in enumerate(values):
-                    yield from hf_names.experts_from(self.model, name, expert[None], first + i * step)
+                yield from hf_names.experts_from(self.model, name, values, first, step)
 
     def adapters(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield every adapter in full, under names that vLLM's adapter loader takes; collective."""
@@ -150,7 +149,7 @@ class RolloutSync:
             self._adapter_names = RolloutNames(self.model, lora, self._server.stacked_adapters)
         halves: dict[str, torch.Tensor] = {}
         with contextlib.closing(self.gathered(traffic, "alone")) as tensors:
-            for name, _, _, values in tensors:
+            for name, *_, values in tensors:
                 weight = name.removesuffix(A).removesuffix(B)
                 halves[name] = values
                 if weight + A in halves and weight + B in halves:
@@ -224,8 +223,9 @@ class RolloutSync:
     def _full_exchange(self, of_adapters: bool) -> Exchange:
         """Return the exchange that brings every rank the whole of each tensor."""
         if of_adapters not in self._exchanges:
-            # Beside its buffers there is a tensor in memory of its own, and a copy of it in a checkpoint's layout.
-            limit = self.settings.memory_bytes // (ROUND_BUFFERS + 2)
+            # Beside its buffers there is a tensor in memory of its own, and a copy of it in a checkpoint's layout. What
+            # it sends and its own values are parts of what it receives, and one buffer together.
+            limit = self.settings.memory_bytes // (ROUND_BUFFERS + 1)
             found = adapter_weights(self.model) if of_adapters else ()
             specs = [TensorSpec(n, tuple(p.shape), self.dtypes[n].itemsize, shard_steps(p)) for n, p in found]
             specs = specs if of_adapters else self.tensor_specs()
@@ -237,7 +237,7 @@ class RolloutSync:
             topology, dtypes = self.meshes.topology, self.dtypes.__getitem__
             targets = Targets.colocated(topology, 1)
             plan = make_transfer_plan(
-                specs, self.layers, topology, targets, _whole, limit, may_split, is_gather=True, must_fit=False
+                specs, self.layers, topology, targets, _whole, limit, may_split, is_gather=True, by_name=True
             )
             member, group = self._member_of(plan), self.meshes.replica_group
             self._exchanges[of_adapters] = Exchange(plan, member, lambda t: _whole(t, 0), dtypes, self.device, group)
@@ -292,6 +292,26 @@ class RolloutWeights:
         """Yield what the worker loads one after the other, each with further arguments of vLLM's worker: only this."""
         yield self.for_rollout(config, worker), {}
 
+    def for_worker(self, mode: SyncMode, rollout: Rollout, worker: int, is_quantised: bool = False) -> "RolloutWeights":
+        """Send this to a worker, whichever mode the settings name; see ``for_rollout``.
+
+        Args:
+            is_quantised: whether the rollout quantises the weights that it receives in full.
+        """
+        if self.adapters == "left out":
+            self.sync.base.record()
+        if self.adapters != "alone":
+            self.mode, self._rollout, self._worker = mode, rollout, worker
+        self._number = self.sync.next_number()
+        # verl's own loader quantises full tensors, and accepts neither stacks of experts nor checksums.
+        self._as_checkpoint = is_quantised and self.mode == "full"
+        is_verified = has_checksums(self._number, self.sync.settings.verify_syncs)
+        self.has_checksums = is_verified and not self._as_checkpoint
+        self.is_quantised_here = rollout.is_quantised and self.mode == "sliced"
+        if self.adapters == "alone":
+            self.sync.base.check(self.has_checksums)
+        return self
+
     def for_rollout(self, config: Any, worker: int) -> "RolloutWeights":
         """Choose what is sent to the worker with this index in its replica.
 
@@ -302,19 +322,8 @@ class RolloutWeights:
             SettingError: the rollout does not support the mode that ``engine.rollout_sync`` names.
             BaseChangedError: adapters are sent alone, and the weights are no longer those that the rollout has.
         """
-        if self.adapters == "left out":
-            self.sync.base.record()
-        if self.adapters != "alone":
-            self.mode, self._rollout, self._worker = self.sync.choose_mode(config), rollout_of(config), worker
-        self._number = self.sync.next_number()
-        # Full tensors are quantised by verl's own loader, which accepts neither stacks of experts nor checksums.
-        self._as_checkpoint = self.mode == "full" and bool(quantisation_settings(config))
-        is_verified = has_checksums(self._number, self.sync.settings.verify_syncs)
-        self.has_checksums = is_verified and not self._as_checkpoint
-        self.is_quantised_here = self._rollout.is_quantised and self.mode == "sliced"
-        if self.adapters == "alone":
-            self.sync.base.check(self.has_checksums)
-        return self
+        mode = self.sync.choose_mode(config) if self.adapters != "alone" else "full"
+        return self.for_worker(mode, rollout_of(config), worker, bool(quantisation_settings(config)))
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the tensors or parameters under names that the worker accepts; collective."""
@@ -325,10 +334,10 @@ class RolloutWeights:
         return self._parameters()
 
     def _parameters(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        values = self.sync.values(self.adapters, self._rollout)
-        with contextlib.closing(self._exchange.run(values, self.traffic)) as parameters:
-            for parameter, first, step, rows in parameters:
-                yield slice_name(parameter, first, step), rows
+        held = self.sync.values(self.adapters, self._rollout)
+        with contextlib.closing(self._exchange.run(held, self.traffic)) as parameters:
+            for parameter, axis, first, step, values in parameters:
+                yield slice_name(parameter, first, step, axis), values
 
     @property
     def _exchange(self) -> Exchange:

@@ -134,11 +134,11 @@ def weights() -> Iterator[Row]:
         before = torch.cuda.memory_reserved() if HAS_GPU else 0
         sender = new_sender(handle, bucket_size_mb=8, use_shm=not HAS_GPU)
 
-        async def every(bucket: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        async def every() -> AsyncIterator[tuple[str, torch.Tensor]]:
             for item in tensors.items():
                 yield item
 
-        asyncio.run(sender.async_send_weights(every))
+        asyncio.run(sender.async_send_weights(every()))
         received = results.get()
         worker.join(30)
         left = torch.cuda.memory_reserved() - before if HAS_GPU else 0

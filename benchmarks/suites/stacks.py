@@ -50,7 +50,7 @@ CORE = (
     "tests/parity/test_parity.py",
     "tests/engine/model/test_hf_names.py",
     "tests/rollout/layout/test_transfer_plan.py",
-    "tests/rollout/transport/test_full_gather.py",
+    "tests/rollout/transport/test_full.py",
 )
 SGLANG = (
     *("tests/e2e/sglang/test_sglang.py", "tests/e2e/sglang/test_sglang_trainers.py", "tests/e2e/agents/test_agents.py"),

@@ -23,7 +23,6 @@ import statistics
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,7 +44,6 @@ from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from epfsdp2.rollout.transport.sender import Bucket
 from epfsdp2.rollout.vllm.adapter import send_weights
 from epfsdp2.rollout.worker_weights import WorkerWeights
 from tests.support.engine.memory import peak_of
@@ -83,13 +81,13 @@ class Trainer:
         self.ours = {"": ours(folder, torch.float32), "-bf16": ours(folder, torch.bfloat16)}
         self.stock = {"stock": verls(folder, torch.float32), "stock-bf16": verls(folder, torch.bfloat16)}
 
-    def weights(self, side: str, receive_buffers: Bucket | None = None):
-        """A side's generator, new for each sync; ours may receive into ``receive_buffers``."""
+    def weights(self, side: str):
+        """A side's generator, new for each sync."""
         if side in self.stock:
             return stock_weights(self.stock[side])
         kind, stored, _ = side.partition("-bf16")
         weights = WorkerWeights(self.ours[stored], 1, kind, self.rollout, self.rank % self.rollout.workers)
-        return weights.tensors(receive_buffers)
+        return weights.tensors()
 
 
 def stock_weights(model: torch.nn.Module):
@@ -131,7 +129,7 @@ def ranks(tp: int, handles: list[str], folder: Path, turns: list[str], out: Path
         began.append(time.monotonic())
         asyncio.run(
             send_weights(
-                partial(trainer.weights, side),
+                trainer.weights(side),
                 zmq_handle=handles[trainer.rank],
                 bucket_megabytes=BUCKET_MEGABYTES,
                 use_shm=True,
@@ -157,11 +155,13 @@ def trainers_part(trainer: Trainer, side: str) -> dict:
 
 def _hand_over(trainer: Trainer, side: str, buffer: torch.Tensor) -> int:
     """Fill a bucket again and again, as the sender does; returns how many bytes."""
-    handed, bucket = 0, Bucket(buffer, lambda contents, is_last: None)
-    for name, tensor in trainer.weights(side, bucket):
-        bucket.put(name, tensor)
-        handed += tensor.nbytes
-    bucket.finish()
+    handed = at = 0
+    for _, tensor in trainer.weights(side):
+        at = -(-at // tensor.element_size()) * tensor.element_size()
+        if at + tensor.nbytes > buffer.numel():
+            at = 0
+        buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        at, handed = at + tensor.nbytes, handed + tensor.nbytes
     return handed
 
 

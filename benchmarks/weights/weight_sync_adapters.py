@@ -61,13 +61,13 @@ def ranks(tp: int, handles: list[str], folder: Path, turns: int, megabytes: int,
     )
     dtypes = compute_dtypes(model, ShardingOptions(**options))
     sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("auto", megabytes << 20))
-    base = sync.worker_weights("sliced", Rollout(tp), rank % tp, adapters="left out")
+    base = sync.weights("left out").for_worker("sliced", Rollout(tp), rank % tp)
     began, sent = [], []
     for weights in (base, *(sync.adapters() for _ in range(turns))):
         dist.barrier()
         began.append(time.monotonic())
         sending = send_weights(
-            weights.tensors,
+            weights.tensors(),
             zmq_handle=handles[rank],
             bucket_megabytes=megabytes,
             use_shm=True,

@@ -5,11 +5,11 @@ Each rank writes some of the files and holds one tensor of the model in memory a
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from tqdm import tqdm
 
 from ..lora.adapters import MAGNITUDE, SAVED, A, B
@@ -21,7 +21,7 @@ from ..model.safetensors_files import SafetensorsFile
 from ..topology.dtensor import checkpoint_tensors
 from .atomic_folder import CheckpointError
 from .safetensors_writer import Entry, split_into_files, write_file, write_index
-from .stored_shards import MODEL, shards_metadata
+from .stored_shards import MODEL, StoredTensor
 
 __all__ = ["FILE_BYTES", "MODEL", "Base", "reader", "write_hf_weights"]
 
@@ -40,8 +40,8 @@ class _StoredTensor:
     shape: tuple[int, ...]
     stored: torch.dtype
     dtype: torch.dtype
-    pieces: list[tuple[torch.Size, str]]
-    """Offset and file of each shard."""
+    pieces: list[tuple[tuple[int, ...], Callable[[], SafetensorsFile]]]
+    """Offset of each shard, and what opens its file, once for all tensors."""
     adapter: "_Adapter | None" = None
     elsewhere: Callable[[str], torch.Tensor] | None = None
     """Reads it by its name, if it is not in the checkpoint."""
@@ -56,8 +56,8 @@ class _StoredTensor:
             tensor = self.elsewhere(self.name)
         else:
             tensor = torch.empty(self.shape, dtype=self.stored)
-            for offset, path in self.pieces:
-                values = SafetensorsFile(Path(path)).read(MODEL + self.name)
+            for offset, opened in self.pieces:
+                values = opened().read(MODEL + self.name)
                 tensor[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))] = values
         return (tensor if self.adapter is None else self.adapter.merged_into(tensor)).to(self.dtype)
 
@@ -103,7 +103,7 @@ class _ConvertedGroup:
 
 def write_hf_weights(
     model: Any,
-    shards: Path,
+    stored: Mapping[str, StoredTensor],
     out: Path,
     dtypes: Mapping[str, torch.dtype | None],
     file_bytes: int = FILE_BYTES,
@@ -112,24 +112,23 @@ def write_hf_weights(
     share: tuple[int, int] = (0, 1),
     progress: bool = False,
 ) -> None:
-    """Write the model's tensors, read from ``shards``, to safetensors files in ``out``.
+    """Write a checkpoint's tensors of the model to safetensors files in ``out``.
 
     Args:
         model: determines the names and the layout; its own values are not read.
-        shards: folder of a torch distributed checkpoint.
+        stored: the tensors of the checkpoint (``stored_tensors``).
         dtypes: name of each tensor -> the dtype to write, None for the stored one.
         file_bytes: size of a file at most, unless one tensor is larger.
-        targets: weights with adapters in ``shards``, which are merged; None without adapters.
-        base: of what ``shards`` does not have.
+        targets: weights with adapters in the checkpoint, which are merged; None without adapters.
+        base: of what the checkpoint does not have.
         share: rank and number of the ranks that each write some of the files; all write the index.
         progress: show a progress bar.
 
     Raises:
-        CheckpointError: tensors of the model are missing in ``shards``.
+        CheckpointError: tensors of the model are missing in the checkpoint.
     """
-    metadata = shards_metadata(shards)
     files = split_into_files(
-        _converted_groups(model, _with_adapters(metadata, _stored(model, metadata, dtypes, base), targets or {})),
+        _converted_groups(model, _with_adapters(stored, _stored(model, stored, dtypes, base), targets or {})),
         file_bytes,
     )
     entries = [[entry for group in file for entry in _entries(model, group)] for file in files]
@@ -141,21 +140,20 @@ def write_hf_weights(
             write_file(out / name, members, _values(model, file, bar))
 
 
-def reader(shards: Path) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads one of the model's full tensors by its name."""
-    metadata = shards_metadata(shards)
-    names = [name.removeprefix(MODEL) for name in metadata.state_dict_metadata if name.startswith(MODEL)]
-    known = {tensor.name: tensor for tensor in _stored(None, metadata, dict.fromkeys(names))}
+def reader(stored: Mapping[str, StoredTensor]) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads one of the model's full tensors in a checkpoint by its name."""
+    names = [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
+    known = {tensor.name: tensor for tensor in _stored(None, stored, dict.fromkeys(names))}
     return lambda name: known[name].read()
 
 
 def _with_adapters(
-    metadata: Metadata, tensors: list[_StoredTensor], targets: Mapping[str, Target]
+    stored: Mapping[str, StoredTensor], tensors: list[_StoredTensor], targets: Mapping[str, Target]
 ) -> list[_StoredTensor]:
     """Merge the adapters of tensors into them, and replace those that were trained as a whole."""
     ends = (A, B, MAGNITUDE, SAVED)
-    beside = [t.name + end for t in tensors for end in ends if MODEL + t.name + end in metadata.state_dict_metadata]
-    found = {stored.name: stored for stored in _stored(None, metadata, dict.fromkeys(beside))}
+    beside = [t.name + end for t in tensors for end in ends if MODEL + t.name + end in stored]
+    found = {tensor.name: tensor for tensor in _stored(None, stored, dict.fromkeys(beside))}
 
     def adapted(tensor: _StoredTensor) -> _StoredTensor:
         copy, a = found.get(tensor.name + SAVED), found.get(tensor.name + A)
@@ -170,26 +168,23 @@ def _with_adapters(
 
 
 def _stored(
-    model: Any, metadata: Metadata, dtypes: Mapping[str, torch.dtype | None], base: Base | None = None
+    model: Any, stored: Mapping[str, StoredTensor], dtypes: Mapping[str, torch.dtype | None], base: Base | None = None
 ) -> list[_StoredTensor]:
-    pieces: dict[str, list[tuple[torch.Size, str]]] = {}
-    for index, stored in metadata.storage_data.items():
-        pieces.setdefault(index.fqn, []).append((index.offset, stored.relative_path))
-    missing = [name for name in dtypes if MODEL + name not in pieces]
+    opened = cache(SafetensorsFile)
+    missing = [name for name in dtypes if MODEL + name not in stored]
     if missing and base is None:
         raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors of the model, first {missing[0]}.")
     found = []
     of_base = checkpoint_tensors(model) if base is not None else {}
     for name, dtype in dtypes.items():
-        if base is not None and MODEL + name not in pieces:
+        if base is not None and MODEL + name not in stored:
             own = of_base[name]
             kept = base.dtypes.get(name, own.dtype)
             found.append(_StoredTensor(name, tuple(own.shape), kept, dtype or kept, [], elsewhere=base.read))
             continue
-        entry = metadata.state_dict_metadata[MODEL + name]
-        assert isinstance(entry, TensorStorageMetadata), "safetensors hold nothing else"
-        stored = entry.properties.dtype
-        found.append(_StoredTensor(name, tuple(entry.size), stored, dtype or stored, pieces[MODEL + name]))
+        tensor = stored[MODEL + name]
+        pieces = [(offset, partial(opened, path)) for offset, (_, path) in tensor.shards.items()]
+        found.append(_StoredTensor(name, tensor.shape, tensor.dtype, dtype or tensor.dtype, pieces))
     return found
 
 

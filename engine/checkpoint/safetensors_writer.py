@@ -84,14 +84,22 @@ def write_index(folder: Path, files: Sequence[Sequence[Entry]]) -> list[str]:
     return names
 
 
-def write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+def write_file(
+    path: Path,
+    entries: Sequence[Entry],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write one file with as many of the tensors as there are entries.
+
+    Args:
+        metadata: of the header.
 
     Raises:
         ValueError: a tensor does not match its entry, or there are too few.
     """
     with path.open("wb") as file:
-        file.write(_header(entries))
+        file.write(_header(entries, metadata or {}))
         for entry in entries:
             found, tensor = next(tensors, ("nothing", torch.empty(0)))
             if (found, tuple(tensor.shape), tensor.dtype) != (entry.name, entry.shape, entry.dtype):
@@ -112,8 +120,8 @@ def split_into_files(tensors: Iterable[_Sized], file_bytes: int) -> list[list[_S
     return files
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
-    header: dict[str, Mapping] = {"__metadata__": {"format": "pt"}}
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Mapping] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for entry in entries:
         header[entry.name] = {

@@ -27,10 +27,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ..errors import listed
 from ..lora.adapters import lora_of
@@ -40,13 +38,27 @@ from ..model.hf_convert import cache_shapes
 from ..model.safetensors_files import DamagedFileError, SafetensorsFile
 from ..optim.loss_scale import LossScale
 from ..optim.multi_optimizer import MultiOptimizer
-from ..topology.dcp import ShardWriter, chunked
 from ..topology.dtensor import checkpoint_tensors, is_adapter
 from ..topology.rank_consistency import raise_on_all_ranks
 from .atomic_folder import CheckpointError, atomic_dir_all_ranks, verify_all_ranks
 from .background import copied_to_host
-from .export_hf import MODEL, reader, write_hf_weights
-from .stored_shards import HF, SHARDS, STATE, check_contents, read_facts, shards_metadata
+from .export_hf import reader, write_hf_weights
+from .stored_shards import (
+    HF,
+    MODEL,
+    OPTIMIZER,
+    SHARDS,
+    STATE,
+    StoredTensor,
+    check_contents,
+    first_held,
+    overlapping,
+    read_facts,
+    read_shards,
+    stored_states,
+    stored_tensors,
+    write_shards,
+)
 
 __all__ = [
     "BASE",
@@ -67,7 +79,6 @@ logger = logging.getLogger("epfsdp2")
 
 KNOWN_CONTENTS = frozenset({"model", "optimizer", "extra", "hf_model"})
 BASE, RNG, _FOR_HF = "frozen_base.json", "rng", "for_hf"
-OPTIMIZER = "optimizer."  # prefix of names in SHARDS
 
 
 @dataclass(frozen=True)
@@ -148,10 +159,12 @@ class Snapshot:
             shards = partial / SHARDS
             of_model = {name: t for name, t in self.tensors.items() if name.startswith(MODEL)}
             left_out = {name for name in of_model if "model" not in self.contents or self.base and not is_adapter(name)}
-            _write_shards(shards, {n: t for n, t in self.tensors.items() if n not in left_out}, group)
+            with raise_on_all_ranks(device, group):
+                _write_shards(shards, {n: t for n, t in self.tensors.items() if n not in left_out})
             if left_out and "hf_model" in self.contents:
                 shards = partial / _FOR_HF
-                _write_shards(shards, of_model, group)
+                with raise_on_all_ranks(device, group):
+                    _write_shards(shards, of_model)
             with raise_on_all_ranks(device, group):
                 if self.random:
                     (partial / RNG).mkdir(exist_ok=True)
@@ -166,10 +179,11 @@ class Snapshot:
                 if "hf_model" in self.contents:
                     dtypes = dict.fromkeys(n.removeprefix(MODEL) for n in of_model if not is_adapter(n))
                     targets = None if lora is None else lora.targets
-                    write_hf_weights(self.model, shards, partial / HF, dtypes, targets=targets, share=(rank, ranks))
+                    stored = stored_tensors(shards)
+                    write_hf_weights(self.model, stored, partial / HF, dtypes, targets=targets, share=(rank, ranks))
                 if lora is not None and of_model and rank == 0:
                     base = cast(Any, self.model).config.name_or_path
-                    write_adapter(partial / ADAPTER, lora, base, reader(shards))
+                    write_adapter(partial / ADAPTER, lora, base, reader(stored_tensors(shards)))
             with raise_on_all_ranks(device, group):
                 if rank == 0:
                     shutil.rmtree(partial / _FOR_HF, ignore_errors=True)
@@ -223,22 +237,23 @@ def load_checkpoint(
     schedule = facts["lr_scheduler"] if "extra" in contents and lr_scheduler is not None else None
     if schedule is not None:
         lr_scheduler.check_state_dict(schedule)
-    metadata = shards_metadata(folder / SHARDS)
-    reader = dcp.HuggingFaceStorageReader(str(folder / SHARDS))
+    stored: dict[str, StoredTensor] = {}
+    with raise_on_all_ranks(device):
+        stored = stored_tensors(folder / SHARDS, overlapping(checkpoint_tensors(model)))
     state: dict[str, torch.Tensor] = {}
     if "model" in contents:
         own = _of_model(model)
         if (folder / BASE).is_file():
             _check_base(folder, model)
             own = {name: tensor for name, tensor in own.items() if is_adapter(name)}
-        _check_tensors(folder, metadata, own)
+        _check_tensors(folder, stored, own)
         state |= own
     packed = None
     if "optimizer" in contents and optimizer is not None:
-        packed = _optimizer_template(facts["param_groups"], metadata, optimizer)
+        packed = _optimizer_template(facts["param_groups"], stored, optimizer)
         state |= _flat(packed["state"])
-    if state:
-        dcp.load(chunked(state), storage_reader=reader)
+    with raise_on_all_ranks(device):
+        read_shards(stored, state)
     if packed is not None and optimizer is not None:
         optimizer.load_state_dict(packed)
     if "extra" in contents:
@@ -318,9 +333,11 @@ def _readable(path: Path) -> Iterator[SafetensorsFile]:
         raise CheckpointError(f"{path} holds no random state: {error}") from error
 
 
-def _write_shards(folder: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def _write_shards(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     if tensors:
-        dcp.save(chunked(tensors), storage_writer=ShardWriter(str(folder)), process_group=group)
+        folder.mkdir(exist_ok=True)
+    write_shards(folder, first_held(tensors, rank), rank + 1, ranks)
 
 
 def _of_model(model: nn.Module, parameters: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
@@ -338,33 +355,34 @@ def plain_value(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else str(value)
 
 
-def _check_tensors(folder: Path, metadata: Metadata, own: Mapping[str, torch.Tensor]) -> None:
+def _check_tensors(folder: Path, stored: Mapping[str, StoredTensor], own: Mapping[str, torch.Tensor]) -> None:
     """Compare names and shapes of the saved model with this one's.
 
     Raises:
         CheckpointError: with the first tensors that are missing, unknown or of another shape, and their files.
     """
-    saved = {name: size for name, size in _sizes(metadata).items() if name.startswith(MODEL)}
-    file_of = {index.fqn: Path(info.relative_path).name for index, info in metadata.storage_data.items()}
+    saved = {name: tensor for name, tensor in stored.items() if name.startswith(MODEL)}
     wrong = [f"{name} is missing" for name in own if name not in saved]
-    wrong += [f"{name} (in {file_of[name]}) is no tensor of the model" for name in saved if name not in own]
+    wrong += [f"{name} (in {saved[name].file.name}) is no tensor of the model" for name in saved if name not in own]
     wrong += [
-        f"{name} (in {file_of[name]}) is {saved[name]}, the model's is {tuple(own[name].shape)}"
+        f"{name} (in {saved[name].file.name}) is {saved[name].shape}, the model's is {tuple(own[name].shape)}"
         for name in own
-        if name in saved and saved[name] != tuple(own[name].shape)
+        if name in saved and saved[name].shape != tuple(own[name].shape)
     ]
     if wrong:
         raise CheckpointError(f"{folder} is the checkpoint of another model: {listed(wrong)}.")
 
 
-def _optimizer_template(groups: list[dict[str, Any]], metadata: Metadata, optimizer: MultiOptimizer) -> dict[str, Any]:
+def _optimizer_template(
+    groups: list[dict[str, Any]], stored: Mapping[str, StoredTensor], optimizer: MultiOptimizer
+) -> dict[str, Any]:
     """Return this optimizer's own state tensors for the entries that the checkpoint has, to read into; collective.
 
     Raises:
         ValueError: the state does not fit.
     """
     optimizer.check_groups(groups)
-    saved = _saved_state(metadata)
+    saved = stored_states(stored)
     # torch allocates state at the first step, and loading needs tensors to read into.
     optimizer.init_state()
     own = optimizer.state_dict()["state"]
@@ -377,19 +395,3 @@ def _optimizer_template(groups: list[dict[str, Any]], metadata: Metadata, optimi
                 raise ValueError(f"The saved {key} of {fqn} is {size}, the optimizer's is {shape}.")
     # A parameter that had no gradient before the save has no state in the checkpoint.
     return {"state": {fqn: own[fqn] for fqn in own if fqn in saved}, "param_groups": groups}
-
-
-def _saved_state(metadata: Metadata) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Map parameter name -> entry of its optimizer state -> shape."""
-    saved: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, size in _sizes(metadata).items():
-        if name.startswith(OPTIMIZER):
-            fqn, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-            saved.setdefault(fqn, {})[key] = size
-    return saved
-
-
-def _sizes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every saved tensor."""
-    entries = metadata.state_dict_metadata.items()
-    return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}

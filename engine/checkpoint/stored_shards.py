@@ -1,47 +1,195 @@
-"""What a run's checkpoint says of its shards and of its trainer, checked before a rank allocates anything of it.
+"""The shards of a checkpoint: written and read by each rank for itself, and checked before a rank allocates anything.
 
-Each shard's file says in its header where its tensors lie in the whole ones (torch's ``HuggingFaceStorageReader``; no
-``.metadata``, which would be a pickle). A whole tensor has as many elements as its shards together, so that what a rank
-allocates for it is what the files hold.
+A rank writes what it holds to a file of its own. The file's header says where each shard lies in the whole tensor, in
+the format of torch's ``HuggingFaceStorageWriter``, whose reader takes these files. There is no ``.metadata``, which
+would be a pickle, and no plan of all ranks, which one of them would have to make: with 1,024 ranks that takes minutes.
+A whole tensor has as many elements as its shards together, so that what a rank allocates for it is what the files hold.
 """
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
 
 from ..errors import SettingError, listed
 from ..model.safetensors_files import DamagedFileError, SafetensorsFile
+from ..topology.dtensor import is_first_holder, local_pieces, local_ranges
+from ..topology.index_ranges import IndexRange
 from .atomic_folder import CheckpointError
+from .safetensors_writer import DTYPES, Entry, write_file
 
-__all__ = ["HF", "MODEL", "SHARDS", "STATE", "check_contents", "read_facts", "shards_metadata"]
+__all__ = [
+    "HF",
+    "MODEL",
+    "OPTIMIZER",
+    "SHARDS",
+    "STATE",
+    "StoredTensor",
+    "check_contents",
+    "first_held",
+    "overlapping",
+    "read_facts",
+    "read_shards",
+    "shard_files",
+    "shard_reads",
+    "stored_states",
+    "stored_tensors",
+    "write_shards",
+]
 
 SHARDS, HF, STATE = "dist_ckpt", "huggingface", "trainer_state.json"
-MODEL = "model."  # prefix of the names of a model's tensors in SHARDS
-# Of the format (torch/distributed/checkpoint/_hf_utils.py): the metadata's key, and that of a shard's place.
-_PLACES, _OFFSET = "DCP_SHARDING_INFO", "saved_offsets"
+MODEL, OPTIMIZER = "model.", "optimizer."  # prefixes of names in SHARDS
+# Of the format (torch/distributed/checkpoint/_hf_utils.py): the metadata's keys, and that of a shard's place.
+_PLACES, _VERSION, _OFFSET = "DCP_SHARDING_INFO", {"DCP_VERSION": "1.0"}, "saved_offsets"
+_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def shards_metadata(folder: Path) -> Metadata:
-    """Return names, shapes and places of the tensors in a folder of shards.
+@dataclass
+class StoredTensor:
+    """A tensor of a checkpoint.
+
+    Args:
+        shape: of the whole tensor.
+        numel: elements of all its shards.
+        file: the first that has a shard of it.
+        shards: shape and file of each shard by its offset; of those that were asked for.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    numel: int
+    file: Path
+    shards: dict[tuple[int, ...], tuple[tuple[int, ...], Path]] = field(default_factory=dict)
+
+
+def first_held(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """Return the tensors whose shards a rank writes: of ranks with the same shard, the first.
+
+    Of tensors that several replicas hold, each replica writes as many.
+    """
+    return {name: t for i, (name, t) in enumerate(tensors.items()) if is_first_holder(t, rank, replica=i)}
+
+
+def shard_files(
+    tensors: Mapping[str, torch.Tensor], number: int, ranks: int
+) -> dict[str, dict[str, tuple[IndexRange, torch.Tensor]]]:
+    """Return the files that a rank writes, by their names: its range of each tensor, and the values, views.
+
+    Args:
+        number: of the rank's file, from 1 to ``ranks``. A rank that holds two ranges of a tensor, gate and up that are
+            each sharded, writes the second to another file, because a safetensors file has one entry of a name.
+    """
+    files: dict[str, dict[str, tuple[IndexRange, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        pieces = (piece for piece in local_pieces(tensor.detach()) if piece[0].numel or not tensor.numel())
+        for nth, piece in enumerate(pieces):
+            files.setdefault(f"shard-{number + nth * ranks:05d}-model-00001-of-00001.safetensors", {})[name] = piece
+    return files
+
+
+def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], number: int, ranks: int) -> None:
+    """Write this rank's shards of tensors (``shard_files``); not collective."""
+    for file, held in shard_files(tensors, number, ranks).items():
+        entries = [Entry(name, tuple(values.shape), values.dtype) for name, (_, values) in held.items()]
+        places = {name: {_OFFSET: range_.low} for name, (range_, _) in held.items()}
+        values = ((name, values.cpu()) for name, (_, values) in held.items())
+        write_file(folder / file, entries, values, {_PLACES: json.dumps(places), **_VERSION})
+
+
+def stored_tensors(
+    folder: Path, is_wanted: Callable[[str, IndexRange], bool] = lambda name, shard: True
+) -> dict[str, StoredTensor]:
+    """Return the tensors in a folder of shards by name, from the files' headers.
+
+    Args:
+        is_wanted: tells of a shard, by its tensor's name and its range, whether to keep its place.
 
     Raises:
         CheckpointError: a file is damaged, or shards do not make up whole tensors; names the file.
     """
+    found: dict[str, StoredTensor] = {}
     try:
-        held: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            _collect(SafetensorsFile(path), held)
+            _collect(SafetensorsFile(path), found, is_wanted)
     except DamagedFileError as error:
         raise CheckpointError(f"{error.path.parent}: {error}.") from error
-    wrong = [name for name, chunks in held.items() if not _is_whole(chunks)]
+    wrong = [name for name, tensor in found.items() if math.prod(tensor.shape) != tensor.numel]
     if wrong:
         raise CheckpointError(f"{folder}: its shards do not make up whole tensors: {listed(wrong)}.")
-    return dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
+    return found
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> Callable[[str, IndexRange], bool]:
+    """Return a function that tells whether a stored shard has values that this rank loads (``stored_tensors``).
+
+    A state of the optimizer that has its parameter's dims is sharded as it is. Other tensors are small.
+
+    Args:
+        tensors: the model's, by name.
+    """
+    held = {name: local_ranges(tensor) for name, tensor in tensors.items()}
+
+    def is_wanted(name: str, shard: IndexRange) -> bool:
+        own = name.removeprefix(MODEL) if name.startswith(MODEL) else name.removeprefix(OPTIMIZER).rpartition(".")[0]
+        ranges = held.get(own, ())
+        if not ranges or len(ranges[0].low) != len(shard.low):
+            return True
+        return any(range_.intersection(shard) is not None for range_ in ranges)
+
+    return is_wanted
+
+
+def stored_states(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Map parameter name -> entry of its optimizer state -> shape."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, tensor in stored.items():
+        if name.startswith(OPTIMIZER):
+            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            found.setdefault(parameter, {})[key] = tensor.shape
+    return found
+
+
+def shard_reads(
+    stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.Tensor]
+) -> dict[Path, list[tuple[str, tuple[slice, ...], torch.Tensor]]]:
+    """Return what this rank reads to fill its shards of tensors, by file: names, slices, and views to read into.
+
+    Raises:
+        CheckpointError: shards lack values of a tensor.
+    """
+    reads: dict[Path, list[tuple[str, tuple[slice, ...], torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        for held, values in local_pieces(tensor.detach()):
+            missing = held.numel
+            for offset, (shape, path) in stored[name].shards.items():
+                shard = _range(offset, shape)
+                both = held.intersection(shard)
+                if both is not None:
+                    into = values[both.slices_in(held)]
+                    reads.setdefault(path, []).append((name, both.slices_in(shard), into))
+                    missing -= both.numel
+            if missing:
+                raise CheckpointError(f"{stored[name].file.parent}: its shards do not make up whole tensors: {name}.")
+    return reads
+
+
+def read_shards(stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill this rank's shards of tensors in place; opens each file once.
+
+    Raises:
+        CheckpointError: a file is damaged, or shards lack values of a tensor.
+    """
+    try:
+        for path, parts in shard_reads(stored, tensors).items():
+            file = SafetensorsFile(path)
+            for name, index, into in parts:
+                into.copy_(file.read(name, index))
+    except DamagedFileError as error:
+        raise CheckpointError(f"{error.path.parent}: {error}.") from error
 
 
 def _contents_of(folder: Path) -> set[str]:
@@ -107,16 +255,30 @@ def read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _collect(file: SafetensorsFile, held: dict[str, dict[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Add offset and shape of a file's shards by their tensors' names."""
+def _collect(
+    file: SafetensorsFile, found: dict[str, StoredTensor], is_wanted: Callable[[str, IndexRange], bool]
+) -> None:
+    """Add a file's shards to their tensors."""
     places = _places(file)
     for name, shape in file.shapes.items():
         offset = places.get(name, {}).get(_OFFSET) if places is not None else [0] * len(shape)
         if not isinstance(offset, list) or len(offset) != len(shape) or not all(map(_is_place, offset)):
             raise DamagedFileError(file.path, f"it does not say where in the whole tensor its {name} lies")
-        if tuple(offset) in held.setdefault(name, {}) and 0 not in shape:
+        shard, numel = _range(tuple(offset), shape), math.prod(shape)
+        tensor = found.get(name)
+        if tensor is None:
+            dtype = _DTYPES.get(file.dtype(name))
+            if dtype is None:
+                raise DamagedFileError(file.path, f"{name} has a dtype that no checkpoint of this engine has")
+            tensor = found[name] = StoredTensor(dtype, shard.high, 0, file.path)
+        elif len(shape) != len(tensor.shape):
+            raise DamagedFileError(file.path, f"another file holds a {name} with another number of dims")
+        if shard.low in tensor.shards and numel:
             raise DamagedFileError(file.path, f"another file holds the same shard of {name}")
-        held[name][tuple(offset)] = shape
+        tensor.shape = tuple(map(max, tensor.shape, shard.high))
+        tensor.numel += numel
+        if numel and is_wanted(name, shard):
+            tensor.shards[shard.low] = (shape, file.path)
 
 
 def _places(file: SafetensorsFile) -> Mapping[str, Any] | None:
@@ -136,10 +298,5 @@ def _is_place(at: Any) -> bool:
     return isinstance(at, int) and not isinstance(at, bool) and 0 <= at < 2**62
 
 
-def _is_whole(chunks: Mapping[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Return whether shards fill a tensor: they are within it, and have as many elements."""
-    dims = {len(offset) for offset in chunks}
-    if len(dims) > 1:
-        return False
-    ends = zip(*[[at + size for at, size in zip(*chunk, strict=True)] for chunk in chunks.items()], strict=True)
-    return math.prod(map(max, ends)) == sum(map(math.prod, chunks.values()))
+def _range(offset: tuple[int, ...], shape: tuple[int, ...]) -> IndexRange:
+    return IndexRange(offset, tuple(at + size for at, size in zip(offset, shape, strict=True)))

@@ -329,14 +329,15 @@ class EngineSettings:
     rollout_quantization_aware: Any = setting(
         False,
         _ROUNDED,
-        "Compute with weights rounded as a vLLM in FP8 (rollout.quantization=fp8) or compressed-tensors is sent them: "
-        "true, all that it quantises; experts, theirs. What is trained stays as it is. Of actor and reference policy",
+        "Compute with weights rounded as a rollout in FP8 (rollout.quantization=fp8) or compressed-tensors is sent "
+        "them: true, all that it quantises; experts, theirs. What is trained stays as it is. Of actor and reference "
+        "policy",
     )
     rollout_sync_verify: int = setting(
         2,
         _SYNCS,
         "How many of the first syncs are verified: checksums of every tensor where it is sent and where it "
-        "arrives, and of slices once more in vLLM's parameters. -1: all syncs; 0: none",
+        "arrives, and of slices once more in the worker's parameters. -1: all syncs; 0: none",
     )
     sync_megabytes: int = setting(
         2048,
@@ -382,7 +383,7 @@ class EngineSettings:
         inner={
             "mode": (
                 "disabled",
-                "disabled; R2: as they took them for the old log-probs; R3: as they took them in vLLM, for both "
+                "disabled; R2: as they took them for the old log-probs; R3: as they took them in the rollout, for both "
                 "the old log-probs and the update, with actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
             )
         },

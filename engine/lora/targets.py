@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,6 +117,7 @@ def find_saved(model: Any, settings: LoraSettings, plan: Mapping[str, int] | Non
     setting, found = f"{settings.node}.lora.modules_to_save", dict[str, nn.Module]()
     experts = _experts(model, plan)
     stacked = {info.module for info in experts}
+    owners = Counter(id(p) for module in model.modules() for p in _own_parameters(module))
     for entry in (*settings.modules_to_save, *filter(None, [settings.value_head])):
         named = {fqn: m for fqn, m in model.named_modules() if fqn.endswith(entry)}  # as peft matches them
         if not named:
@@ -123,7 +125,7 @@ def find_saved(model: Any, settings: LoraSettings, plan: Mapping[str, int] | Non
             near = close_matches(entry, ends) or ends[:6]
             raise SettingError(setting, list(settings.modules_to_save), f"{entry} names no module.", f"some of {near}")
         for fqn, module in named.items():
-            why = _why_not_saved(model, fqn, module, stacked, experts)
+            why = _why_not_saved(fqn, module, owners, stacked, experts)
             if why:
                 works = "modules without modules inside, such as lm_head, embed_tokens, norms and routers"
                 raise SettingError(setting, list(settings.modules_to_save), f"{fqn} {why}.", works)
@@ -132,9 +134,13 @@ def find_saved(model: Any, settings: LoraSettings, plan: Mapping[str, int] | Non
 
 
 def _why_not_saved(
-    model: nn.Module, fqn: str, module: nn.Module, stacked: set[nn.Module], experts: Sequence[ExpertsInfo]
+    fqn: str, module: nn.Module, owners: Mapping[int, int], stacked: set[nn.Module], experts: Sequence[ExpertsInfo]
 ) -> str:
-    """Return why a module can't be replaced by a trained copy in its own forward; empty if it can."""
+    """Return why a module can't be replaced by a trained copy in its own forward; empty if it can.
+
+    Args:
+        owners: the number of modules that have a parameter, by its id.
+    """
     if module in stacked:
         return "is a stack of experts, which adapters are for"
     if any(_own_parameters(child) for child in module.modules() if child is not module):
@@ -143,9 +149,7 @@ def _why_not_saved(
         return "has no weights"
     if list(module.buffers(recurse=False)) or not all(p.requires_grad for p in _own_parameters(module)):
         return "has values that are not trained, and peft would copy these too"
-    mine = {id(p) for p in module.parameters(recurse=False)}
-    others = (m for m in model.modules() if m is not module)
-    if any(id(p) in mine for other in others for p in other.parameters(recurse=False)):
+    if any(owners[id(p)] > 1 for p in _own_parameters(module)):
         return "shares its weight with another module (tie_word_embeddings)"
     routed = {info.fqn.rpartition(".")[0]: info.num_experts for info in experts}
     if type(module) is nn.Linear and module.out_features == routed.get(fqn.rpartition(".")[0]):

@@ -76,13 +76,15 @@ def is_by_expert(model: Any, name: str, shape: torch.Size) -> bool:
     return all(is_of_expert(part) for part in revert(model, name, torch.empty(shape, device="meta")))
 
 
-def experts_from(model: Any, name: str, values: torch.Tensor, first: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a stack that begins with the ``first``-th expert in the names and the layout of checkpoints.
+def experts_from(
+    model: Any, name: str, values: torch.Tensor, first: int, step: int = 1
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a stack of experts ``first``, ``first + step``, ... in the names and the layout of checkpoints.
 
     Tensors that belong to no single expert keep their names.
     """
     for own, tensor in as_checkpoint(model, [(name, values)]):
-        yield shift_expert_index(own, first), tensor
+        yield _EXPERT.sub(lambda found: f".experts.{first + int(found[1]) * step}.", own), tensor
 
 
 def as_checkpoint(

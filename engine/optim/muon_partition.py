@@ -4,6 +4,7 @@ A rank holds an index range of a parameter, and a matrix is a slice of the param
 So this is arithmetic on sizes, and its result is equal on all ranks.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ..model.layers import layer_names
 from ..moe.find import UnsupportedModelError, find_experts, is_interleaved
-from ..topology.dtensor import is_adapter, local_ranges, shard_steps
-from ..topology.index_ranges import IndexRange, ShardStep
+from ..topology.dtensor import is_adapter, shard_steps
+from ..topology.index_ranges import IndexRange, ShardStep, shard_ranges
 
 __all__ = [
     "Block",
@@ -243,10 +244,36 @@ def _assign_to_ranks(blocks: Sequence[Block], total: list[int]) -> tuple[tuple[B
 
 def _blocks(param: torch.Tensor, step: ShardStep | None, layout: Layout, limit: int) -> Iterator[Block]:
     """Yield the blocks of a parameter: enough for every rank to get some, each of at most ``limit`` elements."""
-    ranks = step.parts if step else 1
-    held = [local_ranges(param, {step.axis: rank} if step else {}) for rank in range(ranks)]
+    steps = shard_steps(param)
+    at = (
+        ()
+        if not isinstance(param, DTensor)
+        else tuple((s.axis, param.device_mesh.get_local_rank(s.axis)) for s in steps)
+    )
+    for shape, pieces in _shapes_and_pieces(tuple(param.shape), steps, at, step, layout, limit):
+        yield Block(param, shape, pieces)
+
+
+# Layers have parameters of the same shapes; for each there is a piece of every rank.
+@functools.lru_cache(maxsize=256)
+def _shapes_and_pieces(
+    shape: tuple[int, ...],
+    steps: tuple[ShardStep, ...],
+    at: tuple[tuple[str, int], ...],
+    step: ShardStep | None,
+    layout: Layout,
+    limit: int,
+) -> tuple[tuple[tuple[int, int, int], tuple[Piece, ...]], ...]:
+    """Return shape and pieces of each block of a parameter.
+
+    Args:
+        steps, at: by which the parameter is sharded, and this rank's index on each axis.
+        step: the one among them that shards its matrices.
+    """
+    ranks, found = step.parts if step else 1, []
+    held = [shard_ranges(shape, steps, {**dict(at), **({step.axis: rank} if step else {})}) for rank in range(ranks)]
     first, last = _bounds(held[0][0])[0]
-    sizes = list(param.shape[-2:])
+    sizes = list(shape[-2:])
     out_dim = layout.out_dim + 2
     for part in range(layout.parts):
         each = sizes[out_dim] // layout.parts
@@ -259,15 +286,16 @@ def _blocks(param: torch.Tensor, step: ShardStep | None, layout: Layout, limit: 
         index = part if len(held[0]) > 1 else 0
         bounds = [_bounds(ranges[index]) for ranges in held]
         before = [_rows_before(ranges, index, layout.out_dim) for ranges in held]
-        shape = [len(range(s.start, s.stop, s.step)) for s in matrix_slices]
-        count = max(1, min(-(-(last - first) // ranks), limit // math.prod(shape)))
+        rows, cols = (len(range(s.start, s.stop, s.step)) for s in matrix_slices)
+        count = max(1, min(-(-(last - first) // ranks), limit // (rows * cols)))
         for start in range(first, last, count):
             stop = min(start + count, last)
             wanted = [slice(start, stop, 1), *matrix_slices]
             pieces = tuple(
                 _piece(own, wanted, skipped, out_dim + 1) for own, skipped in zip(bounds, before, strict=True)
             )
-            yield Block(param, (stop - start, shape[0], shape[1]), pieces)
+            found.append(((stop - start, rows, cols), pieces))
+    return tuple(found)
 
 
 def _bounds(held: IndexRange) -> Bounds:

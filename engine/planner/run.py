@@ -193,7 +193,7 @@ def _outside(engine: Any, model: Any, topology: Topology, device: str) -> list[s
     if engine.dispatcher == "deepep" and topology.ep > 1:
         row_bytes = model.hf_config.get_text_config().hidden_size * DTYPES["bf16"].itemsize  # all that DeepEP sends
         nbytes = sum(buffer_bytes(topology.ep, row_bytes))
-        found.append(f"DeepEP's buffers ({_format_bytes(nbytes)}), which vLLM has to leave free beside it")
+        found.append(f"DeepEP's buffers ({_format_bytes(nbytes)}), which the rollout has to leave free beside it")
     if engine.optimizer_offload and device == "cuda":
         # torch's allocator of pinned memory has blocks of powers of two, and keeps them; 2.11 has no setting for it.
         said = "from torch 2.13 on PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1 leaves blocks at their size"

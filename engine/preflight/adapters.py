@@ -118,16 +118,16 @@ def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFac
             backend,
             BACKEND,
         )
-    unserved = server.lacking(settings)
+    unserved = [name for name in server.lacking if getattr(settings, name)]
     if unserved and not is_merged:
-        rule = f"{server.title} serves no adapter with {unserved}."
+        rule = f"{server.title} serves no adapter with {unserved[0]}."
         raise SettingError(setting, False, rule, works)
     if facts is None or facts.is_dense:
         return
     lora = lora_of(facts.model)
     adapted = [name for name, target in lora.targets.items() if target.experts is not None] if lora is not None else []
     some = model.get("target_modules")
-    if not server.adapts_experts_on(device) and (adapted or not some or isinstance(some, str)):
+    if device in server.no_expert_adapters and (adapted or not some or isinstance(some, str)):
         what = f"{adapted[0]} gets one" if adapted else "it prepares them unless target_modules is a list"
         rule = f"{server.title}'s {device.upper()} build has no kernels for adapters of experts, and {what}."
         works += f", or {ACTOR_MODEL}.target_modules=[q_proj,k_proj,v_proj,o_proj]"

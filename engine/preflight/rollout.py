@@ -70,7 +70,7 @@ def check_sync(
         rule = f"it feeds the workers of {titles}, and not those of {server.name}."
         raise SettingError(CHECKPOINT_BACKEND, backend, rule, f"{CHECKPOINT_BACKEND}=naive, or one of verl's own")
     model, ranks = None if facts is None else facts.model, n_gpus if colocated else 0
-    server.check_settings(rollout, model, requested=engine.rollout_sync, ranks=ranks, device=device)
+    server.check_settings(rollout, model, engine.rollout_sync, ranks, device)
     family = None if facts is None else facts.model.config.model_type
     mode, reason = choose_mode(engine.rollout_sync, rollout, family, backend=backend)
     server.check_mode(rollout, mode, reason, backend)

@@ -7,19 +7,16 @@ adapters as peft saves them, which are made of all shards.
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 from ..checkpoint.atomic_folder import file_facts, file_names
 from ..checkpoint.state import HF, RNG, SHARDS, STATE, Snapshot
-from ..topology.dcp import ShardWriter, chunked
-from ..topology.dtensor import shard_steps
+from ..checkpoint.stored_shards import write_shards
+from ..topology.dtensor import is_first_holder
 
 __all__ = ["write_rank"]
 
@@ -41,12 +38,8 @@ def write_rank(
     own = folder / f"rank-{rank}"
     for name in (SHARDS, RNG, HF):
         (own / name).mkdir(parents=True)
-    tensors = {name: tensor for name, tensor in snapshot.tensors.items() if _writes(position, tensor)}
-    if tensors:
-        writer = ShardWriter(str(own / SHARDS), number=rank + 1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that one process saves
-            dcp.save(chunked(tensors), storage_writer=writer, no_dist=True)
+    tensors = {name: tensor for name, tensor in snapshot.tensors.items() if is_first_holder(tensor, position)}
+    write_shards(own / SHARDS, tensors, rank + 1, dist.get_world_size())
     if snapshot.random:
         save_file(snapshot.random, own / RNG / f"{rank:05d}.safetensors")
     if position == 0:
@@ -58,12 +51,3 @@ def write_rank(
         (own / name).replace(folder / name)
     shutil.rmtree(own)
     return files
-
-
-def _writes(position: int, tensor: torch.Tensor) -> bool:
-    """Return whether a rank of a replica writes its shard: of ranks that hold the same one, the first."""
-    if not isinstance(tensor, DTensor):
-        return position == 0
-    sharded = {"dp_replicate", *(step.axis for step in shard_steps(tensor))}
-    mesh = tensor.device_mesh
-    return all(mesh.get_local_rank(axis) == 0 for axis in mesh.mesh_dim_names or () if axis not in sharded)

@@ -14,6 +14,7 @@ __all__ = [
     "shard_steps",
     "is_adapter",
     "is_expert_parameter",
+    "is_first_holder",
     "local_pieces",
     "local_range",
     "local_ranges",
@@ -86,6 +87,24 @@ def is_expert_parameter(param: torch.Tensor) -> bool:
     """Return whether a parameter is on the experts' mesh."""
     names = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else None
     return names is not None and "ep" in names
+
+
+def is_first_holder(tensor: torch.Tensor, position: int, replica: int | None = None) -> bool:
+    """Return whether this rank is the first of those that hold the same shard.
+
+    Args:
+        position: of this rank, where 0 is the first of those that hold a tensor which is not sharded at all.
+        replica: the one of several replicas that counts; by default the first rank of each is asked about.
+    """
+    if not isinstance(tensor, DTensor):
+        return position == 0
+    mesh, sharded = tensor.device_mesh, {step.axis for step in shard_steps(tensor)}
+    first = {axis: 0 for axis in mesh.mesh_dim_names or () if axis not in sharded}
+    if "dp_replicate" in first:
+        del first["dp_replicate"]
+        if replica is not None:
+            first["dp_replicate"] = replica % mesh["dp_replicate"].size()
+    return all(mesh.get_local_rank(axis) == at for axis, at in first.items())
 
 
 def is_adapter(name: str) -> bool:

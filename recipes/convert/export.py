@@ -23,7 +23,7 @@ from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL, Base, write_hf_wei
 from ...engine.checkpoint.load import tensor_reader
 from ...engine.checkpoint.safetensors_reader import open_checkpoint
 from ...engine.checkpoint.state import BASE, HF, SHARDS
-from ...engine.checkpoint.stored_shards import read_facts, shards_metadata
+from ...engine.checkpoint.stored_shards import read_facts, stored_tensors
 from ...engine.lora.frozen_base import checksum
 from ...engine.lora.peft_files import ADAPTER
 from ...engine.lora.settings import LoraSettings
@@ -81,8 +81,8 @@ def export(
     verify_files(checkpoint)
     if out.exists():
         raise FileExistsError(f"{out} is there already.")
-    metadata = shards_metadata(checkpoint / SHARDS)
-    names = [name.removeprefix(MODEL) for name in metadata.state_dict_metadata if name.startswith(MODEL)]
+    stored = stored_tensors(checkpoint / SHARDS)
+    names = [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
     if not names:
         raise CheckpointError(f"{checkpoint} holds no model: checkpoint.save_contents was without it.")
     model = model_of_checkpoint(checkpoint / HF, names, dtype or torch.float32)
@@ -101,7 +101,7 @@ def export(
         if dtype is not None:
             config = with_dtype(config, str(dtype).removeprefix("torch."))
         (partial / CONFIG).write_bytes(json_bytes(config))
-        write_hf_weights(model, checkpoint / SHARDS, partial, dtypes, file_bytes, targets, frozen, progress=True)
+        write_hf_weights(model, stored, partial, dtypes, file_bytes, targets, frozen, progress=True)
 
 
 def _frozen_base(checkpoint: Path, model: nn.Module, folder: Path | None) -> Base:

@@ -1,13 +1,13 @@
 """Every legal mesh of a cluster: what a model needs on it, what a step takes, and which one is recommended."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...engine.errors import SettingError
 from ...engine.fsdp.options import ShardingOptions
-from ...engine.planner.memory import Batch, MemoryPoint, peak
+from ...engine.planner.memory import Batch, MemoryPoint, peak, timeline
 from ...engine.planner.model_sizes import ModelSizes, unit_sizes
 from ...engine.planner.traffic import Collective, collectives
 from ...engine.topology.expert_placement import check_experts_divide, check_inner_divides
@@ -91,13 +91,17 @@ class Choice:
 
 def choices(request: Request, cluster: Cluster) -> list[Choice]:
     """Return every mesh that ``engine/topology/mesh.py`` and ``expert_placement.py`` allow, the fastest first."""
-    shared = [sp for sp in divisors(cluster.world) if request.sizes.heads % sp == 0 and request.batch.tokens % sp == 0]
-    found = [_choice(request, cluster, topology, sp) for topology in _meshes(request, cluster.world) for sp in shared]
+    return _fastest_first(_choice(request, cluster, *mesh) for mesh in _meshes(request, cluster.world))
+
+
+def _fastest_first(found: Iterable[Choice]) -> list[Choice]:
     return sorted(found, key=lambda c: (c.time.step, c.gib))
 
 
-def _meshes(request: Request, world: int) -> Iterator[Topology]:
+def _meshes(request: Request, world: int) -> Iterator[tuple[Topology, int]]:
+    """Yield every mesh with every sequence-parallel size."""
     sizes = request.sizes
+    shared = [sp for sp in divisors(world) if sizes.heads % sp == 0 and request.batch.tokens % sp == 0]
     for fsdp in divisors(world):
         for ep in divisors(fsdp):
             for etp in divisors(fsdp // ep):
@@ -106,20 +110,24 @@ def _meshes(request: Request, world: int) -> Iterator[Topology]:
                     check_experts_divide(sizes.num_experts, topology, sizes.name)
                     check_inner_divides(sizes.etp_sizes, topology, sizes.name)
                     unit_sizes(sizes, topology, request.options.expert_shard_dim)
-                    yield topology
+                    yield from ((topology, sp) for sp in shared)
+
+
+def _batch(request: Request, sp: int) -> Batch:
+    """Return the batch of a rank: ``sp`` ranks share each micro-batch, so each has as many more of them."""
+    given = request.batch
+    return replace(given, tokens=given.tokens // sp, micro_batches=given.micro_batches * sp, sp=sp)
 
 
 def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> Choice:
-    sizes, options, given = request.sizes, request.options, request.batch
-    # The ranks of a sequence share its micro-batch, so each has as many more of them.
-    batch = replace(given, tokens=given.tokens // sp, micro_batches=given.micro_batches * sp, sp=sp)
+    sizes, options, batch = request.sizes, request.options, _batch(request, sp)
     traffic = collectives(sizes, topology, options, batch)
     return Choice(
         topology,
         batch,
         peak(sizes, topology, options, batch, request.optimizer),
         traffic,
-        roofline(sizes, topology, options, batch, cluster, traffic, given.tokens // request.sequences),
+        roofline(sizes, topology, options, batch, cluster, traffic, request.batch.tokens // request.sequences),
         _sync(sizes, topology, options, cluster),
         cluster.gib * (1 - request.margin),
         request.reserve,
@@ -148,7 +156,14 @@ def smallest(request: Request, cluster: Cluster) -> tuple[Cluster, Choice] | Non
         larger = replace(cluster, nodes=nodes)
         if resident / larger.world + request.reserve > cluster.gib * (1 - request.margin):
             continue
-        best = recommended(choices(request, larger))
-        if best is not None:
-            return larger, best
+        fitting = [mesh for mesh in _meshes(request, larger.world) if _fits(request, larger, *mesh)]
+        if fitting:
+            return larger, _fastest_first(_choice(request, larger, *mesh) for mesh in fitting)[0]
     return None
+
+
+def _fits(request: Request, cluster: Cluster, topology: Topology, sp: int) -> bool:
+    """Return whether a step fits; the first point of it that does not ends the search."""
+    room = (cluster.gib * (1 - request.margin) - request.reserve) * _GIB
+    points = timeline(request.sizes, topology, request.options, _batch(request, sp), request.optimizer)
+    return all(point.total <= room for point in points)

@@ -1,15 +1,18 @@
-"""What a weight sync costs on a cluster, without touching one.
+"""What a weight sync costs on a cluster, and what bounds it, without touching one.
 
     python -m epfsdp2.recipes.plan_sync --model Qwen3-30B-A3B --world 16 --ep 8 --rollout-tp 4
 
 prints, for each way to hand weights to vLLM, the bytes that a rank needs, receives and gets from other nodes, the
-rounds, the memory, and the time that the network takes at least. Only the model's config is read.
+rounds, the tensors that its worker loads, the memory, and the least times of network and host. Only the model's config
+is read.
 """
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -21,33 +24,34 @@ from ...engine.model.meta import build_on_meta
 from ...engine.moe.find import UnsupportedModelError
 from ...engine.preflight.rollout import tensors_before_sharding
 from ...engine.topology.expert_placement import check_experts_divide
-from ...engine.topology.index_ranges import IndexRange
 from ...engine.topology.mesh import Topology
 from ...rollout.layout.rollout_config import BLOCK
+from ...rollout.layout.slices import whole_slice
 from ...rollout.layout.specs import SYNC_MODES, Heads, Rollout, SyncMode, TensorSpec
-from ...rollout.plan.transfer_plan import Targets, make_transfer_plan
-from ...rollout.quantise.channels import CHANNEL_DTYPES
-from ...rollout.quantise.schemes import Blocks, Channels, Scheme
-from ...rollout.servers import is_quantised, target_slices
-from ...rollout.vllm.layout import FP8_FAMILIES, known_families
+from ...rollout.plan.transfer_plan import Targets, TransferPlan, make_transfer_plan, round_bytes
+from ...rollout.sent_tensors import SCALES, slices_of_workers, with_scales
+from ...rollout.servers import DEFAULT
 from .cards import MODEL_HELP, config_of
 
 __all__ = ["main", "parse"]
 
 _GB = 1e9
 _MEGABYTE = 1 << 20
-_BUCKETS = 4  # two being filled or sent, two being received or loaded
-_WIDTH = 100  # what the table takes
-_COLUMNS = ("mode", "needed", "there", "received", "from nodes", "rounds", "buffers", "floor")
+_WIDTH = 110  # what the table takes
+_COLUMNS = ("mode", "needed", "there", "received", "from nodes", "rounds", "tensors", "buffers", "wire", "host")
 _LEGEND = (
-    "GB, the largest of any rank. Floor: seconds for the bytes from other nodes over one network interface, or, where "
-    "there are none, for all received bytes at the same rate. Buffers: MB, two to send and two to receive."
+    "GB, the largest of any rank. Tensors: what a worker loads. Buffers: MB. Wire: seconds for the bytes from other "
+    "nodes over one network interface, or, where there are none, for all received bytes at the same rate. Host: "
+    "seconds of Python of a rank and its worker, as measured on one core (benchmarks/results/scale.md)."
 )
+# Seconds of one CPU core, by ``make bench-scale``: a trainer rank for each round and tensor, and its worker for each.
+_ROUND_SECONDS, _TENSOR_SECONDS, _LOAD_SECONDS = 2e-4, 3e-5, 4e-4
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
-_QUANTISED: dict[str, Scheme] = {
-    "fp8": Blocks(BLOCK),
-    "fp8-rows": Channels(CHANNEL_DTYPES["fp8"]),
-    "int8-rows": Channels(CHANNEL_DTYPES["int8"]),
+# What the kinds of quantisation are as sizes of a rollout.
+_QUANTISED: dict[str, dict[str, Any]] = {
+    "fp8": {"block": BLOCK},
+    "fp8-rows": {"channels": "fp8"},
+    "int8-rows": {"channels": "int8"},
 }
 
 
@@ -70,15 +74,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--standalone", type=int, default=0, help="vLLM workers of their own; 0: on the trainer's ranks")
     kinds = "fp8: rollout.quantization=fp8; -rows: compressed-tensors with a scale for each row"
     add("--dtype", default="bf16", choices=[*_ITEMSIZE, *_QUANTISED], help=f"in which weights are sent; {kinds}")
-    add("--round-megabytes", type=int, default=512, help="what a rank sends or receives in one round")
+    add("--sync-megabytes", type=int, default=2048, help="engine.sync_megabytes")
     add("--gpus-per-node", type=int, default=8, help="ranks on a node")
     add("--bandwidth", type=float, default=45.0, help="GB/s of a rank's network interface")
     options = parser.parse_args(arguments)
-    for name in ("world", "ep", "etp", "rollout_tp", "rollout_dp", "round_megabytes", "gpus_per_node"):
+    for name in ("world", "ep", "etp", "rollout_tp", "rollout_dp", "sync_megabytes", "gpus_per_node"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be at least 1")
-    if options.standalone and options.dtype in _QUANTISED:
-        parser.error("--standalone workers are sent bfloat16: ranks quantise for the workers beside them alone")
     if options.bandwidth <= 0:
         parser.error(f"--bandwidth is {options.bandwidth}; it has to be positive")
     workers = options.standalone or options.world
@@ -98,8 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = build_on_meta(AutoModelForCausalLM, config, torch.bfloat16)
         shard_dim = options.expert_shard_dim if options.expert_shard_dim == "auto" else int(options.expert_shard_dim)
         itemsize: dict[str, int] | int = _ITEMSIZE.get(options.dtype, 2)
-        if scheme is not None:
-            itemsize = {name: 1 for name, _ in model.named_parameters() if is_quantised(config.model_type, name)}
         tensors = tensors_before_sharding(model, topology, shard_dim, itemsize=itemsize)
         check_experts_divide(
             [t.shape[0] for t in tensors if t.cuts and t.cuts[0].axis == "ep"], topology, options.model
@@ -107,53 +107,96 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SettingError, UnsupportedModelError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
-    family = config.model_type
-    is_known = family in known_families()
+    family, known = config.model_type, DEFAULT.known_families()
+    rollout = Rollout(options.rollout_tp, options.rollout_dp, options.rollout_ep)
+    modes, scales = SYNC_MODES if family in known else SYNC_MODES[:1], 0
+    if scheme is not None:
+        if family not in DEFAULT.quantised:
+            known = ", ".join(sorted(DEFAULT.quantised))
+            console.print(f"Which weights of a {family} vLLM quantises is not known here (only {known}).", style="red")
+            return 1
+        modes, rollout = ("sliced",), replace(rollout, **scheme)
+        tensors = with_scales(tensors, rollout, family)
+        scales = sum(t.nbytes for t in tensors if t.name.endswith(SCALES))
+    weights = [t for t in tensors if not t.name.endswith(SCALES)]
     console.print(
-        f"{options.model}: {sum(t.nbytes for t in tensors) / _GB:.2f} GB in {options.dtype}, {len(tensors)} tensors; "
+        f"{options.model}: {sum(t.nbytes for t in weights) / _GB:.2f} GB in {options.dtype}, {len(weights)} tensors; "
         f"trainer {topology.dp_replicate} x {topology.ep_fsdp} x {topology.ep} x {topology.etp} "
         "(dp_replicate x ep_fsdp x ep x etp)"
     )
-    if not is_known:
-        known = ", ".join(sorted(known_families()))
-        console.print(f"How vLLM cuts a {family} is not known here (only {known}): mode full alone.")
-    modes = SYNC_MODES if is_known else SYNC_MODES[:1]
-    if scheme is not None:
-        if family not in FP8_FAMILIES:
-            known = ", ".join(sorted(FP8_FAMILIES))
-            console.print(f"Which weights of a {family} vLLM quantises is not known here (only {known}).", style="red")
-            return 1
-        modes = ("sliced",)
-        scales = sum(scheme.sharing(IndexRange.of(t.shape)).numel for t in tensors if is_quantised(family, t.name))
-        console.print(f"Besides, {4 * scales / _GB:.3f} GB of scales are reduced over all ranks.")
-    table = Table(*_COLUMNS)
+    if family not in known:
+        console.print(f"How vLLM cuts a {family} is not known here (only {', '.join(sorted(known))}): mode full alone.")
+    if scales:
+        console.print(f"Besides, {scales / _GB:.3f} GB of scales are reduced over all ranks.")
+    table, verdicts = Table(*_COLUMNS), []
     for mode in modes:
         try:
-            table.add_row(*_row(mode, tensors, model, topology, options))
+            row, verdict = _row(mode, tensors, rollout, model, topology, options)
         except ValueError as error:
-            table.add_row(mode, str(error))
+            row, verdict = [mode, str(error)], ""
+        table.add_row(*row)
+        verdicts.append(verdict)
     console.print(table)
+    console.print("\n".join(filter(None, verdicts)))
     console.print(_LEGEND)
     return 0
 
 
 def _row(
-    mode: SyncMode, tensors: Sequence[TensorSpec], model: Any, topology: Topology, options: argparse.Namespace
-) -> list[str]:
-    heads = Heads.of(model.config)
-    rollout = Rollout(options.rollout_tp, options.rollout_dp, options.rollout_ep)
-    targets = Targets(options.standalone or options.world, colocated=not options.standalone)
-
-    def slices_of(tensor: TensorSpec, worker: int):
-        return target_slices(tensor, rollout, worker % rollout.workers, heads, mode)
-
+    mode: SyncMode,
+    tensors: Sequence[TensorSpec],
+    rollout: Rollout,
+    model: Any,
+    topology: Topology,
+    options: argparse.Namespace,
+) -> tuple[list[str], str]:
+    """Return a row of the table, and a sentence on what bounds the sync."""
+    separate, limit = options.standalone, round_bytes(options.sync_megabytes * _MEGABYTE)
+    workers = 1 if mode == "full" else rollout.workers
+    of_worker = slices_of_workers(tensors, rollout, Heads.of(model.config))
+    slices_of = (lambda tensor, worker: [whole_slice(tensor)]) if mode == "full" else of_worker
+    targets = Targets.colocated(topology, workers)
+    if separate:
+        targets = Targets.separate([i % workers for i in range(separate)], topology)
     plan = make_transfer_plan(
-        tensors, layer_names(model), topology, targets, slices_of, options.round_megabytes * _MEGABYTE
+        tensors,
+        layer_names(model),
+        topology,
+        targets,
+        slices_of,
+        limit,
+        is_gather=workers == 1 and not separate,
+        by_name=mode == "full",
     )
-    shift, node = 0 if targets.colocated else topology.world, options.gpus_per_node
-    other_nodes = plan.between_nodes(lambda rank: rank // node, lambda worker: (worker + shift) // node)
-    needed, received, nic = (max(m.values(), default=0) for m in (plan.needed, plan.received, other_nodes))
-    local = max((plan.needed[w] - plan.received.get(w, 0) for w in plan.needed), default=0)
-    sizes = [f"{n / _GB:.2f}" for n in (needed, local, received, nic)]
-    seconds = (nic or received) / _GB / options.bandwidth
-    return [mode, *sizes, str(len(plan.rounds)), str(_BUCKETS * options.round_megabytes), f"{seconds:.2f}"]
+    kinds, node = list(targets.kinds), options.gpus_per_node
+    nodes = np.arange(topology.world) // node, (np.arange(len(kinds)) + (topology.world if separate else 0)) // node
+    needed, kept = plan.needed[kinds], np.zeros(len(kinds), dtype=np.int64)
+    if not separate:
+        kept = plan.sent[np.arange(topology.world) % topology.fsdp, kinds]
+    amounts = [int(each.max()) for each in (needed, kept, needed - kept, plan.between_nodes(*nodes))]
+    rounds, loaded = sum(1 for _ in plan.rounds), _loaded(mode, plan, model)
+    wire = (amounts[3] or amounts[2]) / _GB / options.bandwidth
+    host = rounds * _ROUND_SECONDS + loaded * (_TENSOR_SECONDS + _LOAD_SECONDS)
+    cells = [mode, *(f"{n / _GB:.2f}" for n in amounts), str(rounds), str(loaded), str(options.sync_megabytes)]
+    bound = "the network" if wire >= host else "Python on the hosts"
+    return [
+        *cells,
+        f"{wire:.2f}",
+        f"{host:.2f}",
+    ], f"{mode} is bound by {bound}: {wire:.2f} s of wire, {host:.2f} s of host."
+
+
+def _loaded(mode: SyncMode, plan: TransferPlan, model: Any) -> int:
+    """Return the number of tensors that a worker is sent."""
+    count, named = 0, {}
+    for prefix, index in plan.layers:
+        template = plan.templates[index]
+        if mode == "full":
+            if index not in named:
+                whole = [(prefix + t.name, torch.empty(t.shape, device="meta")) for t in template.tensors]
+                named[index] = sum(1 for _ in DEFAULT.named(model, whole, {}))
+            count += named[index]
+            continue
+        count += sum(len(share.bundle.by_kind[0]) for round_ in template.rounds for share in round_.long)
+        count += sum(len(bundle.by_kind[0]) for round_ in template.rounds for bundle in round_.short)
+    return count

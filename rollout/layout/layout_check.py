@@ -1,24 +1,22 @@
 """Describes a worker's layout in one form for both sides, so that they can be compared before the first sync.
 
-The trainer derives it from its plan (``layout_of``), the worker from its model (``actual_layout``, called by
-``WeightSyncExtension.epfsdp2_check_layout``). An entry is a parameter's shape without a server's padding and, where the
-worker knows it, the global index of its first row: of vocabularies and of experts. No plan has padded experts.
+The trainer derives it from its plan (``servers.planned_layout``), the worker from its model (``actual_layout``). An
+entry is a parameter's shape without a server's padding and, where the worker knows it, the global index of its first
+row: of vocabularies and of experts. No plan has padded experts.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from .slices import has_known_rows
-from .specs import Rollout, TargetSlice, TensorSpec
+from .specs import Rollout
 
 __all__ = [
     "RANK",
     "difference",
     "actual_layout",
     "entry",
-    "layout_of",
     "prefix_of",
     "rank_entry",
     "unpadded_shape",
@@ -46,34 +44,12 @@ def prefix_of(layer: str) -> str:
     return layer.replace(".routed_experts", "") + "." if layer else ""
 
 
-def layout_of(
-    kept: Iterable[tuple[TensorSpec, Sequence[TargetSlice]]], rollout: Rollout, worker: int
-) -> dict[str, str]:
-    """Return the entry of each parameter that a worker keeps, as the trainer plans it, by the worker's name.
-
-    Args:
-        kept: each tensor, and what of it and of its scales the worker keeps.
-    """
-    placed: dict[str, list[TargetSlice]] = {}
-    first: dict[str, int] = {}
-    for tensor, slices in kept:
-        for part in slices:
-            placed.setdefault(part.parameter, []).append(part)
-            if has_known_rows(tensor.name):
-                first[part.parameter] = part.block.low[0]
-    found = {RANK: rank_entry(worker % rollout.tp, rollout)}
-    for parameter, parts in placed.items():
-        ends = zip(*(part.end for part in parts), strict=True)
-        found[parameter] = entry((max(end) for end in ends), first.get(parameter, 0))
-    return found
-
-
 def actual_layout(
     layers: Iterable[tuple[str, Any, Mapping[str, Any]]],
     rank: str,
     is_expected: Callable[[str, str, bool], bool],
 ) -> dict[str, str]:
-    """Return the entry of each parameter that a vLLM model has, in the form of ``layout_of``.
+    """Return the entry of each parameter that a vLLM model has, in the form of ``planned_layout``.
 
     Args:
         layers: ``(name, module, tensors by name)`` of each layer, with the tensors as they were when it was built.

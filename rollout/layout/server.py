@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .rollout_config import ROLLOUT, is_disaggregated, size_of
 from .rules import Family
 from .specs import Rollout, SyncMode
 
-__all__ = ["Obstacle", "Server", "disaggregated", "unknown_family"]
+__all__ = ["Obstacle", "Server", "disaggregated"]
 
 
 @dataclass(frozen=True)
@@ -29,22 +30,27 @@ class Obstacle:
 class Server:
     """A rollout engine that takes full tensors under the names of checkpoints, as every one of verl's does.
 
-    A folder that knows more of its engine derives from this.
+    A folder that knows more of its engine derives from this. Checks raise ``SettingError``, with the first setting that
+    the server would refuse after its start, or by which rollouts would be wrong, and a value that works.
 
     Attributes:
-        name: verl's name of it, and of its distribution.
+        name: verl's name of it, of its distribution, and of its folder here.
         title: how it is spelled.
         install_hint: how to install it.
         quantised: family -> the weights that it holds in FP8 or INT8 where it is asked to.
         stacked_adapters: families whose experts it adapts by peft's stacks, and not one by one.
         serves_adapters: whether it takes adapters without the weights.
-        shares_memory: whether full tensors and slices go through a bucket in /dev/shm where devices share no memory.
+        lacking: settings of adapters (``engine/lora/settings.py``) that it can't serve.
+        no_expert_adapters: devices for which it has no kernels for adapters of experts.
+        shares_memory: whether tensors go through a bucket in /dev/shm where devices share no memory.
         is_as_fast_in_full: whether a worker that keeps the whole model loads full tensors as fast as slices.
     """
 
     install_hint = ""
     quantised: Mapping[str, re.Pattern[str]] = {}
     stacked_adapters: Collection[str] = frozenset()
+    lacking: tuple[str, ...] = ()
+    no_expert_adapters: tuple[str, ...] = ()
     serves_adapters = shares_memory = is_as_fast_in_full = False
 
     def __init__(self, name: str, title: str = ""):
@@ -56,6 +62,7 @@ class Server:
         Args:
             timeout_seconds: longest wait for one message of a weight sync, on both sides.
         """
+        import_module(f"...{self.name}.adapter", __name__).install(timeout_seconds)
 
     def families(self) -> Mapping[str, Family]:
         """Return how the installed release differs from the common rules, by family (``model_type``)."""
@@ -83,11 +90,11 @@ class Server:
     def quantisation_settings(self, config: Any) -> list[tuple[str, object]]:
         """Return the settings, with their values, that make the server quantise the weights that it receives."""
         qat = config.get("qat")
-        asked = {
-            f"{ROLLOUT}.quantization": config.get("quantization"),
-            f"{ROLLOUT}.qat.enable": qat is not None and qat.get("enable"),
-        }
-        return [(setting, value) for setting, value in asked.items() if value]
+        asked = [
+            (f"{ROLLOUT}.quantization", config.get("quantization")),
+            (f"{ROLLOUT}.qat.enable", qat is not None and qat.get("enable")),
+        ]
+        return [(setting, value) for setting, value in asked if value]
 
     def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
         """Return the first setting that leaves ``full`` as the only mode.
@@ -96,27 +103,26 @@ class Server:
             family: ``model_type`` of the model; None where it is not known yet.
         """
 
-    def check_settings(
-        self, config: Any, model: nn.Module | None, *, requested: str, ranks: int, device: str = "cpu"
-    ) -> None:
-        """Reject settings that the server would refuse after its start, or by which rollouts would be wrong.
+    def unknown_family(self, family: str | None, what: str) -> Obstacle | None:
+        """Return the obstacle of a family whose layout is not known, ``what`` of which was not done."""
+        known = self.known_families()
+        if family is None or family in known:
+            return None
+        reason = f"how {self.title} cuts it {what} (known: {', '.join(sorted(known))})."
+        return Obstacle("actor_rollout_ref.model", family, reason, "")
+
+    def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:
+        """Check settings and sizes.
 
         Args:
             model: on meta; None skips the checks that need it.
             requested: ``engine.rollout_sync``.
             ranks: number of trainer ranks, each of which feeds one worker; 0 where the workers are other processes.
             device: verl's device name.
-
-        Raises:
-            SettingError: names the first such setting and a value that works.
         """
 
     def check_mode(self, config: Any, mode: SyncMode, reason: str, backend: str) -> None:
-        """Reject settings that this mode, which was chosen for the ``reason``, can't serve; see ``check_settings``.
-
-        Args:
-            backend: name of the checkpoint-engine backend.
-        """
+        """Check what this mode, which was chosen for the ``reason``, can't serve by this checkpoint-engine backend."""
 
     def longest_start(self, config: Any) -> Any:
         """Return the tokens of a sequence by which the server chooses rotations when it starts; None if it does not."""
@@ -131,32 +137,8 @@ class Server:
 
         Returns:
             The length by which it chooses frequencies.
-
-        Raises:
-            SettingError: for a length, or a rollout, that computes otherwise.
         """
         return most
-
-    def lacking(self, adapters: Any) -> str:
-        """Return the first setting of adapters (``engine/lora/settings.py``) that the server can't serve, or ""."""
-        return ""
-
-    def adapts_experts_on(self, device: str) -> bool:
-        """Return whether the server has kernels for adapters of experts."""
-        return True
-
-
-def unknown_family(server: Server, family: str | None, what: str) -> Obstacle | None:
-    """Return the obstacle of a family whose layout was not compared; None if it was.
-
-    Args:
-        what: is said of how the server cuts it.
-    """
-    known = server.known_families()
-    if family is None or family in known:
-        return None
-    reason = f"how {server.title} cuts it {what} (known: {', '.join(sorted(known))})."
-    return Obstacle("actor_rollout_ref.model", family, reason, "")
 
 
 def disaggregated(config: Any) -> Obstacle | None:

@@ -1,7 +1,8 @@
 """The parameters of workers, and which blocks of which tensors fill them.
 
 Tensors that fill the same parameter of any worker, such as those of queries, keys and values, are one ``Bundle``. It is
-what a round sends: each worker gets its parameters of a bundle whole or, where they are too large, every n-th row.
+what a round sends: each worker gets its parameters of a bundle whole or, where they are too large, in parts of every
+n-th index along one dim.
 """
 
 import math
@@ -68,17 +69,24 @@ class Parameter:
         return math.prod(self.shape) * self.itemsize
 
     @property
-    def has_rows(self) -> bool:
-        """Whether its rows are rows of the tensors, so that it can be sent in parts."""
+    def is_divisible(self) -> bool:
+        """Whether its dims are those of the tensors, so that it can be sent in parts."""
         forms, dims = {r.part.form for r in self.regions}, {len(r.low) for r in self.regions}
         return dims == {len(self.shape)} and len(self.shape) > 1 and forms == {"transposed" if self.is_staged else ""}
 
-    def rows(self, part: int, parts: int) -> int:
-        """Rows of the ``part``-th of ``parts``: every ``parts``-th, from row ``part`` on."""
-        return len(range(part, self.shape[0] if self.shape else 1, parts))
+    def axis_of(self, dim: int) -> int:
+        """Return the dim of this parameter that is a dim of the tensors."""
+        return len(self.shape) - dim if self.is_staged and dim else dim
+
+    def shape_of_part(self, dim: int, part: int, parts: int) -> tuple[int, ...]:
+        """Return the shape of every ``parts``-th index from ``part`` on along a dim of the tensors."""
+        if parts == 1:
+            return self.shape
+        axis = self.axis_of(dim)
+        return (*self.shape[:axis], len(range(part, self.shape[axis], parts)), *self.shape[axis + 1 :])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bundle:
     """Tensors of one group and the parameters that they fill, worker by worker.
 
@@ -87,6 +95,7 @@ class Bundle:
         by_kind: the parameters of each kind of worker.
         specs, senders: of all tensors of the group.
         may_split: whether it may be sent in parts.
+        by_rows: whether it is divided along dim 0 in any case, as experts that are sent one by one are.
     """
 
     tensors: tuple[int, ...]
@@ -94,13 +103,24 @@ class Bundle:
     specs: Sequence[TensorSpec]
     senders: Sequence[Senders]
     may_split: bool
+    by_rows: bool = False
+
+    @cached_property
+    def part_dim(self) -> int:
+        """The dim of its tensors that parts divide.
+
+        Of experts it is the second: a rank may hold few experts, and then would send all of a part of these.
+        """
+        shape = self.specs[self.tensors[0]].shape
+        return int(len(shape) == 3 and shape[1] > 1 and not self.by_rows)
 
     @cached_property
     def max_parts(self) -> int:
         """The most parts that it can be sent in."""
         parameters = [p for of_kind in self.by_kind for p in of_kind]
-        is_split = self.may_split and all(p.has_rows for p in parameters)
-        return max((p.shape[0] for p in parameters), default=1) if is_split else 1
+        if not self.may_split or not all(p.is_divisible for p in parameters):
+            return 1
+        return max((p.shape[p.axis_of(self.part_dim)] for p in parameters), default=1)
 
     @cached_property
     def run(self) -> tuple[int, dict[int, tuple[int, int]]]:
@@ -112,9 +132,9 @@ class Bundle:
         return self._run(first=0)
 
     @cached_property
-    def run_of_rows(self) -> tuple[int, dict[int, tuple[int, int]]]:
-        """``run`` where it is sent in parts, which are single rows."""
-        return self._run(first=1)
+    def run_of_parts(self) -> tuple[int, dict[int, tuple[int, int]]]:
+        """``run`` where it is sent in parts."""
+        return self._run(first=self.part_dim + 1)
 
     @property
     def is_short(self) -> bool:
@@ -134,10 +154,11 @@ class Bundle:
         found = np.zeros((len(self.senders[self.tensors[0]].low), len(self.by_kind)), dtype=np.int64)
         for kind, parameters in enumerate(self.by_kind):
             for region in (r for p in parameters for r in p.regions if r.part.form != "zeros"):
-                held, row = self.senders[region.tensor], int(region.at[0] - region.low[0]) - part
+                held, d = self.senders[region.tensor], self.part_dim if parts > 1 else 0
+                first = int(region.at[d] - region.low[d]) - part
                 low, high = np.maximum(held.low, region.low), np.minimum(held.high, region.high)
                 sizes = np.maximum(high - low, 0)
-                sizes[..., 0] = np.maximum(-(-(high[..., 0] + row) // parts) + (-low[..., 0] - row) // parts, 0)
+                sizes[..., d] = np.maximum(-(-(high[..., d] + first) // parts) + (-low[..., d] - first) // parts, 0)
                 found[:, kind] += np.prod(sizes, axis=2).sum(axis=1) * self.specs[region.tensor].itemsize
         return found
 
@@ -182,12 +203,14 @@ def bundles_of(
     senders: Sequence[Senders],
     slices: Sequence[Sequence[Sequence[TargetSlice]]],
     may_split: Callable[[int], bool],
+    by_rows: bool,
 ) -> list[Bundle]:
     """Find the bundles of a group of tensors, in the order of their first tensors.
 
     Args:
         slices: by kind of worker and tensor, what it keeps.
         may_split: tells whether a tensor may be sent in parts.
+        by_rows: see ``Bundle``.
     """
     first_of: dict[str, int] = {}
     bundle = list(range(len(specs)))  # by tensor, the number of its bundle's first one
@@ -201,7 +224,7 @@ def bundles_of(
         tensors = tuple(i for i, other in enumerate(bundle) if other == number)
         by_kind = tuple(_parameters(specs, tensors, by_tensor) for by_tensor in slices)
         if any(by_kind):
-            found.append(Bundle(tensors, by_kind, specs, senders, all(map(may_split, tensors))))
+            found.append(Bundle(tensors, by_kind, specs, senders, all(map(may_split, tensors)), by_rows))
     return found
 
 
@@ -229,11 +252,6 @@ def _region(tensor: int, part: TargetSlice, shape: tuple[int, ...], is_staged: b
     missing = len(low) - len(shape)  # leading dims of size 1 that the parameter lacks
     if is_staged:
         own = tuple(int(size) for size in high - low)
-        at = np.zeros(len(low), dtype=np.int64)
-        # Parts are rows of the parameter, which its dims but the last two share with the tensor.
-        if part.form == "transposed":
-            at[0] = part.at[0]
-            own = (shape[0], *own[1:])
-        return Region(tensor, low, high, at, own, part)
+        return Region(tensor, low, high, np.zeros(len(low), dtype=np.int64), own, part)
     at = np.array([0] * missing + list(part.at or (0,) * (len(low) - missing)), dtype=np.int64)
     return Region(tensor, low, high, at, (1,) * missing + (shape or (1,)) if missing >= 0 else shape, part)

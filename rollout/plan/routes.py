@@ -84,11 +84,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A parameter, or a part of its rows, that a worker gets in a round.
+    """A parameter, or a part of it, that a worker gets in a round.
 
     Args:
         number: of the parameter among those of its bundle.
-        shape: of the rows that come.
+        axis: the dim of the parameter that parts divide.
+        shape: of the part that comes.
         start: its first byte in the round's buffer, for one that is sent in pieces and not staged.
         placements: of the regions of one that is staged.
         elements: for one of a short bundle, the positions of its elements in what all ranks have sent of it; of each
@@ -97,6 +98,7 @@ class Arrival:
 
     bundle: Bundle
     number: int
+    axis: int
     part: int
     parts: int
     shape: tuple[int, ...]
@@ -127,14 +129,18 @@ def pack_positions(round_: Round, member: Member) -> Packing:
     """Compute how a trainer rank packs a round."""
     assert member.source is not None
     rank, values, at = member.source, [], 0
-    starts: dict[tuple[int, int], int] = {}
-    for share in round_.long:
-        for i in share.bundle.tensors:
-            size = int(share.bundle.senders[i].shard[rank].prod()) * share.bundle.specs[i].itemsize
-            if (id(share.bundle), i) not in starts and size:
-                starts[id(share.bundle), i] = at
-                values.append((i, None, at))
-                at = _up(at + size, round_.alignment)
+    starts: dict[tuple[object, ...], int] = {}
+    by_kind: dict[int, list[Ints]] = {kind: [] for kind in sorted({kind for kind in member.targets if kind >= 0})}
+    for kind, found in by_kind.items():
+        for share, region in _regions(round_.long, kind):
+            for box in range(share.bundle.senders[region.tensor].low.shape[1]):
+                inside, rows, size = _sent_rows(share, region, rank, box, round_.unit)
+                key = id(share.bundle), region.tensor, str(inside)
+                if size and key not in starts:
+                    starts[key] = at
+                    values.append((region.tensor, inside, at))
+                    at = _up(at + size, round_.alignment)
+                found += [rows + starts[key] // round_.unit] if size else []
     offsets, short_bytes = round_.short_offsets
     short, column = at, 0
     for bundle in round_.short:
@@ -144,18 +150,9 @@ def pack_positions(round_: Round, member: Member) -> Packing:
                 values.append((i, inside, to))
                 to += numel * bundle.specs[i].itemsize
             column += 1
-    by_kind = {}
-    for kind in sorted({kind for kind in member.targets if kind >= 0}):
-        rows = [
-            found + starts[id(share.bundle), region.tensor] // round_.unit
-            for share, region in _regions(round_.long, kind)
-            for box in range(share.bundle.senders[region.tensor].low.shape[1])
-            if len(found := _sent_rows(share, region, rank, box, round_.unit))
-        ]
-        rows.append(np.arange(short, short + short_bytes, round_.unit) // round_.unit)
-        by_kind[kind] = np.concatenate(rows)
-    none = np.zeros(0, dtype=np.int64)
-    messages = [by_kind.get(kind, none) for kind in member.targets]
+    shared, none = np.arange(short, short + short_bytes, round_.unit) // round_.unit, np.zeros(0, dtype=np.int64)
+    joined = {kind: np.concatenate([*found, shared]) for kind, found in by_kind.items()}
+    messages = [joined.get(kind, none) for kind in member.targets]
     sizes = tuple(len(rows) * round_.unit for rows in messages)
     return Packing(tuple(values), short + short_bytes, np.concatenate(messages or [none]), sizes)
 
@@ -168,21 +165,23 @@ def unpack_positions(round_: Round, member: Member, ranks: int) -> Unpacking:
     pieces: list[tuple[int, int, Ints]] = []
     for share in round_.long:
         for number, parameter in enumerate(share.bundle.by_kind[member.kind]):
-            shape = (parameter.rows(share.part, share.parts), *parameter.shape[1:]) if parameter.shape else ()
+            dim = share.bundle.part_dim
+            shape = parameter.shape_of_part(dim, share.part, share.parts)
             start, placements = at, []
             if not parameter.is_staged:
                 at = _up(at + math.prod(shape) * parameter.itemsize, round_.alignment)
             for region in parameter.regions:
                 first = start
                 if parameter.is_staged:
-                    own = (*(shape[:1] if share.parts > 1 else region.shape[:1]), *region.shape[1:])
+                    own = share.part_of(region.shape)
                     first, size = at, math.prod(own) * share.bundle.specs[region.tensor].itemsize
                     at = _up(at + size, round_.alignment)
                     placements.append(Placement(region, first, own))
                 for rank, rows in _received_rows(share, region, unit):
                     pieces.append((rank, int(lengths[rank]), rows + first // unit))
                     lengths[rank] += len(rows)
-            arrivals.append(Arrival(share.bundle, number, share.part, share.parts, shape, start, tuple(placements)))
+            axis, placed = parameter.axis_of(dim), tuple(placements)
+            arrivals.append(Arrival(share.bundle, number, axis, share.part, share.parts, shape, start, placed))
     _, short_bytes = round_.short_offsets
     short, each = at, short_bytes // unit
     for rank in range(ranks if short_bytes else 0):
@@ -214,16 +213,25 @@ def _shared(held: Senders, region: Region) -> tuple[Ints, Ints, Ints]:
     return low, high, np.argwhere((high > low).all(axis=2))
 
 
-def _sent_rows(share: Share, region: Region, rank: int, box: int, unit: int) -> Ints:
-    """Return the positions in a rank's shard of what it sends of a region."""
+def _sent_rows(
+    share: Share, region: Region, rank: int, box: int, unit: int
+) -> tuple[tuple[slice, ...] | None, Ints, int]:
+    """Return what a rank copies of its shard to send a region, the positions of what it sends of that, and its bytes.
+
+    It copies the whole shard, which others need too, unless a share is one of several parts.
+    """
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
+    itemsize, d = share.bundle.specs[region.tensor].itemsize, share.bundle.part_dim
     low, high = np.maximum(held.low[rank, box], region.low), np.minimum(held.high[rank, box], region.high)
-    if region.part.form == "zeros" or (high <= low).any():
-        return np.zeros(0, dtype=np.int64)
-    first = _rows_of_part(share, region, low[0], high[0])[0] - held.origin[rank, box, 0]
-    length = unit // share.bundle.specs[region.tensor].itemsize
-    origin = held.origin[rank, box]
-    return _positions(first, low - origin, high - origin, tuple(held.shard[rank]), dim, row, length)
+    kept = _of_part(share, region, low, high)[0] - held.origin[rank, box, d]
+    if region.part.form == "zeros" or (high <= low).any() or not len(kept):
+        return None, np.zeros(0, dtype=np.int64), 0
+    origin, shard, inside = held.origin[rank, box], tuple(map(int, held.shard[rank])), None
+    if share.parts > 1:
+        inside = (*[slice(None)] * d, slice(int(kept[0]), int(kept[-1]) + 1, share.parts))
+        kept, shard = np.arange(len(kept)), (*shard[:d], len(kept), *shard[d + 1 :])
+    rows = _positions(low - origin, high - origin, shard, dim, row, unit // itemsize, share, kept)
+    return inside, rows, math.prod(shard) * itemsize
 
 
 def _received_rows(share: Share, region: Region, unit: int) -> Iterator[tuple[int, Ints]]:
@@ -232,38 +240,47 @@ def _received_rows(share: Share, region: Region, unit: int) -> Iterator[tuple[in
         return
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
     low, high, boxes = _shared(held, region)
-    length = unit // share.bundle.specs[region.tensor].itemsize
+    length, shape = unit // share.bundle.specs[region.tensor].itemsize, share.part_of(region.shape)
     to = region.at - region.low
     for rank, box in boxes:
         own_low, own_high = low[rank, box], high[rank, box]
-        first = _rows_of_part(share, region, own_low[0], own_high[0])[1]
-        yield int(rank), _positions(first, own_low + to, own_high + to, region.shape, dim, row, length)
+        kept = _of_part(share, region, own_low, own_high)[1]
+        yield int(rank), _positions(own_low + to, own_high + to, shape, dim, row, length, share, kept)
 
 
-def _rows_of_part(share: Share, region: Region, low: int, high: int) -> tuple[Ints, Ints]:
-    """Return those of rows ``low`` to ``high`` of a tensor that are in a share, and their rows in what comes of it."""
-    rows = np.arange(low, high)
-    at = rows - region.low[0] + region.at[0]
+def _of_part(share: Share, region: Region, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """Return those indices of a box, along the dim that parts divide, that are in a share; and theirs in what comes."""
+    d = share.bundle.part_dim
+    indices = np.arange(low[d], high[d])
+    at = indices - region.low[d] + region.at[d]
     is_in = at % share.parts == share.part
-    return rows[is_in], at[is_in] // share.parts
+    return indices[is_in], at[is_in] // share.parts
 
 
-def _positions(first: Ints, low: Ints, high: Ints, shape: Sequence[int], dim: int, row: int, length: int) -> Ints:
+def _positions(
+    low: Ints,
+    high: Ints,
+    shape: Sequence[int],
+    dim: int,
+    row: int,
+    length: int,
+    share: Share | None = None,
+    kept: Ints | None = None,
+) -> Ints:
     """Return the positions of a box's runs of ``length`` elements in contiguous memory, in the order of its rows.
 
     Args:
-        first: indices in dim 0.
         low, high: the box, in the memory's dims.
         shape: of the memory.
         dim, row: the dim that runs are cut from, and the elements of its rows.
+        share, kept: where it is one of several parts, the indices along the dim that these divide.
     """
-    if dim == 0:
-        starts = np.arange(low[0] * row, high[0] * row, length)
-        return starts // length
-    strides = np.cumprod((1, *reversed(shape[1:])))[::-1]
-    found = first * strides[0]
-    for d in range(1, dim):
-        found = (found[:, None] + np.arange(low[d], high[d]) * strides[d]).reshape(-1)
+    strides, found = np.cumprod((1, *reversed(shape[1:])))[::-1], np.zeros(1, dtype=np.int64)
+    for d in range(dim):
+        indices = np.arange(low[d], high[d])
+        if share is not None and kept is not None and share.parts > 1 and d == share.bundle.part_dim:
+            indices = kept
+        found = (found[:, None] + indices * strides[d]).reshape(-1)
     return (found[:, None] + np.arange(low[dim] * row, high[dim] * row, length)).reshape(-1) // length
 
 
@@ -291,7 +308,7 @@ def _short_arrivals(round_: Round, kind: int) -> Iterator[Arrival]:
                 whole = np.zeros(math.prod(parameter.shape), dtype=np.int64)
                 for positions, sources in found:
                     whole[positions] = sources
-                yield Arrival(bundle, number, 0, 1, parameter.shape, elements=(whole,))
+                yield Arrival(bundle, number, 0, 0, 1, parameter.shape, elements=(whole,))
                 continue
             staged = []
             for region, (positions, sources) in zip(parameter.regions, found, strict=True):
@@ -299,7 +316,7 @@ def _short_arrivals(round_: Round, kind: int) -> Iterator[Arrival]:
                 own[positions] = sources
                 staged.append(own)
             placements = tuple(Placement(region, 0, region.shape) for region in parameter.regions)
-            yield Arrival(bundle, number, 0, 1, parameter.shape, 0, placements, tuple(staged))
+            yield Arrival(bundle, number, 0, 0, 1, parameter.shape, 0, placements, tuple(staged))
 
 
 def _elements(bundle: Bundle, region: Region, offsets: Ints, nbytes: int) -> tuple[Ints, Ints]:
@@ -313,9 +330,9 @@ def _elements(bundle: Bundle, region: Region, offsets: Ints, nbytes: int) -> tup
     for rank, box in boxes if region.part.form != "zeros" else ():
         a, b, origin = low[rank, box], high[rank, box], held.low[rank, box]
         to = region.at - region.low
-        positions.append(_positions(np.arange(a[0], b[0]) + to[0], a + to, b + to, region.shape, dims - 1, 1, 1))
+        positions.append(_positions(a + to, b + to, region.shape, dims - 1, 1, 1))
         shape = tuple(held.high[rank, box] - origin)
-        own = _positions(np.arange(a[0], b[0]) - origin[0], a - origin, b - origin, shape, dims - 1, 1, 1)
+        own = _positions(a - origin, b - origin, shape, dims - 1, 1, 1)
         sources.append((rank * nbytes + offsets[rank]) // itemsize + before[rank, box] + own)
     return np.concatenate(positions), np.concatenate(sources)
 

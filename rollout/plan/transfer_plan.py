@@ -35,8 +35,8 @@ __all__ = [
     "round_bytes",
 ]
 
-# What a rank sends, what it receives, its worker's parameters, and its own values with the positions of all these.
-ROUND_BUFFERS = 4
+# What a rank sends, what it receives, its worker's parameters, its own values, and the positions of all these.
+ROUND_BUFFERS = 5
 # Messages are multiples of the run of a round's bundles, which is not made shorter than this by one more bundle.
 _LONG_RUN = 512
 _TRIED_PARTS = 32
@@ -100,7 +100,14 @@ class Share:
 
     @property
     def run(self) -> tuple[int, dict[int, tuple[int, int]]]:
-        return self.bundle.run if self.parts == 1 else self.bundle.run_of_rows
+        return self.bundle.run if self.parts == 1 else self.bundle.run_of_parts
+
+    def part_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this part of memory with the tensors' dims."""
+        if self.parts == 1:
+            return shape
+        d = self.bundle.part_dim
+        return (*shape[:d], len(range(self.part, shape[d], self.parts)), *shape[d + 1 :])
 
 
 @dataclass(frozen=True)
@@ -237,7 +244,7 @@ def make_transfer_plan(
     limit: int,
     may_split: Callable[[str], bool] = lambda name: True,
     is_gather: bool = False,
-    must_fit: bool = True,
+    by_name: bool = False,
 ) -> TransferPlan:
     """Plan a sync.
 
@@ -249,7 +256,8 @@ def make_transfer_plan(
         limit: the most bytes that a rank sends, and the most that it receives, in one round.
         may_split: tells by name whether a tensor may be sent in parts.
         is_gather: whether every rank's worker keeps the whole model.
-        must_fit: whether what can't be divided enough is an error; otherwise it exceeds the limit.
+        by_name: whether whole tensors are sent, of experts some at a time. What can't be divided enough exceeds the
+            limit then.
 
     Raises:
         RoundTooSmallError: a row of a parameter, or a parameter that can't be divided by rows, exceeds the limit.
@@ -277,8 +285,8 @@ def make_transfer_plan(
                     sending[t.shape, t.cuts] = senders_of(t, topology)
             senders = [sending[t.shape, t.cuts] for t in inside]
             slices = [[slices_of(full, kind) for full in members] for kind in kinds]
-            bundles = bundles_of(inside, senders, slices, lambda i, full=members: may_split(full[i].name))
-            made.append(Template(inside, tuple(bundles), tuple(_rounds(bundles, nothing, limit, must_fit))))
+            bundles = bundles_of(inside, senders, slices, lambda i, full=members: may_split(full[i].name), by_name)
+            made.append(Template(inside, tuple(bundles), tuple(_rounds(bundles, nothing, limit, not by_name))))
         order.append((prefix, templates[inside]))
     return TransferPlan(tuple(order), tuple(made), topology, targets, limit, is_gather)
 
@@ -317,9 +325,10 @@ class _Load:
         return int(max(sent, self.sent.sum(axis=0).max(initial=0) + self.short * ranks))
 
     def plus(self, bundle: Bundle, part: int = 0, parts: int = 1) -> "_Load":
-        if bundle.is_short:
-            return replace(self, short=self.short + bundle.short_bytes)
         return replace(self, sent=self.sent + bundle.sent(part, parts))
+
+    def plus_short(self, bundle: Bundle) -> "_Load":
+        return replace(self, short=self.short + bundle.short_bytes)
 
 
 def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: bool) -> Iterator[Round]:
@@ -327,26 +336,31 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
     long: list[Share] = []
     short: list[Bundle] = []
     load, run = nothing, 0
-    for bundle in sorted(bundles, key=lambda b: b.is_short):
-        parts = 1 if bundle.is_short else _parts(bundle, nothing, limit, must_fit)
-        own = 0 if bundle.is_short else Share(bundle, 0, parts).run[0]
+    # What is sent whole can't be divided, and has positions of its elements beside it.
+    whole = [bundle for bundle in bundles if bundle.is_short and nothing.plus_short(bundle).most <= limit // 16]
+    for bundle in (b for b in bundles if b not in whole):
+        parts = _parts(bundle, nothing, limit, must_fit)
+        own = Share(bundle, 0, parts).run[0]
         for part in range(parts):
             more, shared = load.plus(bundle, part, parts), math.gcd(run, own)
-            is_cut = run and own and shared < min(run, own, _LONG_RUN)
-            if (long or short) and (is_cut or more.most > limit):
-                yield Round(tuple(long), tuple(short))
-                long, short, more, shared = [], [], nothing.plus(bundle, part, parts), own
-            if bundle.is_short:
-                short.append(bundle)
-            else:
-                long.append(Share(bundle, part, parts))
+            if long and (shared < min(run, own, _LONG_RUN) or more.most > limit):
+                yield Round(tuple(long))
+                long, more, shared = [], nothing.plus(bundle, part, parts), own
+            long.append(Share(bundle, part, parts))
             load, run = more, shared
+    for bundle in whole:
+        more = load.plus_short(bundle)
+        if (long or short) and more.most > limit:
+            yield Round(tuple(long), tuple(short))
+            long, short, more = [], [], nothing.plus_short(bundle)
+        short.append(bundle)
+        load = more
     if long or short:
         yield Round(tuple(long), tuple(short))
 
 
 def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
-    """Return the fewest parts in which no rank sends or receives more than ``limit`` bytes of a bundle.
+    """Return the fewest parts in which no rank moves more than ``limit`` bytes of a bundle, or the fewest that it can.
 
     Raises:
         RoundTooSmallError: there are none, and it has to fit.
@@ -358,11 +372,14 @@ def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
         return max(nothing.plus(bundle, part, parts).most for part in tried)
 
     parts = min(bundle.max_parts, max(1, -(-most(1) // limit)))
-    while (needed := most(parts)) > limit and parts < bundle.max_parts:
+    needed, best = most(parts), parts
+    while needed > limit and parts < bundle.max_parts:
         parts = min(bundle.max_parts, parts + max(1, parts // 8))
+        if (less := most(parts)) < needed:
+            needed, best = less, parts
     if needed > limit and must_fit:
         name, shape = next((p.name, p.shape) for parameters in bundle.by_kind for p in parameters)
         raise RoundTooSmallError(
             f"{'one row' if bundle.max_parts > 1 else 'all'} of {name} {list(shape)}", needed, limit
         )
-    return parts
+    return best

@@ -236,8 +236,8 @@ class ReceivedWeights:
                 return
             exchange = self._endpoint.exchange(self._layout, requests)
             with contextlib.closing(exchange.run(None, self.traffic)) as parameters:
-                for parameter, first, step, values in parameters:
-                    yield slice_name(parameter, first, step), values
+                for parameter, axis, first, step, values in parameters:
+                    yield slice_name(parameter, first, step, axis), values
 
     def planned_layouts(self) -> list[dict[str, str]]:
         """Return the layout that is planned for each worker of the replica (``layout/layout_check.py``)."""

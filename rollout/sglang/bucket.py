@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..transport.cast import CastOnCopy
-
 __all__ = ["ANSWER_BYTES", "Header", "answer_of", "fill", "synchronize", "write_answer"]
 
 ANSWER_BYTES = 4096
@@ -77,7 +75,7 @@ def fill(
         if at + tensor.nbytes > buffers[turn].numel():
             buffers[turn] = allocate(at + tensor.nbytes)
         into = buffers[turn][at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        into.copy_(tensor.stored if isinstance(tensor, CastOnCopy) else tensor.detach())
+        into.copy_(tensor.detach())
         header.entries.append((name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), at))
         at += tensor.nbytes
     header.is_last = True
@@ -85,9 +83,12 @@ def fill(
 
 
 def synchronize(memory: torch.Tensor) -> None:
-    """Wait until the other process may use a bucket: what this one has queued that reads or writes it is done."""
+    """Wait until the other process may use a bucket: what this one has queued that reads or writes it is done.
+
+    Not for the whole device: the next round of an exchange is under way on other streams.
+    """
     if memory.device.type != "cpu":
-        torch.get_device_module(memory.device).synchronize(memory.device)
+        torch.get_device_module(memory.device).current_stream(memory.device).synchronize()
 
 
 def write_answer(memory: torch.Tensor, text: str) -> None:

@@ -1,6 +1,6 @@
 """Loads weights inside SGLang's workers: SGLang calls ``load`` for each bucket of an update that names it.
 
-A slice is copied to where it belongs, and nothing is converted; what a family computes from its weights is computed
+A unit is copied to its parameter's rows, and nothing is converted; what a family computes from its weights is computed
 again. Elements are counted, and compared with their checksums after the last bucket, as in vLLM's workers. Tensors
 under the names of checkpoints (``expert_local``) go through the model's own loader, which does not report what it took:
 in syncs with checksums no element may be left that was there before.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..layout.layout_check import actual_layout, difference, prefix_of, unpadded_shape
-from ..layout.slice_names import as_stored, block_at, is_slice, parse_slice
+from ..layout.slice_names import is_slice, parse_slice
 from ..transport.checksums import PlacedChecksums, ReceivedChecksums
 from ..transport.watched_sockets import WeightSyncError
 from .bucket import Header, synchronize, write_answer
@@ -113,15 +113,18 @@ class _Update:
             self._load_by_name(by_name)
 
     def _place(self, name: str, values: torch.Tensor) -> None:
-        parameter, corner, form = parse_slice(name)
+        parameter, part = parse_slice(name, values)
         if parameter not in self._parameters:
             raise WeightSyncError(f"{name} was sent, for which SGLang's model has no place on this worker")
         target = self._parameters[parameter][1].data
-        values = as_stored(values, corner, form)
-        target[block_at(corner, values)].copy_(values)
+        if values.dim() != target.dim() or target[part].shape != values.shape:
+            raise WeightSyncError(
+                f"{name} {list(values.shape)} was sent, which does not fit into {list(target.shape)} on this worker"
+            )
+        target[part].copy_(values)
         self._counts[parameter] += values.numel()
         if self._placed is not None:
-            self._placed.add(parameter, corner, values.to(target.dtype))
+            self._placed.add(parameter, part, values.to(target.dtype))
 
     def _load_by_name(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         if not self._is_by_name:

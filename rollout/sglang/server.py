@@ -9,7 +9,7 @@ from ...engine.compat import versions
 from ...engine.errors import SettingError
 from ..layout.rollout_config import ROLLOUT, server_arguments, size_of
 from ..layout.rules import Family
-from ..layout.server import Obstacle, Server, disaggregated, unknown_family
+from ..layout.server import Obstacle, Server, disaggregated
 from .layout import FAMILIES, RECORDS_NO_ROUTES
 
 __all__ = ["SGLANG", "SGLANG_LOADER"]
@@ -53,11 +53,6 @@ _ON_GPU: dict[str, tuple[str, object, str]] = {
 class _SGLang(Server):
     install_hint = "pip install 'epfsdp2[sglang]'"
 
-    def install(self, timeout_seconds: float) -> None:
-        from . import adapter
-
-        adapter.install(timeout_seconds)
-
     def families(self) -> Mapping[str, Family]:
         return FAMILIES
 
@@ -84,7 +79,7 @@ class _SGLang(Server):
         for name, (served, reason) in _ARGUMENTS.items():
             if (value := sglang.get(name)) is not None and value not in served:
                 return Obstacle(f"{_SGLANG}.{name}", value, reason, str(served[0]) if served else "null")
-        if found := unknown_family(self, family, "was not compared"):
+        if found := self.unknown_family(family, "was not compared"):
             return found
         if family in _ON_GPU and sglang.get("device") != "cpu":
             name, needed, reason = _ON_GPU[family]
@@ -92,13 +87,11 @@ class _SGLang(Server):
                 return Obstacle(f"{_SGLANG}.{name}", sglang.get(name), reason, str(needed))
         return None
 
-    def check_settings(
-        self, config: Any, model: nn.Module | None, *, requested: str, ranks: int, device: str = "cpu"
-    ) -> None:
+    def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:
         _check_sizes(config)
-        family: Any = None if model is None else model.config.model_type
-        if config.get("enable_rollout_routing_replay") and family in RECORDS_NO_ROUTES:
-            rule = f"SGLang does not say which layer the routes of a {family} are of."
+        own: Any = None if model is None else model.config
+        if config.get("enable_rollout_routing_replay") and own is not None and own.model_type in RECORDS_NO_ROUTES:
+            rule = f"SGLang does not say which layer the routes of a {own.model_type} are of."
             raise SettingError(_ROUTES, True, rule, f"{_ROUTES}=False, or {_NAME}=vllm")
         if config.get("enable_rollout_routing_replay") and config.get("skip_tokenizer_init"):
             rule = f"with {_ROUTES}=True SGLang sends routes as text, which verl 0.9.1 reads where this is False."

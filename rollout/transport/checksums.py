@@ -4,7 +4,7 @@ The sender's checksums are sent as the last tensor of a sync, in the order of th
 """
 
 import contextlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 
 import torch
 
@@ -88,22 +88,21 @@ class ReceivedChecksums:
 
 
 class PlacedChecksums:
-    """Records the checksums of slices that were loaded, to compare them with what is read back after processing."""
+    """Records the checksums of units that were loaded, to compare them with what is read back after processing."""
 
     def __init__(self):
         self._placed: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {}
 
-    def add(self, parameter: str, corner: Sequence[int], values: torch.Tensor) -> None:
-        """Record the values that ``parameter`` gets from ``corner`` on, in the parameter's dtype."""
-        block = tuple(slice(low, low + size) for low, size in zip(corner, values.shape, strict=True))
-        self._placed.setdefault(parameter, []).append((block, _comparable(values)))
+    def add(self, parameter: str, rows: tuple[slice, ...], values: torch.Tensor) -> None:
+        """Record the values that these rows of ``parameter`` get, in the parameter's dtype."""
+        self._placed.setdefault(parameter, []).append((rows, _comparable(values)))
 
     def difference(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """Describe the first tensor whose recorded slices read back differently; empty if there is none."""
+        """Describe the first tensor whose recorded units read back differently; empty if there is none."""
         if not self._placed:
             return ""
         for name, tensor in tensors:
-            if any(_comparable(tensor[block]) != placed for block, placed in self._placed.get(name, ())):
+            if any(_comparable(tensor[rows]) != placed for rows, placed in self._placed.get(name, ())):
                 return f"the values of {name} on the worker differ from those that were received"
         return ""
 

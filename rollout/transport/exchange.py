@@ -30,12 +30,13 @@ Values = Callable[[str], torch.Tensor]
 
 
 class Received(NamedTuple):
-    """Rows ``first``, ``first + step``, ... of a worker's parameter, in the parameter's layout.
+    """Indices ``first``, ``first + step``, ... along an axis of a worker's parameter, in the parameter's layout.
 
     They are valid until the next ones are requested.
     """
 
     parameter: str
+    axis: int
     first: int
     step: int
     values: torch.Tensor
@@ -98,7 +99,7 @@ class Exchange:
         self.traffic = Traffic()
 
     def run(self, values: Values | None, traffic: Traffic | None = None) -> Generator[Received, None, None]:
-        """Yield the parameters of this rank's worker in the model's order; collective.
+        """Yield the parameters of this rank's worker, layer by layer in the model's order; collective.
 
         Every rank starts every round, even if its consumer stops early: closing the iterator receives and drops the
         rest. ``values`` is called for all tensors of a round in the same order on all ranks: it may be collective.
@@ -176,10 +177,10 @@ class Exchange:
                 local[name] = before[name] if name in before else values(name)
             into, sources = [], []
             for i, inside, start in route.copies:
-                source, dtype = local[names[i]].reshape(-1), self._dtypes(names[i])
+                source, dtype = local[names[i]], self._dtypes(names[i])
                 if inside is not None:
-                    source = local[names[i]].reshape(local[names[i]].shape or (1,))[inside].reshape(-1)
-                into.append(flat[start : start + source.numel() * dtype.itemsize].view(dtype))
+                    source = source.reshape(source.shape or (1,))[inside]
+                into.append(flat[start : start + source.numel() * dtype.itemsize].view(dtype).view(source.shape))
                 sources.append(source)
             if into:
                 torch._foreach_copy_(into, sources)
@@ -211,7 +212,8 @@ class Exchange:
     def _arrivals(self, prefix: str, route: _Route, out: torch.Tensor) -> Iterator[Received]:
         for arrival, elements in zip(route.arrivals, route.elements, strict=True):
             name = self._names(prefix, arrival)[arrival.number]
-            yield Received(name, arrival.part, arrival.parts, self._assembled(prefix, arrival, elements, route, out))
+            values = self._assembled(prefix, arrival, elements, route, out)
+            yield Received(name, arrival.axis, arrival.part, arrival.parts, values)
 
     def _assembled(
         self, prefix: str, arrival: Arrival, elements: Sequence[torch.Tensor], route: _Route, out: torch.Tensor
@@ -239,7 +241,7 @@ class Exchange:
         for part, values in parts:
             into = [slice(low, high) for low, high in zip(part.at, part.end, strict=True)]
             if arrival.parts > 1:
-                into[0] = slice(None)
+                into[arrival.axis] = slice(None)
             target = whole[tuple(into)]
             target.copy_(_in_form(values, part, self._head_dim).reshape(target.shape))
         return whole

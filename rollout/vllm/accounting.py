@@ -12,7 +12,7 @@ import torch
 
 from ..layout.layout_check import unpadded_shape
 
-__all__ = ["CountingCallList", "LayerRecord", "unpadded_numel"]
+__all__ = ["CountingCallList", "LayerRecord"]
 
 
 class LayerRecord:
@@ -23,17 +23,25 @@ class LayerRecord:
         layer: the layer, with its tensors on meta in the checkpoint's layout.
         info: vLLM's ``LayerReloadingInfo`` of the layer, right after the reload was initialized.
         never_loaded: names of tensors that vLLM does not count (``SKIP_LOAD_TENSORS``).
+
+    Attributes:
+        shapes: of the layer's parameters, without padding.
+        expected: the number of elements of each parameter that vLLM waits for.
+        received: the number of elements that each tensor has received.
+        units: memory that collects the units of a parameter, by its name in the layer.
     """
 
     def __init__(self, name: str, layer: Any, info: Any, never_loaded: Collection[str]):
         self.name, self.layer, self.info = name, layer, info
         self.kernel_parameters = list(self.info.kernel_tensors[0].values())
-        self.expected = {
-            name: unpadded_numel(layer, name, parameter)
+        self.shapes = {
+            name: unpadded_shape(layer, name, parameter)
             for name, parameter in layer._parameters.items()
-            if parameter is not None and name not in never_loaded
+            if parameter is not None
         }
+        self.expected = {name: math.prod(shape) for name, shape in self.shapes.items() if name not in never_loaded}
         self.received = dict.fromkeys(layer._parameters | layer._buffers, 0)
+        self.units: dict[str, torch.Tensor] = {}
         self.called: set[str] = set()
         self._last: str | None = None
         self._counted = 0
@@ -90,8 +98,3 @@ class CountingCallList(list):
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 self._reload.touched_storages.add(value.untyped_storage().data_ptr())
         super().append(call)
-
-
-def unpadded_numel(layer: Any, name: str, parameter: torch.Tensor) -> int:
-    """Return the number of elements of this rank's parameter without vLLM's padding."""
-    return math.prod(unpadded_shape(layer, name, parameter))

@@ -6,6 +6,7 @@ receiving remote call has failed, or after a time-out.
 """
 
 import contextlib
+import inspect
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -17,7 +18,6 @@ import torch
 import zmq
 
 from ..transport.checksums import with_checksums
-from ..transport.exchange import ReceiveBuffers
 from ..transport.report import TransferStats
 from ..transport.sender import is_verl_sender, new_sender
 from ..transport.watched_sockets import WatchedContext, WeightSyncError, await_result
@@ -28,8 +28,6 @@ __all__ = ["WeightSyncError", "install"]
 _ADAPTER = "WatchedServerAdapter"
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-# Or a function that returns them, given memory that they may be received into to save a copy.
-Source = Weights | Callable[[ReceiveBuffers | None], Weights]
 
 _timeout_seconds = 300.0
 
@@ -109,20 +107,20 @@ class WatchedUpdates:
         """Have the worker receive and load one stage, and send it."""
         kwargs["use_shm"] = self.use_shm
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
-        source: Source = weights
+        tensors: Any = weights
         if selected is not None:
             await self._check_layout(selected)
-            source = selected.tensors
+            tensors = selected.tensors()
             if has_our_extension(self.config) and selected.has_checksums:
                 kwargs["verify"] = True
-                source = _with_checksums(selected)
+                tensors = with_checksums(tensors)
             if getattr(selected, "is_quantised_here", False):  # adapters never are
                 kwargs["is_quantised"] = True
         if has_our_extension(self.config):  # verl's extension has no such argument
             kwargs["sync_timeout_seconds"] = _timeout_seconds
         future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)
         transfer = await send_weights(
-            source,
+            tensors,
             zmq_handle=self.zmq_handle,
             bucket_megabytes=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
@@ -158,12 +156,8 @@ class WatchedUpdates:
         self._checked_mode = weights.mode
 
 
-def _with_checksums(weights: Any) -> Source:
-    return lambda receive_buffers: with_checksums(weights.tensors(receive_buffers))
-
-
 async def send_weights(
-    source: Source,
+    weights: Any,
     *,
     zmq_handle: str,
     bucket_megabytes: int,
@@ -175,10 +169,10 @@ async def send_weights(
 ) -> TransferStats:
     """Send weights through verl's bucketed transport and wait until the receiving call has ended.
 
-    In any case the source's iterator is closed and the socket file and the shared-memory segment are removed.
+    In any case the weights are closed and the socket file and the shared-memory segment are removed.
 
     Args:
-        source: the weights, or a function that returns them.
+        weights: named tensors, of a synchronous or asynchronous iterator.
         zmq_handle: address of the socket, as verl names it for this rank.
         bucket_megabytes: size of the bucket.
         use_shm: whether the bucket is shared memory; otherwise CUDA IPC.
@@ -204,9 +198,9 @@ async def send_weights(
     sender.zmq_context = context = WatchedContext(
         zmq.Context.instance(), timeout_seconds, waits_for=f"the vLLM worker behind {zmq_handle}", check=check
     )
-    progress = _Progress(source, lambda: context.waited_seconds)
+    progress = _Progress(weights)
     try:
-        await sender.async_send_weights(progress.iterate)
+        await sender.async_send_weights(progress.iterate())
         sent = time.monotonic()
         if future is not None:
             await await_result(future, timeout_seconds, "vLLM received every tensor but did not finish the update")
@@ -225,33 +219,25 @@ async def send_weights(
             f"(last: {progress.last or 'none'}): {_describe(cause)}"
         ) from cause
     finally:
-        await _close(progress.weights)
+        await _close(weights)
         _release(zmq_handle, context.shared_memory_name)
 
 
 class _Progress:
-    """Iterates the weights for the sender; counts them, times the gathers and records whether the source raised.
+    """Iterates the weights for the sender; counts them, times the gathers and records whether the source raised."""
 
-    Args:
-        source: the weights, or a function that returns them.
-        waited: returns the seconds spent waiting for the worker so far, which an exchange may also do.
-    """
-
-    def __init__(self, source: Source, waited: Callable[[], float]):
-        self.weights, self._waited = source, waited
+    def __init__(self, weights: Any):
+        self._weights = weights
         self.sent, self.last, self.failed_in_source = 0, "", False
         self.nbytes, self.gather_seconds = 0, 0.0
 
-    async def iterate(self, receive_buffers: ReceiveBuffers | None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def iterate(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
         from verl.workers.rollout.utils import ensure_async_iterator
 
-        iterator = None
+        iterator = ensure_async_iterator(self._weights)
         while True:
-            started = time.monotonic() - self._waited()
+            started = time.monotonic()
             try:
-                if iterator is None:
-                    self.weights = self.weights(receive_buffers) if callable(self.weights) else self.weights
-                    iterator = ensure_async_iterator(self.weights)
                 name, tensor = await anext(iterator)
             except StopAsyncIteration:
                 return
@@ -259,7 +245,7 @@ class _Progress:
                 self.failed_in_source = True
                 raise
             finally:
-                self.gather_seconds += time.monotonic() - self._waited() - started
+                self.gather_seconds += time.monotonic() - started
             self.last = name
             yield name, tensor
             self.sent += 1
@@ -290,10 +276,8 @@ def _describe(cause: BaseException) -> str:
 
 async def _close(weights: Any) -> None:
     # verl drops the generator without closing it, which would leave the remaining collectives unstarted.
-    # A generator that has not begun does nothing when it is closed.
-    if callable(weights):
-        weights = weights(None)
-        next(weights, None)
+    if inspect.isgenerator(weights) and inspect.getgeneratorstate(weights) == inspect.GEN_CREATED:
+        next(weights, None)  # one that has not begun does nothing when it is closed
     if hasattr(weights, "aclose"):
         await weights.aclose()
     elif hasattr(weights, "close"):

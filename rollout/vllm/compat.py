@@ -20,7 +20,8 @@ __all__ = [
     "get_layer_tensors",
     "get_layerwise_info",
     "initialize_layerwise_reload",
-    "make_online_process_loader",
+    "materialize_layer",
+    "process_layer",
 ]
 
 _LAYERS = "vllm.model_executor.layers"
@@ -35,7 +36,8 @@ _find = partial(
 )
 
 get_layerwise_info = _find(f"{_RELOAD}.layerwise:get_layerwise_info")
-make_online_process_loader = _find(f"{_RELOAD}.layerwise:make_online_process_loader")
+process_layer = _find(f"{_RELOAD}.layerwise:_layerwise_process")
+materialize_layer = _find(f"{_RELOAD}.meta:materialize_layer")
 initialize_layerwise_reload = _find(f"{_RELOAD}:initialize_layerwise_reload")
 finalize_layerwise_reload = _find(f"{_RELOAD}:finalize_layerwise_reload")
 get_layer_tensors = _find(f"{_RELOAD}.utils:get_layer_tensors")

@@ -3,11 +3,10 @@
 vLLM's reload (``vllm/model_executor/model_loader/reload``) collects the tensors of a layer until they are complete,
 then loads and processes the layer as at start-up and copies the result into the memory that kernels and CUDA graphs
 use. This one also tracks every call of a weight loader, so that an error can name the tensor that is missing, unknown
-or lost, and it accepts slices of parameters besides full tensors.
+or lost, and it accepts the units of a worker's parameters (``layout/slice_names.py``) besides full tensors.
 """
 
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_u
 
 from ...engine.errors import listed
 from ..layout.layout_check import prefix_of
-from ..layout.slice_names import as_stored, block_at, in_halves, is_slice, parse_slice
-from ..layout.specs import SliceForm
+from ..layout.slice_names import is_slice, parse_slice
 from ..transport.checksums import PlacedChecksums
 from ..transport.watched_sockets import WeightSyncError
 from .accounting import CountingCallList, LayerRecord
@@ -25,15 +23,15 @@ from .compat import (
     LEAVES_NON_PERSISTENT_BUFFERS,
     SKIP_LOAD_TENSORS,
     finalize_layerwise_reload,
-    get_layer_tensors,
     get_layerwise_info,
     initialize_layerwise_reload,
-    make_online_process_loader,
+    materialize_layer,
+    process_layer,
 )
 from .loaded_weights import running_weights
 from .shims import reload_shims
 
-__all__ = ["Reload", "slice_loader"]
+__all__ = ["Reload"]
 
 
 class Reload:
@@ -50,9 +48,10 @@ class Reload:
         self._checksums = PlacedChecksums()
         self._parallel = parallel_config
         self._layers: list[LayerRecord] = []
-        self._buffer_names: set[str] = set()
+        self._buffer_shapes: dict[str, torch.Size] = {}
         self._excluded_modules: set[str] = set()
         self._buffer_updates: list[tuple[str, torch.Tensor]] = []
+        self._buffer_units: dict[str, torch.Tensor] = {}
         self._buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor], set[str]]] = []
         self._kernels: list[tuple[Any, Any]] = []
         self._saved_buffers: list[tuple[str, torch.nn.Module, torch.Tensor, torch.Tensor]] = []
@@ -60,14 +59,12 @@ class Reload:
         self.unused: list[str] = []
         self.loader_calls = 0
         self.touched_storages: set[int] = set()
-        self._owners: dict[str, tuple[torch.nn.Module, str]] = {}
-        self._loaders: list[tuple[torch.Tensor, Any]] = []
-        self._slice_buffers: dict[str, torch.Tensor] = {}
+        self._owners: dict[str, tuple[LayerRecord, str]] = {}
 
     def start(self) -> None:
         """Put every layer's tensors on meta and start to collect new ones."""
         for model, _ in self._models:
-            self._buffer_names.update(name for name, _ in model.named_buffers())
+            self._buffer_shapes |= {name: buffer.shape for name, buffer in model.named_buffers()}
             reload_shims.prepare_model(model)
             for layer in model.modules():
                 if (kernel := reload_shims.prepare_layer(layer)) is not None:
@@ -96,10 +93,12 @@ class Reload:
                 raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
             self.names.add(name)
             if is_slice(name):
-                self._load_slice(*parse_slice(name), tensor)
+                self._load_unit(name, tensor)
                 continue
             # vLLM keeps tensors until their layer is complete, and the bucket is reused before that: copy them.
-            (self._buffer_updates if name in self._buffer_names else kept).append((name, tensor.clone()))
+            (self._buffer_updates if name in self._buffer_shapes else kept).append((name, tensor.clone()))
+        if not kept:  # models list all their parameters in each call
+            return
         self.touched_storages.clear()
         used: set[str] = set()
         for model, _ in self._models:
@@ -108,64 +107,39 @@ class Reload:
             if name not in used and tensor.untyped_storage().data_ptr() not in self.touched_storages:
                 self.unused.append(name)
 
-    def _load_slice(self, parameter: str, corner: tuple[int, ...], form: SliceForm, values: torch.Tensor) -> None:
-        """Load a slice of one of this worker's parameters, which begins at ``corner``.
+    def _load_unit(self, name: str, values: torch.Tensor) -> None:
+        """Load some rows of one of this worker's parameters, and process its layer once that is complete.
 
         Raises:
-            WeightSyncError: there is no such parameter, or the slice does not fit.
+            WeightSyncError: there is no such parameter, or the rows do not fit.
         """
-        values = as_stored(values, corner, form)
-        if parameter in self._buffer_names:
-            self._buffer_updates.append((parameter, values.clone()))
+        parameter, part = parse_slice(name, values)
+        if parameter in self._buffer_shapes:
+            if parameter not in self._buffer_units:
+                self._buffer_units[parameter] = values.new_empty(self._buffer_shapes[parameter])
+            self._buffer_units[parameter][part].copy_(values)
             return
         if not self._owners:
-            self._owners = self._install_slice_loaders()
+            self._owners = {
+                prefix_of(record.name) + own: (record, own) for record in self._layers for own in record.shapes
+            }
         if parameter not in self._owners:
             raise WeightSyncError(f"a slice of {parameter} was sent, which vLLM's model does not have on this worker")
-        layer, own = self._owners[parameter]
-        if form == "halves":
-            rows: Any = layer.head_size
-            for part, at in in_halves(values, corner, rows):
-                self._load_slice(parameter, at, "", part)
-            return
-        target = getattr(layer, own)
-        stop = [c + s for c, s in zip(corner, values.shape, strict=False)]
-        fits = len(corner) == target.dim() == values.dim() and all(
-            a <= b for a, b in zip(stop, target.shape, strict=True)
-        )
-        if not fits:
-            raise WeightSyncError(
-                f"a slice {list(values.shape)} at {list(corner)} was sent for {parameter}, which is "
-                f"{list(target.shape)} on this worker"
-            )
+        record, own = self._owners[parameter]
+        shape, received = record.shapes[own], record.received[own] + values.numel()
+        if values.shape != torch.empty(shape, device="meta")[part].shape:
+            raise WeightSyncError(f"{name} {list(values.shape)} was sent for what is {shape} on this worker")
+        if received > record.expected.get(own, received):
+            raise WeightSyncError(f"elements of {parameter} were sent twice in one weight sync")
+        if own not in record.units:
+            record.units[own] = _memory_for_units(record, own)
+        memory = record.units[own]
+        memory[part].copy_(values)
+        record.received[own] = received
         if self._verify:
-            self._checksums.add(parameter, corner, values.to(target.dtype))
-        if target.is_meta:
-            if parameter not in self._slice_buffers:
-                self._slice_buffers[parameter] = _slice_buffer(layer, own, target)
-            values = self._slice_buffers[parameter][block_at(corner, values)].copy_(values)
-        else:  # a bias: vLLM does not put it on meta but still defers its loading
-            values = values.clone()
-        target.weight_loader(target, values, corner)
-
-    def _install_slice_loaders(self) -> dict[str, tuple[torch.nn.Module, str]]:
-        """Replace the weight loaders of all layers by ones that load slices; return layer and name by parameter."""
-        owners = {}
-        for prefix, layer in self._prefixes():
-            for own, tensor in get_layer_tensors(layer).items():
-                if own in SKIP_LOAD_TENSORS and own in layer._buffers:
-                    continue
-                owners[prefix + own] = (layer, own)
-                self._loaders.append((tensor, getattr(tensor, "weight_loader", None)))
-                tensor.weight_loader = slice_loader(layer, prefix + own, self._slice_buffers)
-                if own not in SKIP_LOAD_TENSORS:  # vLLM neither defers these nor puts them on meta
-                    tensor.weight_loader = make_online_process_loader(layer, own)
-        return owners
-
-    def _prefixes(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield every layer with the prefix of its tensors' names."""
-        for record in self._layers:
-            yield prefix_of(record.name), record.layer
+            self._checksums.add(parameter, part, values.to(memory.dtype))
+        if own in record.expected and record.is_complete:
+            _process(record)
 
     def _tracked(self, weights, used: set[str]):
         """Yield the tensors and add to ``used`` the names of those for which a weight loader was called."""
@@ -193,7 +167,7 @@ class Reload:
                 buffer.copy_(before)
         for model, _ in self._models:
             reload_shims.finish_model(model)
-            apply_buffer_updates(model, self._buffer_updates)
+            apply_buffer_updates(model, [*self._buffer_updates, *self._buffer_units.items()])
         # Without packed linear layers: reading them back takes a matrix product each.
         if wrong := self._checksums.difference(running_weights(self._models[0][0], packed_linears=False)):
             raise WeightSyncError(wrong)
@@ -217,12 +191,6 @@ class Reload:
                 if layer._buffers.get(name) is not buffer:
                     layer.register_buffer(name, buffer)
             layer._non_persistent_buffers_set = non_persistent
-        # vLLM reuses the meta tensors in the next reload, which may load full tensors: restore their loaders.
-        for tensor, loader in reversed(self._loaders):  # reversed, since a tensor that two layers share is listed twice
-            if loader is None:
-                del tensor.weight_loader  # type: ignore[attr-defined]
-            else:
-                tensor.weight_loader = loader  # type: ignore[attr-defined]
 
     def _save_buffers(self, layer: torch.nn.Module) -> None:
         # vLLM overwrites a buffer that no loader filled with uninitialized memory, and versions before 0.27 lose track
@@ -295,37 +263,37 @@ class Reload:
         return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
 
 
-def _slice_buffer(layer: torch.nn.Module, own: str, target: torch.Tensor) -> torch.Tensor:
-    """Return memory that collects the slices of a parameter on meta until its layer is complete.
+def _memory_for_units(record: LayerRecord, own: str) -> torch.Tensor:
+    """Return memory that collects the units of a parameter until its layer is complete, with zeros for padding rows.
 
     It is the running parameter's memory if that has the same shape, strides and dtype and is not shared with other
     tensors of the layer: vLLM processes the complete layer into new memory, or in place (FlashInfer's blocks in 0.32),
     and only then copies it into the running parameters. Otherwise it is newly allocated.
     """
-    info = get_layerwise_info(layer)
-    running = info.kernel_tensors[0].get(own)
-    storages = [t.untyped_storage().data_ptr() for kept in info.kernel_tensors for t in kept.values()]
-    if running is not None and storages.count(running.untyped_storage().data_ptr()) == 1:
-        own_layout, target_layout = ((t.shape, t.stride(), t.dtype) for t in (running, target))
-        if own_layout == target_layout:
-            return running.data
-    return torch.empty_like(target, device=info.restore_device, requires_grad=False)
+    target, memory = getattr(record.layer, own), None
+    if not target.is_meta:  # a bias: vLLM waits for it, but leaves it where it is
+        memory = target.data
+    else:
+        running = record.info.kernel_tensors[0].get(own)
+        storages = [t.untyped_storage().data_ptr() for kept in record.info.kernel_tensors for t in kept.values()]
+        if running is not None and storages.count(running.untyped_storage().data_ptr()) == 1:
+            own_layout, target_layout = ((t.shape, t.stride(), t.dtype) for t in (running, target))
+            if own_layout == target_layout:
+                memory = running.data
+    if memory is None:
+        memory = torch.empty_like(target, device=record.info.restore_device, requires_grad=False)
+    if hasattr(record.layer, "shard_indices"):
+        memory[record.shapes[own][0] :].zero_()
+    return memory
 
 
-def slice_loader(layer: Any, parameter: str, buffers: dict[str, torch.Tensor]) -> Callable[..., None]:
-    """Return a weight loader that copies slices into a parameter and zeroes the padding rows of a vocabulary.
+def _process(record: LayerRecord) -> None:
+    """Have vLLM process a layer whose units are complete, and copy the result into the running parameters.
 
-    Args:
-        buffers: memory that collects slices, by the parameter's name; it becomes the parameter's data without a copy.
+    Its deferred loaders do the same, but sum up what all layers wait for in each call.
     """
-    rows = layer.shard_indices.num_org_elements if hasattr(layer, "shard_indices") else None
-
-    def load(param: torch.Tensor, values: torch.Tensor, corner: tuple[int, ...]) -> None:
-        if not param.is_meta and parameter in buffers:
-            param.data = buffers.pop(parameter)
-        if param.is_meta or values.untyped_storage().data_ptr() != param.untyped_storage().data_ptr():
-            param.data[block_at(corner, values)].copy_(values)
-        if rows is not None:
-            param.data[rows:].zero_()
-
-    return load
+    materialize_layer(record.layer, record.info)
+    for own, memory in record.units.items():
+        getattr(record.layer, own).data = memory
+    record.units.clear()
+    process_layer(record.layer, record.info)

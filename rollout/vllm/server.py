@@ -2,19 +2,17 @@
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from ...engine.compat import versions
 from ...engine.errors import SettingError, close_matches
 from ...engine.topology.mesh import divisors
 from ..layout.rollout_config import BACKEND, BLOCK, ROLLOUT, is_disaggregated, server_arguments, size_of
-from ..layout.rules import Family
-from ..layout.server import Obstacle, Server, disaggregated, unknown_family
+from ..layout.server import Obstacle, Server, disaggregated
 from ..layout.specs import Channels, Rollout, SyncMode, Tower
 from . import layout
 from .layout import FP8_FAMILIES, check_sizes
@@ -35,40 +33,27 @@ _KEEPS_LATENT_MATRICES = ">=0.27.1"
 # What vLLM's kinds of quantisation call the layers that they leave alone, and what vLLM fuses layers to.
 _IGNORED = ("ignored_layers", "modules_to_not_convert", "ignore")
 _FUSED = ("qkv_proj", "gate_up_proj")
-# What adapters may have and vLLM's have not (0.27, lora/peft_helper.py); it scales all of an adapter by one factor.
-_LACKING = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
 
 
 class _Vllm(Server):
     install_hint = "pip install 'epfsdp2[gpu]', or on a machine without a GPU 'epfsdp2[cpu]'"
     quantised: Mapping[str, re.Pattern[str]] = FP8_FAMILIES
     stacked_adapters = ADAPTED_AS_STACKS
+    # 0.27, lora/peft_helper.py: one factor scales all of an adapter.
+    lacking = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
+    no_expert_adapters = ("cpu",)
     serves_adapters = shares_memory = is_as_fast_in_full = True
 
-    def install(self, timeout_seconds: float) -> None:
-        from . import adapter
-
-        adapter.install(timeout_seconds)
-
-    def families(self) -> Mapping[str, Family]:
-        return layout.families()
-
-    def known_families(self) -> Collection[str]:
-        return layout.known_families()
-
-    def unknown_layout(self) -> str:
-        return layout.unknown_layout()
-
-    def named(
-        self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        return for_vllm(model, tensors, waiting)
+    families = staticmethod(layout.families)
+    known_families = staticmethod(layout.known_families)
+    unknown_layout = staticmethod(layout.unknown_layout)
+    named = staticmethod(for_vllm)
 
     def rollout_of(self, config: Any) -> Rollout:
         block = BLOCK if config.get("quantization") == "fp8" else 0
         quantization = None if block else _overridden(config).get("quantization_config")
-        held = {"tower": _tower(_arguments(config)), "block": block, "channels": _compressed_kind(quantization)[0]}
-        return replace(super().rollout_of(config), **held)
+        tower, channels = _tower(_arguments(config)), _compressed_kind(quantization)[0]
+        return replace(super().rollout_of(config), tower=tower, block=block, channels=channels)
 
     def quantisation_settings(self, config: Any) -> list[tuple[str, object]]:
         own = {
@@ -101,11 +86,9 @@ class _Vllm(Server):
         if placement != "linear":
             reason = "transfer plans assume that experts are placed in linear order."
             return Obstacle(f"{_VLLM}.expert_placement_strategy", placement, reason, "linear")
-        return unknown_family(self, family, "is not known here")
+        return self.unknown_family(family, "is not known here")
 
-    def check_settings(
-        self, config: Any, model: nn.Module | None, *, requested: str, ranks: int, device: str = "cpu"
-    ) -> None:
+    def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:
         own: Any = None if model is None else model.config
         check_graphs(config, own, device)
         if own is not None:
@@ -144,12 +127,6 @@ class _Vllm(Server):
             rule = f"frequencies of {kind} depend on it, so it has to be a number, and vLLM has {most} positions."
             raise SettingError(f"{_VLLM}.max_model_len", limit, rule, f"{_LENGTH}={most}, or less")
         return limit or most
-
-    def lacking(self, adapters: Any) -> str:
-        return next((name for name in _LACKING if getattr(adapters, name)), "")
-
-    def adapts_experts_on(self, device: str) -> bool:
-        return device != "cpu"
 
 
 VLLM = _Vllm("vllm", "vLLM")

@@ -34,9 +34,10 @@ def test_plan_sync_prints_the_bytes_of_each_mode(qwen3_30b, capsys):
     rows = _rows(text)
     assert "61.06 GB in bf16, 531 tensors; trainer 1 x 2 x 8" in text
     assert rows["full"][:4] == ["61.06", "3.82", "57.25", "30.53"]
-    assert rows.keys() == {"mode", "full", "sliced"}
+    assert rows.keys() == {"full", "sliced"}
     assert rows["sliced"][:4] == ["7.68", "3.77", "4.05", "3.99"]
-    assert rows["sliced"][-1] == "0.09"
+    assert rows["sliced"][5] == "387" and rows["sliced"][7] == "0.09"
+    assert "full is bound by the network: 0.68 s of wire" in text
 
 
 @pytest.mark.parametrize(("dtype", "scales"), [("fp8", "0.007"), ("int8-rows", "0.089")])
@@ -64,6 +65,13 @@ def test_plan_sync_of_a_standalone_rollout_has_nothing_of_its_own(qwen3_30b, cap
     assert _rows(capsys.readouterr().out)["sliced"][:4] == ["15.29", "0.00", "15.29", "15.29"]
 
 
+def test_plan_sync_of_kimi_k2_on_1024_ranks_says_what_bounds_it(capsys):
+    assert main(["--model", "Kimi-K2", "--world", "1024", "--ep", "64", "--rollout-tp", "16"]) == 0
+    text = capsys.readouterr().out
+    assert _rows(text)["sliced"][:6] == ["130.34", "0.72", "130.30", "130.01", "364", "1033"]
+    assert "sliced is bound by the network: 2.89 s of wire" in text
+
+
 def test_plan_sync_of_an_unknown_layout_has_mode_full_alone(tmp_path, capsys):
     DeepseekV4Config(num_hidden_layers=4).save_pretrained(tmp_path)
     assert main(["--model", str(tmp_path), "--world", "8", "--ep", "8"]) == 0
@@ -77,7 +85,7 @@ def test_plan_sync_of_an_unknown_layout_has_mode_full_alone(tmp_path, capsys):
     [
         (["--world", "16", "--ep", "3"], "engine.ep_size"),
         (["--world", "96", "--ep", "96"], "one of [1, 2, 4, 8, 16, 32]"),
-        (["--world", "16", "--ep", "8", "--rollout-tp", "16", "--round-megabytes", "1", "--dtype", "fp32"], "fp32"),
+        (["--world", "16", "--ep", "8", "--rollout-tp", "16", "--sync-megabytes", "4", "--dtype", "fp32"], "fp32"),
     ],
 )
 def test_plan_sync_of_impossible_sizes_says_why(qwen3_30b, capsys, options, words):
@@ -97,7 +105,7 @@ def test_plan_sync_of_a_dense_model_has_no_expert_parallelism(tmp_path, capsys):
     ("options", "words"),
     [
         (["--rollout-tp", "3"], "--world is 8, which a replica"),
-        (["--standalone", "8", "--dtype", "fp8"], "--standalone workers are sent bfloat16"),
+        (["--standalone", "3", "--rollout-tp", "2"], "--standalone is 3, which a replica"),
     ],
 )
 def test_plan_sync_of_workers_that_no_sync_serves_is_refused(qwen3_30b, capsys, options, words):

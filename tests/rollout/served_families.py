@@ -13,7 +13,7 @@ from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.topology.dtensor import persistent_buffers
-from epfsdp2.rollout.transport.full_gather import narrower
+from epfsdp2.rollout.sync import narrower
 from tests.parity.families import Family
 from tests.rollout.served.served_family import (
     DEEPSEEK,
@@ -199,7 +199,7 @@ def export(model: Any, dtype: torch.dtype, folder: Path) -> str:
 
 
 def sent(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers under the model's own names, as ``transport/full_gather.py`` does."""
+    """Yield parameters and persistent buffers under the model's own names, as a sync does."""
     dtypes = compute_dtypes(model, ShardingOptions(param_dtype=dtype))
     for name, param in model.named_parameters():
         yield name, param.detach().to(narrower(param.dtype, dtypes[name]))

@@ -24,6 +24,7 @@ from tests.rollout.served_families import build
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import save_qwen3
 from tests.support.ranks import run_ranks
+from tests.support.rollout.sent_slices import weights_for
 
 pytestmark = pytest.mark.e2e
 
@@ -76,7 +77,7 @@ def _send(folder, targets, adapters, handles, mode, tp):
         nonlocal counted
         counted = 0
         sending = send_weights(
-            lambda receive_buffers: with_checksums(counting(weights.tensors(receive_buffers))),
+            with_checksums(counting(weights.tensors())),
             zmq_handle=handles[rank],
             bucket_megabytes=1,
             use_shm=True,
@@ -86,13 +87,13 @@ def _send(folder, targets, adapters, handles, mode, tp):
         asyncio.run(sending)
 
     lora.initialize(model, 0, _drawn(model, 1))  # what must not reach the base
-    send(sync.worker_weights(mode, Rollout(tp, 1, False), rank, adapters="left out"))
+    send(weights_for(sync, Rollout(tp), rank, "left out"))
     for seed, out in zip(SEEDS, adapters, strict=True):
         read = _drawn(model, seed)
         lora.initialize(model, 0, read)
         if rank == 0:
             write_adapter(Path(out), lora, folder, read)
-        send(sync.adapters().for_rollout(None, rank))
+        send(sync.weights("alone").for_rollout(None, rank))
         assert counted == sum(p.nbytes for name, p in model.named_parameters() if is_adapter(name))
 
 
@@ -255,7 +256,7 @@ def _send_adapters(folder, handle):
     lora_of(model).initialize(model, 0)
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", 1 << 20))
     sending = send_weights(
-        sync.adapters().tensors(),
+        sync.weights("alone").tensors(),
         zmq_handle=handle,
         bucket_megabytes=1,
         use_shm=True,

@@ -14,7 +14,6 @@ import pytest
 import torch
 import zmq
 
-from epfsdp2.rollout.sync import RolloutWeights
 from epfsdp2.rollout.vllm import adapter as server_adapter
 from epfsdp2.rollout.vllm.adapter import WatchedUpdates, WeightSyncError, send_weights
 from epfsdp2.rollout.vllm.server import EXTENSION
@@ -134,7 +133,7 @@ def test_send_weights_without_memory_for_a_bucket_takes_part_in_the_exchange(han
     """Other ranks wait for its part: a generator that has not begun would do nothing when it is closed."""
     done = []
 
-    def exchange(receive_buffers):
+    def exchange():
         try:
             done.append("begun")
             yield "a", torch.ones(2)
@@ -150,7 +149,7 @@ def test_send_weights_without_memory_for_a_bucket_takes_part_in_the_exchange(han
 
     monkeypatch.setattr(server_adapter, "new_sender", Fails)
     with pytest.raises(WeightSyncError, match="after 0 tensors .*no space left"):
-        send(handle, exchange)
+        send(handle, exchange())
     assert done == ["begun", "ended"]
 
 
@@ -206,7 +205,7 @@ class FakeWorkerWeights:
     def __init__(self, mode: str = "sliced", has_checksums: bool = True):
         self.mode, self.has_checksums, self.transfer, self.failures = mode, has_checksums, None, []
 
-    def tensors(self, receive_buffers=None):
+    def tensors(self):
         yield "a", torch.ones(2)
 
     def planned_layouts(self):
@@ -223,11 +222,7 @@ class FakeWorkerWeights:
 
 
 def sync(adapter, weights):
-    engine = SimpleNamespace(
-        choose_mode=lambda config: weights.mode,
-        worker_weights=lambda mode, rollout, worker, is_quantised, adapters: weights,
-    )
-    asyncio.run(adapter.update_weights(RolloutWeights(engine)))
+    asyncio.run(adapter.update_weights(SimpleNamespace(for_rollout=lambda config, worker: weights)))
 
 
 def test_adapter_checks_layouts_before_the_first_sync_and_prints_reports(handle, monkeypatch, capsys):
@@ -256,7 +251,7 @@ def test_adapter_loads_the_stages_of_a_sync_one_after_the_other(handle, monkeypa
     adapter, loaded = Adapter(handle, EXTENSION), []
 
     async def sends(source, **kwargs):
-        loaded.append([name for name, _ in source(None)])
+        loaded.append([name for name, _ in source])
 
     class Staged:
         def stages(self, config, worker):

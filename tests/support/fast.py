@@ -30,7 +30,7 @@ FAST = (
     "tests/rollout/layout/test_layout_check.py",
     "tests/engine/model/test_hf_names.py",
     "tests/rollout/layout/test_transfer_plan.py",
-    "tests/rollout/transport/test_full_gather.py",
+    "tests/rollout/transport/test_full.py",
     "tests/test_ranks.py",
     "tests/test_readme.py",
     "tests/test_walls.py",

@@ -22,7 +22,7 @@ __all__ = ["each_case", "run_ranks"]
 
 # verl's workers take 2.5 s of a core to import, on every rank that has not got them from here.
 multiprocessing.set_forkserver_preload(
-    ["tests.support.models.tiny", "tests.support.engine.sharded", "verl.workers.engine_workers"]
+    ["tests.support.models.tiny", "tests.support.engine.sharded", "tests.support.scale", "verl.workers.engine_workers"]
 )
 
 

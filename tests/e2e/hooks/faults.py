@@ -53,19 +53,19 @@ def _fail_in_the_trainer() -> None:
     """Make the weights of rank 1 raise in the second sync."""
     from epfsdp2.rollout import sync
 
-    stock, syncs = sync.WorkerWeights.tensors, 0
+    stock, syncs = sync.RolloutWeights.tensors, 0
 
-    def failing(worker_weights, receive_buffers=None):
+    def failing(self):
         nonlocal syncs
         syncs += 1
-        weights = stock(worker_weights, receive_buffers)
+        weights = stock(self)
         return _raising(weights) if syncs == 2 and os.environ["RANK"] == "1" else weights
 
     def _raising(weights):
         yield from itertools.islice(weights, 5)
         _fail()
 
-    sync.WorkerWeights.tensors = failing
+    sync.RolloutWeights.tensors = failing
 
 
 def __getattr__(name: str):

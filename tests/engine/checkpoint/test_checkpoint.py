@@ -1,6 +1,7 @@
 """Save, resume on other ranks, export to Hugging Face format."""
 
 import json
+import warnings
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -8,12 +9,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig
 
+from epfsdp2.engine.checkpoint import export_hf
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, CheckpointError
-from epfsdp2.engine.checkpoint.export_hf import write_hf_weights
 from epfsdp2.engine.checkpoint.saves import remove_old
+from epfsdp2.engine.checkpoint.stored_shards import first_held, read_shards, stored_tensors, write_shards
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
 from tests.support.engine.checkpoints import ALL, build_trainer, raise_full_disk, train_step
@@ -22,6 +27,7 @@ from tests.support.models.published import stored_values
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe
 from tests.support.permissions import obey_permissions
 from tests.support.ranks import run_ranks
+from tests.support.scale import on_fake_ranks
 
 
 def _other_algorithms_are_refused(folder, out):
@@ -109,10 +115,13 @@ def test_load_checkpoint_of_a_parameter_without_steps_gives_it_no_optimizer_stat
 
 
 def _export(folder, out, file_bytes, contents):
-    checkpoint.write_hf_weights = partial(write_hf_weights, file_bytes=file_bytes)
+    checkpoint.write_hf_weights = partial(export_hf.write_hf_weights, file_bytes=file_bytes)
     model, _ = sharded_model(folder, dist.get_world_size(), 2)
     describe = AutoConfig.from_pretrained(folder).save_pretrained
-    checkpoint.save_checkpoint(out, model, None, None, contents, 1, describe)
+    with mock.patch.object(export_hf, "SafetensorsFile", wraps=export_hf.SafetensorsFile) as opened:
+        checkpoint.save_checkpoint(out, model, None, None, contents, 1, describe)
+    files = [call.args[0] for call in opened.call_args_list]
+    assert len(set(files)) == len(files) <= dist.get_world_size()  # each once, whatever the number of tensors
 
 
 @pytest.mark.parametrize(("file_bytes", "contents"), [(1 << 30, {"hf_model"}), (1 << 16, {"model", "hf_model"})])
@@ -310,3 +319,27 @@ def _keeps_the_named(folder):
     (folder / "latest_checkpointed_iteration.txt").write_text("3")
     assert remove_old(paths[2:], 1) == paths[3:]
     assert [p.exists() for p in paths] == [False, False, False, True]
+
+
+def test_shards_are_in_the_format_of_torchs_distributed_checkpoint(tmp_path):
+    values = {"a": torch.randn(5, 3), "b": torch.randn(()), "c": torch.randn(2, 7, dtype=torch.bfloat16)}
+    for name in ("ours", "torchs"):
+        (tmp_path / name).mkdir()
+    for rank in range(3):
+        with on_fake_ranks(3, rank):
+            mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
+            of_rank = {
+                n: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for n, t in values.items() if t.dim()
+            }
+            write_shards(tmp_path / "ours", first_held({**values, **of_rank}, rank), rank + 1, 3)
+    assert len(list((tmp_path / "ours").iterdir())) == 3
+    loaded = {name: torch.zeros_like(value) for name, value in values.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that one process loads and saves
+        dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "ours")), no_dist=True)
+        writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "torchs"), save_distributed=True)
+        dcp.save(values, storage_writer=writer, no_dist=True)
+    assert all(torch.equal(loaded[name], value) for name, value in values.items())
+    read = {name: torch.zeros_like(value) for name, value in values.items()}
+    read_shards(stored_tensors(tmp_path / "torchs"), read)
+    assert all(torch.equal(read[name], value) for name, value in values.items())

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from epfsdp2.engine.checkpoint import safetensors_reader
 from epfsdp2.engine.checkpoint.atomic_folder import FORMAT, MANIFEST, CheckpointError, copy_files, verify_files
-from epfsdp2.engine.checkpoint.stored_shards import STATE, read_facts, shards_metadata
+from epfsdp2.engine.checkpoint.stored_shards import STATE, overlapping, read_facts, read_shards, stored_tensors
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.lora.peft_files import read_adapter
 from epfsdp2.engine.lora.settings import LoraSettings
@@ -20,6 +22,7 @@ from epfsdp2.engine.model.safetensors_files import DamagedFileError, Safetensors
 from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.recipes.plan.cards import config_of
 from tests.support.models.tiny import save_qwen3_moe
+from tests.support.scale import on_fake_ranks
 
 HUGE = (2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**40)
 NUMBERS = (*HUGE, -1, -(2**63), 1.5, 1e308, True, None, "4", [], [4], {}, "4" * 1000)
@@ -120,7 +123,7 @@ def _of_an_adapter(path):
 
 
 def _of_a_run(path):
-    shards_metadata(path.parent)
+    stored_tensors(path.parent)
 
 
 def test_safetensors_readers_of_ten_thousand_damaged_headers_raise_with_the_files_name(tmp_path):
@@ -182,22 +185,34 @@ def _shard(path, places, shape=(2, 4), name="model.a"):
         (DEEP.decode(), "are damaged"),
     ],
 )
-def test_shards_metadata_of_wrong_offsets_is_refused_before_anything_is_allocated(tmp_path, places, words):
+def test_stored_tensors_of_wrong_offsets_is_refused_before_anything_is_allocated(tmp_path, places, words):
     path = tmp_path / "dist_ckpt" / "shard-00001-model-00001-of-00001.safetensors"
     _shard(path, places)
     with pytest.raises(CheckpointError, match=words) as caught:
-        shards_metadata(path.parent)
+        stored_tensors(path.parent)
     assert path.name in str(caught.value) or "model.a" in str(caught.value)
 
 
-def test_shards_metadata_of_a_covered_tensor_is_taken_and_a_second_copy_refused(tmp_path):
+def test_stored_tensors_of_a_covered_tensor_is_taken_and_a_second_copy_refused(tmp_path):
     folder = tmp_path / "dist_ckpt"
     for number, at in enumerate((0, 2, 4)):
         _shard(folder / f"{number}.safetensors", {"model.a": {"saved_offsets": [at, 0]}})
-    assert tuple(shards_metadata(folder).state_dict_metadata["model.a"].size) == (6, 4)
+    assert stored_tensors(folder)["model.a"].shape == (6, 4)
     _shard(folder / "3.safetensors", {"model.a": {"saved_offsets": [4, 0]}})
     with pytest.raises(CheckpointError, match=r"3.safetensors can't be read: another file holds the same shard"):
-        shards_metadata(folder)
+        stored_tensors(folder)
+
+
+def test_shards_with_a_second_copy_and_a_hole_are_refused_by_the_rank_that_reads_the_hole(tmp_path):
+    folder = tmp_path / "dist_ckpt"
+    for number, at in enumerate((0, 0, 4)):
+        _shard(folder / f"{number}.safetensors", {"model.a": {"saved_offsets": [at, 0]}})
+    with on_fake_ranks(3, rank=1):
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
+        own = distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)], src_data_rank=None)
+        stored = stored_tensors(folder, overlapping({"a": own}))
+        with pytest.raises(CheckpointError, match="do not make up whole tensors: model.a"):
+            read_shards(stored, {"model.a": own})
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/hostname", "a/../../b.safetensors", "", 3, None, ["a"]])

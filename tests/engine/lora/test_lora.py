@@ -12,9 +12,10 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import is_adapter, local_range
-from epfsdp2.rollout.adapter_sync import BaseChangedError
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.remote.delta_shards import ShardExport
+from epfsdp2.rollout.sent_base import BaseChangedError
+from epfsdp2.rollout.servers import target_slices
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from tests.support.engine.lora import SETTINGS, adapters_of, stirred
 from tests.support.engine.lora_runs import (
@@ -30,6 +31,7 @@ from tests.support.engine.sharded import whole_parameters, whole_tensor, whole_t
 from tests.support.models.names import send_stacks
 from tests.support.models.tiny import adam, reference_model, relative_error, save_qwen3_moe, token_batch
 from tests.support.ranks import run_ranks
+from tests.support.rollout.sent_slices import collected, stored_parameters, weights_for
 from tests.support.trainer.ppo import ppo_batch, ppo_samples, ppo_worker
 
 RELATIVE = 1e-5
@@ -148,7 +150,7 @@ def _streamed(folder, cases):
         lora.initialize(model, 0, stirred(model))
         before = whole_parameters(model)
         wanted = weights_with_adapters(folder, model)
-        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", 1 << 17))
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", 1 << 18))
 
         plain = {name: value for name, value in before.items() if not is_adapter(name)}
         full = {name: tensor.clone() for name, tensor in sync.full()}
@@ -161,11 +163,19 @@ def _streamed(folder, cases):
             torch.testing.assert_close(tensor, {**by_expert, **wanted}[name], rtol=1e-6, atol=1e-7, msg=where + name)
 
         for whole_experts in (False, True):
-            sliced = sync.exchange("sliced", Rollout(2, expert_parallel=whole_experts), worker)
-            for arrival in sliced.run(sync.state(), sync.dtypes, values=sync.values()):
-                name = arrival.tensor.name
-                slices = wanted[name][arrival.block.slices]
-                torch.testing.assert_close(arrival.values, slices, rtol=1e-6, atol=1e-7, msg=where + name)
+            rollout = Rollout(2, expert_parallel=whole_experts)
+            sliced = collected(weights_for(sync, rollout, worker).tensors())
+            slices = (
+                (part, wanted[spec.name])
+                for spec in sync.tensor_specs()
+                for part in target_slices(spec, rollout, worker, sync.heads)
+            )
+            kept = stored_parameters(slices)
+            assert sliced.keys() == kept.keys()
+            for name, (values, is_filled) in kept.items():
+                found = sliced[name]
+                assert found.shape == values.shape
+                torch.testing.assert_close(found[is_filled], values[is_filled], rtol=1e-6, atol=1e-7, msg=where + name)
 
         # With etp a shard may be two ranges, and this stream is refused.
         changed = ShardExport(model, meshes, torch.float32).shards() if meshes.etp_group is None else ()
@@ -198,16 +208,16 @@ def _changes_its_base(folder):
     )
     for sync in (verified, quiet):
         sync.base.record()
-        sync.adapters().for_rollout(None, rank)
+        sync.weights("alone").for_rollout(None, rank)
     if rank == 0:
         with torch.no_grad():
             model.get_parameter("model.norm.weight").to_local()[0] += 1
     with pytest.raises(BaseChangedError, match=r"model.norm.weight differs.*lora.merge=True sends the weights"):
-        verified.adapters().for_rollout(None, rank)
-    quiet.adapters().for_rollout(None, rank)  # which compares only where something may have changed it
+        verified.weights("alone").for_rollout(None, rank)
+    quiet.weights("alone").for_rollout(None, rank)  # which compares only where something may have changed it
     quiet.base.loaded()
     with pytest.raises(BaseChangedError, match="model.norm.weight differs"):
-        quiet.adapters().for_rollout(None, rank)
+        quiet.weights("alone").for_rollout(None, rank)
 
 
 def test_a_base_that_was_changed_after_its_sync_ends_the_next_one_on_all_ranks(tmp_path):

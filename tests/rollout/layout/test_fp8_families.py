@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.model import hf_names
-from epfsdp2.rollout.layout.slice_names import block_at
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.servers import is_quantised, planned_layout, slices_of_scales, target_slices
 from epfsdp2.rollout.vllm.layout import FP8_FAMILIES, known_families
@@ -204,8 +203,7 @@ def _planned(model, rank, world, held, kind):
         values, scales = _quantised(weight.detach(), kind)
         for parts, whole in ((slices, values), (slices_of_scales(tensor, slices, rollout, heads.family), scales)):
             for part in parts:
-                own = whole[part.block.slices]
-                found[part.parameter][block_at(part.at, own)] = own
+                found[part.parameter][tuple(map(slice, part.at, part.end))] = whole[part.block.slices]
     specs = [TensorSpec(name, tuple(p.shape), 1) for name, p in model.named_parameters()]
     layout = planned_layout(specs, rollout, rank, heads)
     missing = {name for name in layout if _SCALE.search(name)} ^ {name for name in held if _SCALE.search(name)}

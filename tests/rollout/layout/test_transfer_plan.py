@@ -13,8 +13,7 @@ from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.plan.transfer_plan import RoundTooSmallError, Targets, make_transfer_plan
 from epfsdp2.rollout.servers import target_slices
-from tests.support.rollout.emulated import Emulated, expected_parameters
-from tests.support.rollout.plans import problems
+from tests.support.rollout.plans import Emulated, expected_parameters, problems
 from tests.support.rollout.verify import expected_tensors
 
 
@@ -48,7 +47,7 @@ def test_plan_brings_every_worker_its_parameters_within_the_limit(problem):
         assert sum(int((~v.isnan()).sum()) * 2 for v in wanted.values()) == plan.needed[kind]
     for moved, (_, template, number) in zip(emulated.moved, [*plan.rounds] * topology.dp_replicate, strict=False):
         # Messages with what is short are padded to the runs of what is not.
-        padding = len(targets.kinds) * plan.templates[template].rounds[number].alignment
+        padding = max(len(targets.kinds), topology.fsdp) * plan.templates[template].rounds[number].alignment
         assert max(most for pair in moved for most in pair) <= limit + padding
 
 
@@ -215,7 +214,7 @@ def test_plan_with_limit_below_a_row_is_refused():
     targets = Targets.colocated(problem[1], 2)
     with pytest.raises(
         RoundTooSmallError,
-        match=r"one row of model.layers.0.self_attn.qkv_proj.weight \[24, 20\] is .* the 8 bytes",
+        match=r"one row of model.embed_tokens.weight \[64, 20\] is .* the 8 bytes",
     ):
         _plan(*problem, Rollout(2), Heads(4, 2, 6), targets, 8)
 

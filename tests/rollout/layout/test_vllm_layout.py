@@ -1,6 +1,5 @@
 """The layout that ``vllm/layout.py`` computes equals the one traced from vLLM's own loaders."""
 
-import itertools
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.topology.index_ranges import IndexRange
-from epfsdp2.rollout.layout.slice_names import as_stored, block_at, in_halves
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TargetSlice, TensorSpec
 from epfsdp2.rollout.servers import target_slices
 from epfsdp2.rollout.vllm import layout as vllm_layout
@@ -21,7 +19,7 @@ from tests.rollout.families import DENSE, FAMILIES, config_of, known, model_on_m
 from tests.rollout.served_families import SERVED
 from tests.support.ranks import run_ranks
 from tests.support.rollout.loader_trace import LoaderTracer, View, differing_layouts, merge_slices
-from tests.support.rollout.vllm_segments import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
+from tests.support.rollout.vllm_engine import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -229,24 +227,6 @@ def test_loader_tracer_follows_a_decay_that_is_computed_before_or_in_its_paramet
         target.data.copy_(tensor[2:4])
         target.data.copy_(-torch.exp(target.float()))
     assert tracer.slices() == before
-
-
-def test_slice_of_a_decay_is_stored_as_its_negative_exponential():
-    values = torch.tensor([0.5, -1.25], dtype=torch.bfloat16)
-    stored = as_stored(values, (0,), "decay")
-    assert stored.dtype == torch.float32 and torch.equal(stored, -torch.exp(values.float()))
-
-
-def test_slices_in_halves_are_stored_as_llama_4_stores_them():
-    """Whatever part of the heads comes in a slice, down to a row."""
-    whole = torch.arange(24.0).view(12, 2)  # two heads of six rows
-    stored = whole.view(2, 3, 2, 2).transpose(1, 2).reshape(12, 2)
-    for cuts in ([0, 12], [0, 5, 8, 12], list(range(13))):
-        found = torch.full((14, 2), -1.0)
-        for first, last in itertools.pairwise(cuts):
-            for values, corner in in_halves(whole[first:last], (first, 0), 6):
-                found[block_at(corner, values)] = values
-        assert torch.equal(found[:12], stored) and (found[12:] == -1).all()
 
 
 def test_loader_tracer_follows_queries_in_halves():

@@ -7,7 +7,7 @@ import torch
 
 from epfsdp2.rollout.quantise import blocks
 from tests.support.moe.interpreter import compiled_passes, drawn, interpreted_kernels
-from tests.support.rollout.quantised_slices import bits
+from tests.support.rollout.sent_slices import bits
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 BLOCK = 16  # of 128 the interpreter takes a minute

@@ -72,19 +72,25 @@ def _send(model, tensors, *, verify=True, layout=LAYOUT, bucket=64):
     return next((answer for answer in answers if answer), "")
 
 
-def _slices(form=""):
+def _units(bias=1.0):
     values = torch.arange(15.0).view(5, 3)
-    yield slice_name(FUSED, (0, 0), "transposed"), values[:2].T.contiguous()
-    yield slice_name(FUSED, (2, 0)), values[2:]
-    yield slice_name("bias", (0,), form), torch.ones(4)
+    yield slice_name(FUSED, 0, 2), values[::2]
+    yield slice_name(FUSED, 1, 2), values[1::2]
+    yield slice_name("bias"), torch.full((4,), bias)
 
 
-def test_sglang_loader_of_slices_stores_them_by_name_and_recomputes_what_follows(model):
-    assert _send(model, _slices()) == ""
+def test_sglang_loader_of_units_stores_them_by_name_and_recomputes_what_follows(model):
+    assert _send(model, _units()) == ""
     assert torch.equal(model.get_parameter(FUSED), torch.arange(15.0).view(5, 3))
     assert torch.equal(model.twice, 2 * torch.ones(4))
-    assert _send(model, _slices("zeros")) == ""
+    assert _send(model, _units(0.0)) == ""
     assert torch.equal(model.bias, torch.zeros(4)) and torch.equal(model.twice, torch.zeros(4))
+
+
+@pytest.mark.parametrize("shape", [(5, 2), (5,), (6, 3)])
+def test_sglang_loader_refuses_units_that_do_not_fit(model, shape):
+    answer = _send(model, [(slice_name(FUSED), torch.ones(shape)), *list(_units())[2:]], bucket=32)
+    assert f"{slice_name(FUSED)} {list(shape)} was sent, which does not fit into [5, 3] on this worker" in answer
 
 
 def test_sglang_loader_of_checkpoint_names_uses_the_models_own_with_projections_together(model):
@@ -101,17 +107,17 @@ def test_sglang_loader_in_a_verified_sync_reports_a_tensor_that_nobody_took(mode
 
 
 def test_sglang_loader_of_a_model_with_another_layout_is_refused(model, monkeypatch):
-    assert "first bias: planned is [4] from 0" not in _send(model, _slices())
-    answer = _send(model, _slices(), layout={**LAYOUT, "bias": entry((5,))})
+    assert "first bias: planned is [4] from 0" not in _send(model, _units())
+    answer = _send(model, _units(), layout={**LAYOUT, "bias": entry((5,))})
     assert "bias: planned is [5] from 0, actual is [4] from 0" in answer and "rollout_sync=full works" in answer
     monkeypatch.setattr(loader, "changed_layout", lambda model: "experts runs on another kernel")
-    assert "worker 0 of a replica: experts runs on another kernel" in _send(model, _slices())
+    assert "worker 0 of a replica: experts runs on another kernel" in _send(model, _units())
 
 
 def test_sglang_loader_compares_layouts_in_the_sync_that_has_them(model, monkeypatch):
     monkeypatch.setattr(loader, "changed_layout", lambda model: "experts runs on another kernel")
-    assert "another kernel" in _send(model, _slices())
-    assert _send(model, _slices(), layout=None) == ""
+    assert "another kernel" in _send(model, _units())
+    assert _send(model, _units(), layout=None) == ""
 
 
 def test_sglang_loader_names_kernels_that_store_weights_otherwise(monkeypatch):

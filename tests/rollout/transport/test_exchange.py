@@ -1,105 +1,146 @@
-"""An exchange among real ranks brings each worker its slices in exactly the plan's bytes."""
+"""An exchange among real ranks brings each worker its parameters in exactly the plan's bytes."""
 
 import itertools
+import json
+import sys
+from contextlib import contextmanager
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.rollout.layout.slices import holders
-from epfsdp2.rollout.layout.specs import Heads, Rollout
+from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
-from epfsdp2.rollout.plan.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan
+from epfsdp2.rollout.plan.transfer_plan import ROUND_BUFFERS
 from epfsdp2.rollout.servers import target_slices
-from epfsdp2.rollout.transport.exchange import Exchange
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+from epfsdp2.rollout.transport.report import Traffic
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.rollout.sent_slices import bits, collected, stored_parameters, weights_for
 
 WORLD = 4
-LIMIT = 6000
+LIMIT = 1 << 16
+MEMORY = ROUND_BUFFERS * LIMIT
 
 
-def _exchange(model, meshes, rollout, mode, limit=LIMIT, dtype=torch.float32):
-    rank, heads = dist.get_rank(), Heads.of(model.config)
-
-    def slices_of(tensor, worker=rank):
-        return target_slices(tensor, rollout, worker % rollout.workers, heads, mode)
-
-    targets = Targets(WORLD)
-    plan = make_transfer_plan(
-        sharded_tensor_specs(model, dtype.itemsize), layer_names(model), meshes.topology, targets, slices_of, limit
-    )
-    return plan, Exchange(plan, slices_of, rank, "cpu")
+def _sync(folder, mesh=(2, -1, 1, 1), dtype=torch.float32, memory=MEMORY):
+    ep, fsdp_size, dim, etp = mesh
+    model, meshes = sharded_model(folder, dist.get_world_size(), ep, fsdp_size, etp, expert_shard_dim=dim)
+    dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), dtype)
+    return RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", memory))
 
 
 def _state(model):
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n in model.state_dict()}}
+
+
+def _whole_parameters(sync, whole, rollout, worker):
+    """Return what a worker keeps, cut from whole tensors, and which elements of each parameter are filled."""
+    slices = [
+        (part, whole[spec.name].detach().to(sync.dtypes[spec.name]))
+        for spec in sync.tensor_specs()
+        for part in target_slices(spec, rollout, worker, sync.heads)
+    ]
+    return stored_parameters(slices)
+
+
+def _check_parameters(found, expected, where):
+    assert found.keys() == expected.keys(), where
+    for name, (values, is_filled) in expected.items():
+        assert (found[name].shape, found[name].dtype) == (values.shape, values.dtype), (where, name)
+        assert torch.equal(bits(found[name][is_filled]), bits(values[is_filled])), (where, name)
+
+
+def _planned_bytes(exchange):
+    """Return the bytes that this rank sends to others and receives: what they need, and every short tensor whole."""
+    plan, member = exchange.plan, exchange.member
+    own, sent, received = dist.get_rank() % plan.topology.fsdp, 0, 0
+    others = [rank for rank in range(plan.topology.fsdp) if rank != own]
+    for _, template, number in plan.rounds:
+        round_ = plan.templates[template].rounds[number]
+        long = sum((share.bundle.sent(share.part, share.parts) for share in round_.long), 0 * plan.sent)
+        short = round_.short_offsets[1]
+        if plan.is_gather:  # messages are as long as the longest
+            sent += len(others) * int(long.max() + short)
+            received += len(others) * int(long.max() + short)
+            continue
+        sent += sum(int(long[own, member.targets[rank]]) + short for rank in others)
+        received += sum(int(long[rank, member.kind]) + short for rank in others)
+    return sent, received
 
 
 def _facts(tensor, meshes):
     return tensor.name, tensor.shape, tensor.itemsize, holders(tensor, meshes.topology)
 
 
-def _brings_the_slices(folder, cases):
-    rank, whole = dist.get_rank(), _state(reference_model(folder))
-    for ep, fsdp_size, dim, rollout, mode, dtype, etp in cases:
-        where = str((ep, fsdp_size, dim, rollout, mode, dtype, etp))
-        model, meshes = sharded_model(folder, WORLD, ep, fsdp_size, etp, expert_shard_dim=dim)
-        tensors = sharded_tensor_specs(model, dtype.itemsize)
-        before = tensors_before_sharding(reference_model(folder), meshes.topology, dim, itemsize=dtype.itemsize)
-        assert [_facts(t, meshes) for t in tensors] == [_facts(t, meshes) for t in before], where
-        plan, exchange = _exchange(model, meshes, rollout, mode, dtype=dtype)
-        dtypes = {t.name: dtype if t.name in dict(model.named_parameters()) else torch.float32 for t in tensors}
-        order = []
-        for name, need, values in exchange.assembled(_state(model), dtypes):
-            assert torch.equal(values, whole[name][need.block.slices].to(dtypes[name])), (where, name)
-            order.append((name, need))
-        heads = Heads.of(model.config)
-        wanted = [(t.name, n) for t in tensors for n in target_slices(t, rollout, rank % rollout.workers, heads, mode)]
-        assert sorted(order, key=str) == sorted(wanted, key=str), where
-        assert len(plan.rounds) > 5
-        assert exchange.traffic.sent == plan.sent.get(rank, 0), where
-        assert exchange.traffic.received == plan.received.get(rank, 0), where
+def _brings_the_parameters(folder, cases):
+    for mesh, rollout, dtype in cases:
+        where, reference = str((mesh, rollout, dtype)), reference_model(folder)
+        sync = _sync(folder, mesh, dtype)
+        topology, worker = sync.meshes.topology, dist.get_rank() % rollout.workers
+        tensors = sharded_tensor_specs(sync.model, dtype.itemsize)
+        before = tensors_before_sharding(reference, topology, mesh[2], itemsize=dtype.itemsize)
+        assert [_facts(t, sync.meshes) for t in tensors] == [_facts(t, sync.meshes) for t in before], where
+        for number in range(3):
+            with torch.no_grad():
+                for each in (sync.model, reference):
+                    for param in _state(each).values() if number else ():
+                        param.mul_(-1.5)
+            weights = weights_for(sync, rollout, worker)
+            found = collected(weights.tensors())
+            _check_parameters(found, _whole_parameters(sync, _state(reference), rollout, worker), (where, number))
+            exchange = weights.sync.exchange(weights._rollout, worker)
+            assert (weights.traffic.sent, weights.traffic.received) == _planned_bytes(exchange), where
+            assert weights.traffic.held == 0 < weights.traffic.peak <= MEMORY, (where, weights.traffic.peak)
+        assert len(list(exchange.plan.rounds)) > 5
         digests = [None] * WORLD
-        dist.all_gather_object(digests, plan.digest())
+        dist.all_gather_object(digests, exchange.plan.digest())
         assert len(set(digests)) == 1
 
 
 CASES = [
-    (2, -1, 1, Rollout(2), "sliced", torch.float32, 1),
-    (4, -1, 1, Rollout(4), "sliced", torch.bfloat16, 1),
-    (1, -1, 0, Rollout(1, 2), "sliced", torch.float32, 1),
-    (2, 2, 1, Rollout(2), "sliced", torch.bfloat16, 1),
-    (2, -1, 0, Rollout(4, expert_parallel=True), "sliced", torch.float32, 1),
-    (2, -1, 1, Rollout(2, 2, expert_parallel=True), "sliced", torch.bfloat16, 1),
-    (4, -1, 1, Rollout(2), "full", torch.float32, 1),
-    (2, -1, 0, Rollout(4), "sliced", torch.bfloat16, 2),
-    (1, -1, 1, Rollout(2), "sliced", torch.float32, 2),
-    (1, 2, 0, Rollout(4, expert_parallel=True), "sliced", torch.bfloat16, 2),
-    (1, -1, 0, Rollout(2), "full", torch.float32, 4),
+    ((2, -1, 1, 1), Rollout(2), torch.float32),
+    ((4, -1, 1, 1), Rollout(4), torch.bfloat16),
+    ((1, -1, 0, 1), Rollout(1, 2), torch.float32),
+    ((2, 2, 1, 1), Rollout(2), torch.bfloat16),
+    ((2, -1, 0, 1), Rollout(4, expert_parallel=True), torch.float32),
+    ((2, -1, 1, 1), Rollout(2, 2, expert_parallel=True), torch.bfloat16),
+    ((4, -1, 1, 1), Rollout(1), torch.bfloat16),
+    ((2, -1, 0, 2), Rollout(4), torch.bfloat16),
+    ((1, -1, 1, 2), Rollout(2), torch.float32),
+    ((1, 2, 0, 2), Rollout(4, expert_parallel=True), torch.bfloat16),
+    ((1, -1, 0, 4), Rollout(1), torch.float32),
 ]
 
 
-def test_exchange_brings_every_worker_its_slices_in_the_plans_bytes(tmp_path):
-    run_ranks(_brings_the_slices, WORLD, save_qwen3_moe(tmp_path), CASES, timeout=400)
+def test_exchange_brings_every_worker_its_parameters_in_the_plans_bytes_sync_after_sync(tmp_path):
+    run_ranks(_brings_the_parameters, WORLD, save_qwen3_moe(tmp_path), CASES, timeout=400)
 
 
 def test_exchange_includes_persistent_buffers(tmp_path):
-    cases = [(2, -1, 1, Rollout(2, expert_parallel=True), "sliced", torch.bfloat16, 1)]
-    run_ranks(_brings_the_slices, WORLD, save_glm4_moe(tmp_path), cases)
+    cases = [((2, -1, 1, 1), Rollout(2, expert_parallel=True), torch.bfloat16)]
+    run_ranks(_brings_the_parameters, WORLD, save_glm4_moe(tmp_path), cases)
+
+
+def test_exchange_of_tied_parameters_sends_them_once(tmp_path):
+    cases = [((2, -1, 1, 1), Rollout(2), torch.bfloat16), ((2, -1, 1, 1), Rollout(1), torch.float32)]
+    run_ranks(_brings_the_parameters, WORLD, save_qwen3_moe(tmp_path, tie_word_embeddings=True), cases)
 
 
 def _one_stops_early(folder):
-    model, meshes = sharded_model(folder, WORLD, 2)
-    plan, exchange = _exchange(model, meshes, Rollout(2), "sliced")
-    dtypes = dict.fromkeys(_state(model), torch.float32)
-    blocks = exchange.run(_state(model), dtypes)
-    taken = list(itertools.islice(blocks, 3 if dist.get_rank() == 1 else None))
-    blocks.close()
-    assert len(taken) == 3 or dist.get_rank() != 1
-    assert exchange.traffic.received == plan.received[dist.get_rank()]
+    sync, rank = _sync(folder), dist.get_rank()
+    exchange, traffic = sync.exchange(Rollout(2), rank % 2), Traffic()
+    parameters = exchange.run(sync.values(), traffic)
+    taken = list(itertools.islice(parameters, 3 if rank == 1 else None))
+    parameters.close()
+    assert len(taken) == 3 or rank != 1
+    assert (traffic.sent, traffic.received) == _planned_bytes(exchange)
     dist.barrier()
 
 
@@ -107,21 +148,28 @@ def test_exchange_whose_consumer_stops_early_blocks_no_rank(tmp_path):
     run_ranks(_one_stops_early, WORLD, save_qwen3_moe(tmp_path))
 
 
-def _bounded(folder):
-    model, meshes = sharded_model(folder, WORLD, 2)
-    _, exchange = _exchange(model, meshes, Rollout(2), "sliced")
-    sizes = []
+@contextmanager
+def _recorded(events):
+    """Append the bytes that every all-to-all receives and sends."""
     all_to_all = dist.all_to_all_single
 
     def recording(received, sent, *args, **kwargs):
-        sizes.extend([received.numel(), sent.numel()])
+        events.append((received.numel(), sent.numel()))
         return all_to_all(received, sent, *args, **kwargs)
 
-    dist.all_to_all_single = recording
-    for _ in exchange.run(_state(model), dict.fromkeys(_state(model), torch.float32)):
-        pass
-    dist.all_to_all_single = all_to_all
-    assert max(sizes) <= LIMIT and sum(size > LIMIT // 2 for size in sizes) > len(sizes) // 2
+    with mock.patch.object(dist, "all_to_all_single", recording):
+        yield
+
+
+def _bounded(folder):
+    sync, sizes = _sync(folder), []
+    exchange = sync.exchange(Rollout(2), dist.get_rank() % 2)
+    with _recorded(sizes):
+        for _ in exchange.run(sync.values()):
+            pass
+    assert len(sizes) == len(list(exchange.plan.rounds))
+    assert max(max(pair) for pair in sizes) <= LIMIT
+    assert sum(max(pair) > LIMIT // 2 for pair in sizes) > len(sizes) // 3
 
 
 def test_exchange_buffers_stay_within_the_limit(tmp_path):
@@ -129,25 +177,71 @@ def test_exchange_buffers_stay_within_the_limit(tmp_path):
 
 
 def _round_by_round(folder):
-    """The layers of one round are partly loaded at a time, not those of two."""
-    model, meshes = sharded_model(folder, WORLD, 2)
-    rank, low = dist.get_rank(), torch.bfloat16
-    plan, exchange = _exchange(model, meshes, Rollout(2), "sliced", dtype=low)
-    round_of = {
-        (plan.tensor(piece)[0], transfer.block): index
-        for index, pieces in enumerate(plan.rounds)
-        for piece in pieces
-        for transfer in plan.transfers(piece)
-        if transfer.target == rank
-    }
-    yielded = [(a.tensor.name, a.block) for a in exchange.run(_state(model), dict.fromkeys(_state(model), low))]
-    assert sorted(yielded, key=str) == sorted(round_of, key=str)
-    rounds = [round_of[block] for block in yielded]
-    assert rounds == sorted(rounds)
-    kept = [own for round_ in exchange._local_blocks for own in round_ if own.buffer_range]
-    assert kept, "columns that were cast with what is sent are kept for later"
-    assert exchange.traffic.peak <= ROUND_BUFFERS * LIMIT
+    """Parameters come in the order of rounds, and the next round is on its way while they are used."""
+    sync, events = _sync(folder, dtype=torch.bfloat16), []
+    exchange, traffic = sync.exchange(Rollout(2), dist.get_rank() % 2), Traffic()
+    with _recorded(events):
+        for found in exchange.run(sync.values(), traffic):
+            events.append((found.parameter, found.first, found.step))
+    rounds = [len(event) == 2 for event in events]
+    expected = [
+        [
+            (exchange.plan.layers[layer][0], arrival.part, arrival.parts)
+            for arrival in exchange._routes[template, number].arrivals
+        ]
+        for layer, (_, template) in enumerate(exchange.plan.layers)
+        for number in range(len(exchange.plan.templates[template].rounds))
+    ]
+    assert sum(rounds) == len(expected)
+    # Two rounds have begun when the first parameter comes, and one more for each that has come.
+    begun = list(itertools.accumulate(rounds))
+    at = iter(zip(events, begun, strict=True))
+    for number, arrivals in enumerate(expected):
+        for prefix, first, step in arrivals:
+            event, started = next(pair for pair in at if len(pair[0]) == 3)
+            assert event[0].startswith(prefix) and event[1:] == (first, step)
+            assert started == min(number + 2, len(expected))
+    assert not [event for event, _ in at if len(event) == 3]
+    assert traffic.peak <= MEMORY
 
 
 def test_exchange_yields_rounds_one_after_the_other(tmp_path):
     run_ranks(_round_by_round, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _counts_calls(folder, rollout, out):
+    """Write the calls, in Python and from it, of a second sync that rank 0 makes, and its rounds and parameters."""
+    sync, worker = _sync(folder, (1, -1, 1, 1), memory=1 << 22), dist.get_rank() % rollout.workers
+    exchange = sync.exchange(rollout, worker)
+    found = [len(list(exchange.run(sync.values()))), len(list(exchange.plan.rounds))]
+    for _ in exchange.run(sync.values()):
+        pass
+    calls = {"call": 0, "c_call": 0}
+
+    def counting(frame, event, argument):
+        if event in calls:
+            calls[event] += 1
+
+    values = sync.values()
+    sys.setprofile(counting)
+    for _ in exchange.run(values):
+        pass
+    sys.setprofile(None)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps([found, calls]))
+
+
+@pytest.mark.parametrize("rollout", [Rollout(1), Rollout(2), Rollout(2, expert_parallel=True)], ids=str)
+def test_exchange_makes_as_many_calls_for_more_ranks_and_experts(tmp_path, rollout):
+    found = []
+    for experts, world in ((4, 2), (8, 2), (8, 4)):
+        folder, out = tmp_path / f"{experts}", tmp_path / f"{experts}-{world}.json"
+        if not folder.exists():
+            # Runs of bytes whose greatest common divisor is the least of them: so all have the same rounds.
+            save_qwen3_moe(folder, num_experts=experts, hidden_size=128, moe_intermediate_size=64)
+        run_ranks(_counts_calls, world, folder, rollout, out)
+        found.append(json.loads(out.read_text()))
+    assert found[0] == found[1] == found[2]
+    (parameters, rounds), calls = found[0]
+    assert parameters > 2 * rounds
+    assert calls["call"] + calls["c_call"] < 60 * parameters

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from epfsdp2.rollout.layout.layout_check import unpadded_shape
 from epfsdp2.rollout.transport.checksums import PlacedChecksums
-from epfsdp2.rollout.vllm.accounting import unpadded_numel
 from epfsdp2.rollout.vllm.loaded_weights import running_weights, unpack_by_index
 from tests.support.rollout import verify
 
@@ -111,10 +111,10 @@ def _experts(backend, w13, w2):
 def test_loaded_weights_with_swapped_experts_are_read_back_and_unknown_layouts_left_out(caplog):
     w13, w2 = torch.randn(3, 8, 6), torch.randn(3, 6, 4)
     placed = PlacedChecksums()
-    placed.add("experts.w13_weight", (0, 0, 0), w13[:, :4])
-    placed.add("experts.w13_weight", (0, 4, 0), w13[:, 4:])
-    placed.add("experts.w2_weight", (0, 0, 0), w2)
-    placed.add("norm.weight", (0,), torch.ones(6))
+    placed.add("experts.w13_weight", (slice(0, 4, 2),), w13[::2])
+    placed.add("experts.w13_weight", (slice(1, 3, 2),), w13[1::2])
+    placed.add("experts.w2_weight", (slice(0, 3),), w2)
+    placed.add("norm.weight", (slice(0, 6),), torch.ones(6))
     swapped, blocks = torch.cat([w13[:, 4:], w13[:, :4]], dim=1), (w13.view(3, 2, 4, 6), w2.view(3, 2, 3, 4))
     for backend, held in (
         ("TRITON", (w13, w2)),
@@ -129,16 +129,16 @@ def test_loaded_weights_with_swapped_experts_are_read_back_and_unknown_layouts_l
     assert caplog.text.count("FLASHINFER_TRTLLM backend can't be read back") == 1
 
 
-def test_unpadded_numel_excludes_padding():
+def test_unpadded_shape_excludes_padding():
     parameter = torch.empty(64, 6, device="meta")
     shards = SimpleNamespace(num_org_elements=50)
     embedding = SimpleNamespace(shard_indices=shards, num_embeddings_per_partition=64)
-    assert unpadded_numel(embedding, "weight", parameter) == 300
+    assert unpadded_shape(embedding, "weight", parameter) == [50, 6]
     sizes = {"hidden_dim": 8, "hidden_dim_unpadded": 6, "intermediate_size_per_partition": 32}
     experts = SimpleNamespace(
         moe_config=SimpleNamespace(**sizes, intermediate_size_per_partition_unpadded=24), shard_indices=None
     )
     del experts.shard_indices
-    assert unpadded_numel(experts, "w13_weight", torch.empty(5, 64, 8, device="meta")) == 5 * 48 * 6
-    assert unpadded_numel(experts, "w2_weight", torch.empty(5, 8, 32, device="meta")) == 5 * 6 * 24
-    assert unpadded_numel(experts, "w2_bias", torch.empty(5, 8, device="meta")) == 5 * 6
+    assert unpadded_shape(experts, "w13_weight", torch.empty(5, 64, 8, device="meta")) == [5, 48, 6]
+    assert unpadded_shape(experts, "w2_weight", torch.empty(5, 8, 32, device="meta")) == [5, 6, 24]
+    assert unpadded_shape(experts, "w2_bias", torch.empty(5, 8, device="meta")) == [5, 6]

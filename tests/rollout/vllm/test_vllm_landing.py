@@ -1,4 +1,4 @@
-"""The memory that collects a parameter's slices while vLLM reloads a layer, and what a kernel's layout makes of it."""
+"""The memory that collects a parameter's units while vLLM reloads a layer, and what a kernel's layout makes of it."""
 
 from types import SimpleNamespace
 
@@ -7,6 +7,7 @@ import torch
 
 from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
+from epfsdp2.rollout.vllm.accounting import LayerRecord
 
 pytestmark = pytest.mark.e2e
 
@@ -16,15 +17,16 @@ def _buffer(running):
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(TARGET, requires_grad=False)
     info = get_layerwise_info(layer)
     info.kernel_tensors, info.restore_device = (running, {}), torch.device("cpu")
-    return reload._slice_buffer(layer, "weight", TARGET)
+    return reload._memory_for_units(LayerRecord("", layer, info, ()), "weight")
 
 
 TARGET = torch.empty(4, 6, dtype=torch.bfloat16, device="meta")
 
 
-def test_slice_buffer_of_equal_layout_is_the_running_parameter():
+def test_memory_for_units_of_equal_layout_is_the_running_parameter():
     running = torch.zeros(4, 6, dtype=torch.bfloat16)
     assert _buffer({"weight": running}).data_ptr() == running.data_ptr()
 
@@ -40,7 +42,7 @@ def test_slice_buffer_of_equal_layout_is_the_running_parameter():
     ],
     ids=["none", "dropped", "another dtype", "another layout", "shared"],
 )
-def test_slice_buffer_of_another_layout_is_new_memory(running):
+def test_memory_for_units_of_another_layout_is_new_memory(running):
     buffer = _buffer(running)
     assert (buffer.shape, buffer.dtype, buffer.device.type) == (TARGET.shape, TARGET.dtype, "cpu")
     assert buffer.data_ptr() not in {tensor.data_ptr() for tensor in running.values()}
@@ -101,15 +103,15 @@ def _worker(process, backend):
 
 
 def _synced(model, w13, w2):
-    """Send it the experts in slices, verified."""
+    """Send it the experts, verified."""
     reload = pytest.importorskip("epfsdp2.rollout.vllm.reload")
     parallel = SimpleNamespace(pipeline_parallel_size=1, enable_expert_parallel=False)
     config = SimpleNamespace(dtype=torch.float32, hf_text_config=SimpleNamespace(num_hidden_layers=1))
     one = reload.Reload([(model, config)], parallel, verify=True)
     one.start()
-    for at in (INNER, 0):
-        one.load([(slice_name("experts.w13_weight", (0, at, 0)), w13[:, at : at + INNER].contiguous())])
-    one.load([(slice_name("experts.w2_weight", (0, 0, 0)), w2)])
+    for first in (1, 0):
+        one.load([(slice_name("experts.w13_weight", first, 2), w13[first::2].contiguous())])
+    one.load([(slice_name("experts.w2_weight"), w2)])
     one.finish()
 
 
@@ -122,7 +124,7 @@ def _experts(seed):
     ("process", "backend"),
     [(_replaced, "FLASHINFER_CUTLASS"), (_in_place, "FLASHINFER_CUTLASS"), (_as_blocks, "FLASHINFER_TRTLLM")],
 )
-def test_sync_of_slices_to_a_kernels_own_layout_keeps_its_memory(process, backend):
+def test_sync_of_units_to_a_kernels_own_layout_keeps_its_memory(process, backend):
     """Layouts of the experts that vLLM has on GPUs of compute capability 10 and 12."""
     model, wanted = _worker(process, backend), torch.nn.Module()
     memory = [tensor.data_ptr() for tensor in model.parameters()]

@@ -1,4 +1,6 @@
-"""Real vLLM workers that receive only their own slices hold and compute what a fresh engine does."""
+"""Real vLLM workers that receive their own parameters hold and compute what a fresh engine does."""
+
+from functools import partial
 
 import pytest
 
@@ -10,6 +12,7 @@ from epfsdp2.rollout.transport.checksums import CHECKSUMS, with_checksums
 from epfsdp2.rollout.vllm.adapter import WeightSyncError
 from tests.rollout.families import model_on_meta
 from tests.support.rollout.loader_trace import checkpoint_views, merge_slices
+from tests.support.rollout.units import worker_units
 from tests.support.rollout.vllm_engine import as_taken
 
 pytestmark = pytest.mark.e2e
@@ -20,11 +23,8 @@ def _layouts(checkpoint, tp):
     return [planned_layout(tensors, Rollout(tp), worker, Heads.of(checkpoint.config)) for worker in range(tp)]
 
 
-def _slices(checkpoint, tp, rank):
-    for name, weight in checkpoint.weights.items():
-        tensor = TensorSpec(name, tuple(weight.shape), weight.element_size())
-        for need in target_slices(tensor, Rollout(tp), rank, Heads.of(checkpoint.config)):
-            yield slice_name(need.parameter, need.at), weight[need.block.slices].contiguous()
+def _units(checkpoint, tp, rank, steps=1):
+    return worker_units(checkpoint.weights, Rollout(tp), rank, Heads.of(checkpoint.config), steps=steps)
 
 
 def _check_traced_layout(engine, checkpoint, tp):
@@ -36,25 +36,26 @@ def _check_traced_layout(engine, checkpoint, tp):
         assert traced == computed
 
 
-def _three_syncs_of_slices(start_engine, checkpoints, tp, first):
+def _three_syncs_of_units(start_engine, checkpoints, tp, first):
     old, new = checkpoints[first : first + 2]
     engine = start_engine(old.path, tp_size=tp)
     fresh = engine.generate()
     for times, checkpoint in enumerate((new, old, new)):
         # Before the first sync, and after it, the layouts of both sides are the same.
         engine.call("epfsdp2_check_layout", layouts=_layouts(old, tp)).result()
-        engine.sync(lambda rank, checkpoint=checkpoint: with_checksums(_slices(checkpoint, tp, rank)), verify=times < 2)
+        sent = partial(_units, checkpoint, tp, steps=(3, 1, 2)[times])
+        engine.sync(lambda rank, sent=sent: with_checksums(sent(rank)), verify=times < 2)
         assert engine.difference(checkpoint) == ""
         assert (engine.generate() == fresh) == (checkpoint is old)
     _check_traced_layout(engine, new, tp)
     assert engine.difference(new) == "", "recording leaves the weights alone"
     engine.sync(lambda rank: iter(old.weights.items()))
-    assert engine.difference(old) == "", "whole tensors are taken again after slices"
+    assert engine.difference(old) == "", "whole tensors are taken again after units"
     assert engine.leftovers() == []
 
 
-def test_vllm_on_one_worker_after_three_syncs_of_slices_equals_a_fresh_engine(start_engine, checkpoints):
-    _three_syncs_of_slices(start_engine, checkpoints, 1, 0)
+def test_vllm_on_one_worker_after_three_syncs_of_units_equals_a_fresh_engine(start_engine, checkpoints):
+    _three_syncs_of_units(start_engine, checkpoints, 1, 0)
 
 
 def _refused(engine, layouts):
@@ -90,10 +91,10 @@ def _flipped(tensors, wrong):
 def test_verified_sync_sees_a_flipped_value(start_engine, checkpoints):
     checkpoint = checkpoints[0]
     engine = start_engine(checkpoint.path, tp_size=1, again=True)
-    wrong = slice_name("model.layers.1.mlp.experts.w2_weight", (0, 0, 0))
+    wrong = slice_name("model.layers.1.mlp.experts.w2_weight")
 
     def sums():
-        return with_checksums(_slices(checkpoint, 1, 0))
+        return with_checksums(_units(checkpoint, 1, 0))
 
     with pytest.raises(WeightSyncError, match=f"the received values of {wrong} differ from those that were sent"):
         engine.sync(lambda rank: _flipped(sums(), wrong), verify=True)
@@ -108,30 +109,38 @@ def test_verified_sync_sees_a_flipped_value(start_engine, checkpoints):
     assert engine.difference(checkpoint) == ""
 
 
-def test_reload_of_wrong_slices_raises(start_engine, checkpoints):
+def test_reload_of_wrong_units_raises(start_engine, checkpoints):
     checkpoint = checkpoints[0]
     engine = start_engine(checkpoint.path, tp_size=1, again=True)
 
     def changed(change):
-        return lambda rank: (item for item in (change(*s) for s in _slices(checkpoint, 1, rank)) if item)
+        return lambda rank: (item for unit in _units(checkpoint, 1, rank, steps=2) for item in change(*unit))
 
-    up = slice_name("model.layers.1.mlp.experts.w13_weight", (0, 64, 0))
+    w13, w2 = (f"model.layers.1.mlp.experts.{kind}_weight" for kind in ("w13", "w2"))
     with pytest.raises(
         WeightSyncError, match=r"did not receive every element.*model.layers.1.mlp.experts.*\(98304 of 147456\)"
     ):
-        engine.sync(changed(lambda name, values: None if name == up else (name, values)))
-    with pytest.raises(WeightSyncError, match=r"a slice \[96\] at \[1\] was sent for model.norm.weight"):
-        engine.sync(changed(lambda name, values: (name.replace("model.norm.weight/0", "model.norm.weight/1"), values)))
+        engine.sync(changed(lambda name, values: [] if name == slice_name(w13, 1, 2) else [(name, values)]))
+    with pytest.raises(
+        WeightSyncError, match=r"a slice \[48\] of the rows 0::1 was sent for model.norm.weight, which is \[96\] on"
+    ):
+        engine.sync(
+            changed(lambda name, values: [(name.replace("model.norm.weight/0/2", "model.norm.weight/0/1"), values)])
+        )
+    for twice in (w13, w2):
+        with pytest.raises(WeightSyncError, match=f"elements of {twice} were sent twice in one weight sync"):
+            whole = (slice_name(twice), dict(_units(checkpoint, 1, 0))[slice_name(twice)])
+            engine.sync(lambda rank, whole=whole: iter([*_units(checkpoint, 1, rank, steps=2), whole]))
     with pytest.raises(
         WeightSyncError, match="a slice of model.nrom.weight was sent, which vLLM's model does not have"
     ):
-        engine.sync(changed(lambda name, values: (name.replace("model.norm", "model.nrom"), values)))
-    engine.sync(changed(lambda name, values: (name, values)))
+        engine.sync(changed(lambda name, values: [(name.replace("model.norm", "model.nrom"), values)]))
+    engine.sync(changed(lambda name, values: [(name, values)]))
     assert engine.difference(checkpoint) == ""
 
 
-def test_vllm_on_two_workers_after_three_syncs_of_slices_equals_a_fresh_engine(start_engine, checkpoints):
-    _three_syncs_of_slices(start_engine, checkpoints, 2, 0)
+def test_vllm_on_two_workers_after_three_syncs_of_units_equals_a_fresh_engine(start_engine, checkpoints):
+    _three_syncs_of_units(start_engine, checkpoints, 2, 0)
 
 
 def test_check_layout_compares_each_workers_own(start_engine, checkpoints):
@@ -147,7 +156,7 @@ def test_check_layout_compares_each_workers_own(start_engine, checkpoints):
 
 
 def test_vllm_on_two_workers_with_tied_embeddings_after_three_syncs_equals_a_fresh_engine(start_engine, checkpoints):
-    _three_syncs_of_slices(start_engine, checkpoints, 2, 2)
+    _three_syncs_of_units(start_engine, checkpoints, 2, 2)
 
 
 def test_verified_sync_sees_values_that_vllm_loses(start_engine, checkpoints):
@@ -157,4 +166,4 @@ def test_verified_sync_sees_values_that_vllm_loses(start_engine, checkpoints):
     with pytest.raises(
         WeightSyncError, match="the values of model.layers.0.mlp.experts.w2_weight on the worker differ from those"
     ):
-        engine.sync(lambda rank: with_checksums(_slices(checkpoint, 1, rank)), verify=True)
+        engine.sync(lambda rank: with_checksums(_units(checkpoint, 1, rank)), verify=True)

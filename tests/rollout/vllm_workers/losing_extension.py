@@ -1,22 +1,18 @@
-"""A worker extension whose loaders lose one value of one parameter."""
+"""A worker extension whose loader loses one value of one parameter."""
 
 from epfsdp2.rollout.vllm import reload as vllm_reload
 from epfsdp2.rollout.vllm import worker as vllm_worker
 
 
-def _losing_loader(*args):
-    load = stock(*args)
-
-    def loses_a_value(param, values, corner):
-        load(param, values, corner)
-        if param.dim() == 3 and not param.is_meta and param.shape[1] == 96:  # w2_weight [E, D, I]
-            param.data[-1, -1, -1] += 1
-
-    return loses_a_value
+def _loses_a_value(record):
+    for memory in record.units.values():
+        if memory.dim() == 3 and memory.shape[1] == 96:  # w2_weight [E, D, I]
+            memory[-1, -1, -1] += 1
+    stock(record)
 
 
-stock = vllm_reload.slice_loader
-vllm_reload.slice_loader = _losing_loader
+stock = vllm_reload._process
+vllm_reload._process = _loses_a_value
 
 
 class LosesAValue(vllm_worker.WeightSyncExtension):

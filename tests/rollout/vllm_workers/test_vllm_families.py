@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout.slices import holders
 from epfsdp2.rollout.layout.specs import Heads, Rollout
 from epfsdp2.rollout.servers import planned_layout, target_slices
 from epfsdp2.rollout.vllm.layout import NOT_SPREAD
@@ -23,11 +22,10 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.e2e
 
 BY_EXPERTS = [name for name in FAMILIES if name not in DENSE and config_of(name).model_type not in NOT_SPREAD]
-SLICED = ["sliced"] * 3
 
 
-def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, rollout: Rollout) -> None:
-    """Send each sync's checkpoint as the trainer's weights, in the sync's mode."""
+def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> None:
+    """Send slices of each sync's checkpoint as the trainer's weights."""
     from epfsdp2.engine.model.layers import layer_names
     from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
@@ -35,12 +33,12 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, rollout: Ro
     from epfsdp2.rollout.vllm.adapter import send_weights
 
     rank, workers = dist.get_rank(), dist.get_world_size()
-    for folder, mode in syncs:
+    for folder in syncs:
         model, meshes = sharded_model(Path(folder), workers, ep=ep, attention="eager")
-        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 5 << 18))
-        weights = sync.worker_weights(mode, rollout, rank)
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("sliced", 5 << 18))
+        weights = sync.weights().for_worker("sliced", rollout, rank)
         sending = send_weights(
-            lambda receive_buffers, weights=weights: with_checksums(weights.tensors(receive_buffers)),
+            with_checksums(weights.tensors()),
             zmq_handle=handles[rank],
             bucket_megabytes=2,
             use_shm=True,
@@ -48,17 +46,12 @@ def _sync(syncs: list[tuple[str, str]], handles: list[str], ep: int, rollout: Ro
             rank=rank,
         )
         asyncio.run(sending)
-        needed = received = 0
-        for tensor in sharded_tensor_specs(model):
-            mine = next((block for block, ranks in holders(tensor, meshes.topology).items() if rank in ranks), None)
-            for need in {part.block for part in target_slices(tensor, rollout, rank, Heads.of(model.config), mode)}:
-                own = need.intersection(mine) if mine else None
-                needed += need.numel * tensor.itemsize
-                received += (need.numel - (own.numel if own else 0)) * tensor.itemsize
-        exchange = sync.exchange(mode, rollout, rank)
+        heads, exchange = Heads.of(model.config), sync.exchange(rollout, rank)
+        kept = [(t, part) for t in sharded_tensor_specs(model) for part in target_slices(t, rollout, rank, heads)]
+        needed = sum(part.block.numel * t.itemsize for t, part in kept if part.form != "zeros")
         assert exchange.plan.needed[rank] == needed
-        assert exchange.traffic.received == received
-        assert exchange.traffic.sent == exchange.plan.sent.get(rank, 0)
+        # What is short comes whole.
+        assert needed - exchange.plan.kept(rank, rank) <= exchange.traffic.received < 1.1 * needed + (1 << 17)
 
 
 def _layouts(config, rollout):
@@ -67,7 +60,7 @@ def _layouts(config, rollout):
 
 
 def _matches_fresh_engines(start_engine, folder, family, *args, **options):
-    """Sync the second and the first of two checkpoints in turn, in these modes, and compare with fresh engines."""
+    """Sync the second and the first of two checkpoints in turn, and compare with fresh engines."""
     if not known(family):
         pytest.skip(f"how the installed vLLM shards {family} is not known")
     SERVED[family].skip_where_broken()
@@ -77,7 +70,7 @@ def _matches_fresh_engines(start_engine, folder, family, *args, **options):
         _compare(start_engine, folder, family, *args, **options)
 
 
-def _compare(start_engine, folder, family, tp, modes, *, expert_parallel=False, **sizes):
+def _compare(start_engine, folder, family, tp, *, expert_parallel=False, **sizes):
     served = SERVED[family]
     first, second = (str(save(family, folder / str(seed), seed, **sizes)) for seed in (1, 2))
     # Towers are compared in test_vllm_images.py.
@@ -98,7 +91,7 @@ def _compare(start_engine, folder, family, tp, modes, *, expert_parallel=False, 
     engine = start_engine(first, **settings)
     fresh = {first: found(computes(engine))}
     engine.call("epfsdp2_check_layout", layouts=_layouts(config_of(family, **sizes), rollout)).result()
-    syncs = [([second, first][i % 2], mode) for i, mode in enumerate(modes)]
+    syncs = [second, first, second]
     after = []
     for _ in syncs:
         engine.call("update_weights_from_ipc", timeout=200.0, use_shm=True, sync_timeout_seconds=150.0, verify=True)
@@ -108,7 +101,7 @@ def _compare(start_engine, folder, family, tp, modes, *, expert_parallel=False, 
     after = [found(computed) for computed in after]
     assert engine.leftovers() == []
     fresh[second] = found(computes(start_engine(second, **settings)))
-    for (checkpoint, _), computed in zip(syncs, after, strict=True):
+    for checkpoint, computed in zip(syncs, after, strict=True):
         assert computed == fresh[checkpoint]
     assert fresh[first] != fresh[second]
     shutil.rmtree(folder)
@@ -116,13 +109,13 @@ def _compare(start_engine, folder, family, tp, modes, *, expert_parallel=False, 
 
 def test_vllm_with_expert_parallelism_of_a_family_with_biases_equals_a_fresh_engine(start_engine, tmp_path):
     """The family has biases, which vLLM's reload handles differently from weights."""
-    _matches_fresh_engines(start_engine, tmp_path, "qwen2_moe", 2, SLICED, expert_parallel=True)
+    _matches_fresh_engines(start_engine, tmp_path, "qwen2_moe", 2, expert_parallel=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", [name for name in BY_EXPERTS if name != "qwen2_moe"])
 def test_vllm_with_expert_parallelism_of_every_other_family_equals_a_fresh_engine(start_engine, tmp_path, family):
-    _matches_fresh_engines(start_engine, tmp_path, family, 2, SLICED, expert_parallel=True)
+    _matches_fresh_engines(start_engine, tmp_path, family, 2, expert_parallel=True)
 
 
 @pytest.mark.long
@@ -131,4 +124,4 @@ def test_vllm_with_expert_parallelism_of_every_other_family_equals_a_fresh_engin
 def test_vllm_of_every_family_after_three_syncs_of_slices_equals_a_fresh_engine(start_engine, tmp_path, family, tp):
     # The head that two workers have a part of each is the embedding, where vLLM's class knows that.
     tied = FAMILIES[family].is_tied or (tp == 2 and FAMILIES[family].may_be_tied)
-    _matches_fresh_engines(start_engine, tmp_path, family, tp, ["sliced"] * 3, tie_word_embeddings=tied)
+    _matches_fresh_engines(start_engine, tmp_path, family, tp, tie_word_embeddings=tied)

@@ -34,11 +34,11 @@ def _send(folders, handles, held, wrong):
         model, meshes = sharded_model(Path(folder), world, ep=world if has_experts else 1)
         dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
         sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 22, verify_syncs=-1))
-        weights = sync.worker_weights("sliced", Rollout(world, **held), rank, is_quantised=True)
+        weights = sync.weights().for_worker("sliced", Rollout(world, **held), rank, is_quantised=True)
         assert weights.has_checksums and weights.is_quantised_here
 
-        def tensors(receive_buffers, weights=weights):
-            for name, values in with_checksums(weights.tensors(receive_buffers)):
+        def tensors(weights=weights):
+            for name, values in with_checksums(weights.tensors()):
                 if wrong and name.endswith(wrong):
                     values = values * 2
                 yield name, values
@@ -46,7 +46,7 @@ def _send(folders, handles, held, wrong):
         try:
             asyncio.run(
                 send_weights(
-                    tensors,
+                    tensors(),
                     zmq_handle=handles[rank],
                     bucket_megabytes=4,
                     use_shm=True,
@@ -104,7 +104,7 @@ def test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkp
         environment={"VERL_VLLM_FP8_QUANT_ENABLED": "1"},
     )
     assert any(digest.startswith("float8_e4m3fn[4, ") for digest in engine.digests()[0].values())
-    _check(engine, first, second, {"block": BLOCK}, "w2_weight_scale_inv/0,0,0")
+    _check(engine, first, second, {"block": BLOCK}, "w2_weight_scale_inv/0/1")
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
@@ -119,4 +119,4 @@ def test_vllm_int8_workers_after_syncs_hold_what_vllm_loads_of_a_compressed_chec
     engine = start_engine(str(save_compressed(first, tmp_path / "quantised", "int8")), tp_size=tp, dtype="bfloat16")
     digests = engine.digests()[0]
     assert digests["model.layers.0.self_attn.qkv_proj.weight_scale"].startswith("float32["), digests
-    _check(engine, first, second, {"channels": "int8"}, "qkv_proj.weight_scale/0,0")
+    _check(engine, first, second, {"channels": "int8"}, "qkv_proj.weight_scale/0/1")

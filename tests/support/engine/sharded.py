@@ -16,6 +16,7 @@ from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.topology.dtensor import local_pieces
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
+from epfsdp2.rollout.plan.transfer_plan import ROUND_BUFFERS
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.report import Traffic
 
@@ -69,12 +70,18 @@ def full_tensors(
     max_bytes: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Generator[tuple[str, torch.Tensor]]:
-    """Yield ``(name, full tensor)`` of each parameter and persistent buffer, in memory of its own; collective."""
-    sync = RolloutSync(model, meshes, list(layers), dtypes or {}, SyncSettings("full", max_bytes))
+    """Yield ``(name, full tensor)`` of each parameter and persistent buffer, in memory of its own; collective.
+
+    Args:
+        max_bytes: the most that a gather brings; a tensor may have as many.
+    """
+    memory = (ROUND_BUFFERS + 1) * max_bytes  # as a sync in full divides it
+    sync = RolloutSync(model, meshes, list(layers), dtypes or {}, SyncSettings("full", memory))
     tensors = sync.gathered(Traffic(), "left out")
     with contextlib.closing(tensors):
-        for found in tensors:
-            yield found.parameter, found.values
+        for name, _, step, values in tensors:
+            assert step == 1, f"{name} has more than {max_bytes} bytes"
+            yield name, values
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """A real SGLang engine in a process of its own: is updated by slices, and says what its workers then hold.
 
-    python -m tests.support.rollout.sglang_engine [--tp TP] [--ep] [--mode MODE] [--dtype DTYPE] [--generates] FOLDER...
+    python -m tests.support.rollout.sglang_engine [--tp TP] [--ep] [--dtype DTYPE] [--generates] FOLDER...
 
 starts an engine on the first folder's model, updates it by slices of each other folder's, and prints a JSON list of
 what its workers hold, and with ``--generates`` say, after each; with one folder, of that after their start. Then, where
@@ -46,7 +46,7 @@ class _Engine:
 
         cpu_shim.install()
         self.rollout = Rollout(asked.tp, expert_parallel=asked.ep, server="sglang")
-        self.folder, self.mode, self.generates = Path(tempfile.gettempdir()), asked.mode, asked.generates
+        self.folder, self.generates = Path(tempfile.gettempdir()), asked.generates
         self.is_first = True
         os.environ[_DIGESTS] = str(self.folder)
         self.engine = Engine(
@@ -75,42 +75,33 @@ class _Engine:
             found.append([entry[:2] for entry in answer["meta_info"]["output_token_logprobs"]])
         return found
 
-    def update(self, model: Any, change: Any = lambda slices: slices) -> list[str]:
-        """Send each worker the slices that it keeps of a model; return the workers' answers.
+    def update(self, model: Any, change: Any = lambda units: units) -> list[str]:
+        """Send each worker its parameters of a model; return the workers' answers.
 
         Args:
-            change: what to do with a worker's slices before they are sent.
+            change: what to do with a worker's units before they are sent.
         """
-        from epfsdp2.engine.model import hf_names
         from epfsdp2.engine.topology.dtensor import checkpoint_tensors
-        from epfsdp2.engine.topology.index_ranges import IndexRange
-        from epfsdp2.rollout.layout.slice_names import named_values
         from epfsdp2.rollout.layout.specs import Heads, TensorSpec
-        from epfsdp2.rollout.servers import planned_layouts, target_slices
+        from epfsdp2.rollout.servers import planned_layouts
         from epfsdp2.rollout.sglang.adapter import shared_memory
         from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, Header, answer_of, fill
         from epfsdp2.rollout.sglang.server import SGLANG_LOADER
         from epfsdp2.rollout.transport.checksums import with_checksums
+        from tests.support.rollout.units import worker_units
 
         heads, workers = Heads.of(model.config), range(self.rollout.workers)
         tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
         specs = [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in tensors.items()]
         layouts = planned_layouts(specs, self.rollout, heads)
 
-        def slices(worker: int):
-            for spec in specs:
-                values, kept = tensors[spec.name], target_slices(spec, self.rollout, worker, heads, self.mode)
-                if self.mode == "sliced":
-                    yield from named_values(IndexRange.of(spec.shape), values, kept)
-                    continue
-                for part in kept:
-                    first = part.block.low[0] if part.block.low else 0
-                    yield from hf_names.experts_from(model, spec.name, values[part.block.slices], first)
+        def units(worker: int):
+            yield from worker_units(tensors, self.rollout, worker, heads)
 
         streams = []
         for worker in workers:
             memory = [shared_memory(ANSWER_BYTES + (1 << 16)) for _ in range(2)]
-            streams.append(list(_copied(fill(with_checksums(change(slices(worker))), memory, shared_memory))))
+            streams.append(list(_copied(fill(with_checksums(change(units(worker))), memory, shared_memory))))
             streams[-1][0][0].layouts, streams[-1][0][0].verify = layouts if self.is_first else None, True
         self.is_first = False
         answers = [""] * len(workers)
@@ -178,7 +169,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true", help="whole experts, spread over the workers")
-    parser.add_argument("--mode", default="sliced")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--generates", action="store_true")
     parser.add_argument("folders", nargs="+")

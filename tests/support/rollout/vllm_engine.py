@@ -17,6 +17,7 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 
 import psutil
+import pytest
 
 from epfsdp2.engine.compat import versions
 from epfsdp2.rollout.cleanup import held_by, remove_unused
@@ -24,7 +25,15 @@ from epfsdp2.rollout.transport.report import TransferStats
 from epfsdp2.rollout.vllm import names
 from tests.support.rollout import verify
 
-__all__ = ["Checkpoint", "Engine", "as_taken", "make_checkpoint", "one_by_one"]
+__all__ = [
+    "Checkpoint",
+    "Engine",
+    "as_taken",
+    "make_checkpoint",
+    "no_segments_are_left",
+    "one_by_one",
+    "segments_identity",
+]
 
 # Where the program of an engine's process is, and the extensions that tests give to workers.
 ROOT = Path(__file__).parents[3]
@@ -280,3 +289,16 @@ def _forked(request: dict, environment: dict) -> psutil.Process:
     if not pid:
         raise RuntimeError("the process that engines are forked from has ended")
     return psutil.Process(int(pid))
+
+
+def segments_identity(folder) -> str:
+    """Return what vLLM is to name its shared-memory segments by (``VLLM_DIST_IDENT``) in processes of a test."""
+    return str(folder).replace("/", ".")
+
+
+@pytest.fixture(autouse=True)
+def no_segments_are_left(tmp_path):
+    """Remove the segments of ranks that could not, in each module that imports this."""
+    yield
+    for path in glob.glob(f"/dev/shm/{segments_identity(tmp_path)}-*"):
+        os.unlink(path)

@@ -11,6 +11,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 
+from epfsdp2.rollout.layout.layout_check import prefix_of
 from epfsdp2.rollout.layout.specs import TargetSlice
 from epfsdp2.rollout.vllm.adapters import without_adapters
 from epfsdp2.rollout.vllm.compat import get_layer_tensors
@@ -100,7 +101,9 @@ def _traced(reload: Reload, views: Sequence[View]) -> dict[str, list[TargetSlice
     for record in reload._layers:
         record.info.load_numel = -(1 << 62)  # so low that no layer becomes complete and is processed
     parameters = {
-        prefix + own: tensor for prefix, layer in reload._prefixes() for own, tensor in get_layer_tensors(layer).items()
+        prefix_of(record.name) + own: tensor
+        for record in reload._layers
+        for own, tensor in get_layer_tensors(record.layer).items()
     }
     with LoaderTracer(views, parameters) as tracer:
         for model, _ in reload._models:

@@ -14,19 +14,16 @@ from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.workers.config import RolloutConfig
 
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.preflight.rollout import tensors_before_sharding
-from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout.slice_names import is_slice, parse_slice
+from epfsdp2.rollout.layout.slice_names import is_slice
 from epfsdp2.rollout.layout.specs import Heads, Rollout
 from epfsdp2.rollout.plan.transfer_plan import ROUND_BUFFERS
 from epfsdp2.rollout.remote import checkpoint_engine
-from epfsdp2.rollout.sent_tensors import SCALES, slices_of_workers, with_scales
-from epfsdp2.rollout.servers import is_quantised
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.vllm.server import EXTENSION
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import reference_model
-from tests.support.rollout.emulated import expected_parameters
+from tests.support.rollout.sent_slices import collected
+from tests.support.rollout.units import worker_parameters
 
 __all__ = ["Member", "check_equal", "taken"]
 
@@ -155,44 +152,24 @@ class Member:
             quantise: returns the values and the scales of a weight in bfloat16, for a rollout that is quantised; the
                 other weights are sent in bfloat16 too.
         """
-        model, rollout = reference_model(self.folder / "model"), rollout or Rollout(self.tp)
-        heads, whole = Heads.of(model.config), {name: (t * factor).detach() for name, t in self.whole.items()}
+        heads = Heads.of(reference_model(self.folder / "model").config)
+        whole = {name: (t * factor).detach() for name, t in self.whole.items()}
         if quantise is not None:
-            for name, weight in list(whole.items()):
-                whole[name] = weight.bfloat16()
-                if is_quantised(heads.family, name):
-                    whole[name], whole[name + SCALES] = quantise(whole[name])
-        topology = Topology.arrange(self.trainers, *self.mesh)
-        tensors = with_scales(tensors_before_sharding(model, topology), rollout, heads.family)
-        slices_of = slices_of_workers(tensors, rollout, heads)
-        return expected_parameters(tensors, lambda tensor: slices_of(tensor, worker), whole)
+            whole = {name: t.bfloat16() for name, t in whole.items()}
+        return worker_parameters(whole, rollout or Rollout(self.tp), worker, heads, quantise)
 
 
 def taken(received: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Collect full tensors, and a worker's parameters, put together of the rows that came."""
+    """Collect full tensors, and a worker's parameters, put together of the units that came."""
     found: dict[str, torch.Tensor] = {}
-    rows: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
+    units: list[tuple[str, torch.Tensor]] = []
     for name, values in received:
         if is_slice(name):
-            parameter, first, step = parse_slice(name)
-            rows.setdefault(parameter, []).append((first, step, values.clone()))
+            units.append((name, values.clone()))
         else:
             assert name not in found
             found[name] = values
-    for parameter, parts in rows.items():
-        if parts[0][1] == 1:
-            assert len(parts) == 1, parameter
-            found[parameter] = parts[0][2]
-            continue
-        count = sum(len(values) for _, _, values in parts)
-        whole = torch.empty((count, *parts[0][2].shape[1:]), dtype=parts[0][2].dtype)
-        came = torch.zeros(count, dtype=torch.int64)
-        for first, step, values in parts:
-            whole[first::step] = values
-            came[first::step] += 1
-        assert (came == 1).all(), parameter
-        found[parameter] = whole
-    return found
+    return {**found, **collected(iter(units))}
 
 
 def check_equal(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:

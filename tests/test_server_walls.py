@@ -1,0 +1,71 @@
+"""Nobody but a server's folder says its name, so that a third rollout engine is one folder and a line."""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+
+from epfsdp2.rollout import servers
+from epfsdp2.rollout.layout.rules import Family
+from epfsdp2.rollout.layout.server import Server
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
+from tests.support.imports import sources
+
+NAMED = re.compile("|".join(servers.SERVERS), re.IGNORECASE)
+FOLDERS = tuple(f"rollout/{name}/" for name in servers.SERVERS)
+ALLOWED = {
+    "engine/checkpoint/safetensors_reader.py": "tells which of two files of a checkpoint each of two readers reads",
+    "engine/compat/versions.py": "the tested stacks",
+    "engine/integration/cpu_platform.py": "a variable of the CPU build's",
+    "engine/integration/shims/vllm_distribution.py": "the CPU build is a distribution of another name",
+    "engine/plugin.py": "installs that shim",
+    "engine/preflight/features.py": "verl's own extra, in a line for pip",
+    "rollout/servers.py": "the list of folders",
+    "rollout/transport/sender.py": "where verl has its sender of buckets",
+    "rollout/vllm_worker.py": "the name in users' configs",
+}
+
+
+def _names(text: str) -> Iterator[str]:
+    """Yield what code names, imports and quotes; no comments, no docstrings."""
+    tree = ast.parse(text)
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            yield node.value
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        yield from (
+            value for key in ("id", "name", "attr", "arg") if isinstance(value := getattr(node, key, None), str)
+        )
+
+
+def _naming(files: Mapping[str, str]) -> list[str]:
+    """Return the files that name a server, of those that have none."""
+    of_none = (path for path in files if path.startswith(("engine/", "rollout/")) and not path.startswith(FOLDERS))
+    return [path for path in of_none if any(map(NAMED.search, _names(files[path])))]
+
+
+def test_servers_are_named_by_their_folders_alone():
+    assert _naming(sources()) == sorted(ALLOWED)
+
+
+def test_wall_of_servers_sees_a_name_in_code_and_none_in_comments():
+    wrong = ('x = "vllm"', "import sglang", "from ..vllm import layout", "is_vllm = 1", "f(is_for_vllm=1)", "a.in_vllm")
+    for text in wrong:
+        assert _naming({"engine/a.py": text}) == ["engine/a.py"], text
+    assert _naming({"engine/a.py": '"""Of vLLM."""\n# and of SGLang\n', "rollout/vllm/a.py": wrong[0]}) == []
+
+
+def test_third_server_is_an_object_that_all_else_asks(monkeypatch):
+    class Third(Server):
+        def families(self):
+            return {"qwen3_moe": Family(((".mlp.", ".moe."),))}
+
+    config = {"name": "third", "tensor_model_parallel_size": 2}
+    assert servers.choose_mode("auto", config, "qwen3_moe")[0] == "full"
+    monkeypatch.setitem(servers.SERVERS, "third", Third("third", "Third"))
+    assert servers.choose_mode("auto", config, "qwen3_moe") == ("sliced", "")
+    assert servers.rollout_of(config) == (rollout := Rollout(2, server="third"))
+    tensors = [TensorSpec("model.layers.0.mlp.experts.down_proj", (4, 8, 16), 2)]
+    planned = servers.planned_layouts(tensors, rollout, Heads(4, 2, 8, "qwen3_moe"))
+    assert [layout["model.layers.0.moe.experts.w2_weight"] for layout in planned] == ["[4, 8, 8] from 0"] * 2

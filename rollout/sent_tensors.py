@@ -1,15 +1,21 @@
-"""The tensors of a sync to workers that hold weights quantised: values, and the scales of each weight beside it."""
+"""The tensors of a sync, and who gets which parts; of quantised weights values, and the scales of each beside it."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from ..engine.topology.index_ranges import IndexRange
+from ..engine.topology.mesh import Topology
 from .layout.specs import Heads, Rollout, TargetSlice, TensorSpec
+from .plan.routes import Member
+from .plan.transfer_plan import Targets, TransferPlan, make_transfer_plan
 from .quantise.schemes import scheme_of
-from .servers import is_quantised, slices_of_scales, target_slices
+from .servers import is_quantised, planned_layouts, slices_of_scales, target_slices
+from .transport.exchange import Exchange
 
-__all__ = ["SCALES", "dtype_in", "slices_of_workers", "with_scales"]
+__all__ = ["SCALES", "SentModel", "dtype_in", "slices_of_workers", "with_scales"]
 
 SCALES = "::scales"
 """What follows a weight's name in that of the tensor of its scales, float32, of which every trainer rank has all."""
@@ -61,3 +67,57 @@ def slices_of_workers(
         return slices
 
     return of
+
+
+@dataclass(frozen=True)
+class SentModel:
+    """An engine's tensors, sharding and dtypes, from which all ranks of a sync make the same plan.
+
+    Args:
+        family: ``model_type`` of the model.
+        tensors: in the model's order, as they are stored.
+        dtypes: by name, in which they are sent to a rollout that is not quantised.
+        layers: FQNs of the layers.
+    """
+
+    family: str
+    tensors: tuple[TensorSpec, ...]
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+    layers: tuple[str, ...]
+    topology: Topology
+    heads: Heads
+
+    def exchange(
+        self,
+        rollout: Rollout,
+        targets: Targets,
+        limit: int,
+        member_of: Callable[[TransferPlan], Member],
+        device: torch.device | str,
+        group: dist.ProcessGroup | None,
+        finish: Callable[[dist.Work], object] = dist.Work.wait,
+        is_gather: bool = False,
+    ) -> Exchange:
+        """Return a rank's part of the exchange that brings the workers their parameters; this call is not collective.
+
+        Args:
+            limit: bytes of a round.
+            member_of: returns this rank's part in the plan.
+            group, finish, is_gather: see ``Exchange`` and ``make_transfer_plan``.
+
+        Raises:
+            RoundTooSmallError: what can't be divided exceeds the limit.
+        """
+        tensors = with_scales(self.tensors, rollout, self.family)
+        slices_of = slices_of_workers(tensors, rollout, self.heads)
+        plan = make_transfer_plan(tensors, self.layers, self.topology, targets, slices_of, limit, is_gather=is_gather)
+        member, dtypes = member_of(plan), dtype_in(dict(self.dtypes), rollout, self.family)
+
+        def own_slices(tensor: TensorSpec) -> list[TargetSlice]:
+            return [] if member.kind is None else slices_of(tensor, member.kind)
+
+        return Exchange(plan, member, own_slices, dtypes, device, group, self.heads.dim, finish)
+
+    def planned_layouts(self, rollout: Rollout) -> list[dict[str, str]]:
+        """Return the layout that is planned for each worker of a replica (``layout/layout_check.py``)."""
+        return planned_layouts(self.tensors, rollout, self.heads)

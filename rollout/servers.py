@@ -9,7 +9,7 @@ from typing import Any
 
 from ..engine.errors import SettingError
 from .layout.layout_check import RANK, entry, rank_entry
-from .layout.rollout_config import ROLLOUT
+from .layout.rollout_config import BACKEND, ROLLOUT
 from .layout.server import Obstacle, Server
 from .layout.slices import channel_slices, has_known_rows, kept_slices, scale_slices, whole_slice
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
@@ -36,7 +36,6 @@ __all__ = [
 DEFAULT: Server = VLLM
 SERVERS: dict[str, Server] = {server.name: server for server in (VLLM, SGLANG)}
 # The checkpoint-engine backends that can send slices; all others broadcast full tensors.
-BACKEND = "epfsdp2_p2p"
 _SLICE_BACKENDS = ("naive", BACKEND)
 _SETTING = "engine.rollout_sync"
 
@@ -100,7 +99,7 @@ def _obstacle(server: Server, config: Any, family: str | None, untested: str, ba
     if backend not in _SLICE_BACKENDS:
         reason = "this backend sends full tensors."
         return Obstacle(f"{ROLLOUT}.checkpoint_engine.backend", backend, reason, "naive")
-    if found := server.obstacle(config, family, backend):
+    if found := server.obstacle(config, family):
         return found
     if untested:
         return Obstacle(server.name, "installed", f"{untested}, and a layout may have changed.", "")

@@ -6,7 +6,7 @@ calls ``for_rollout`` before, which chooses what is sent.
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,12 +25,12 @@ from .layout.slice_names import slice_name
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .layout.trainer_tensors import sharded_tensor_specs
 from .plan.routes import Member
-from .plan.transfer_plan import ROUND_BUFFERS, Targets, make_transfer_plan, round_bytes
+from .plan.transfer_plan import ROUND_BUFFERS, Targets, TransferPlan, make_transfer_plan, round_bytes
 from .quantise.schemes import scheme_of
 from .quantise.shards import QuantisedShards
 from .sent_base import SentBase
-from .sent_tensors import SCALES, dtype_in, slices_of_workers, with_scales
-from .servers import choose_mode, is_quantised, planned_layouts, quantisation_settings, rollout_of, server_named
+from .sent_tensors import SCALES, SentModel
+from .servers import choose_mode, is_quantised, quantisation_settings, rollout_of, server_named
 from .transport.checksums import has_checksums
 from .transport.exchange import Exchange, Received, Values
 from .transport.report import SyncReport, Traffic, TransferStats
@@ -173,10 +173,11 @@ class RolloutSync:
         """
         # Reading a model's parameters anew takes longer than sending a small layer.
         state = {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
-        local = local_values(self.model, self.device, adapters, wait or dist.Work.wait)
+        wait = wait or dist.Work.wait
+        local = local_values(self.model, self.device, adapters, wait)
         if rollout is None or not rollout.is_quantised:
             return lambda name: local(name, state[name])
-        quantised = self._quantised(rollout, local)
+        quantised = self._quantised(rollout, local, wait)
 
         def of(name: str) -> torch.Tensor:
             weight = name.removesuffix(SCALES)
@@ -184,23 +185,27 @@ class RolloutSync:
 
         return of
 
-    def _quantised(self, rollout: Rollout, values: LocalValues) -> QuantisedShards:
+    def _quantised(self, rollout: Rollout, values: LocalValues, wait: Any) -> QuantisedShards:
         """Return this rank's values, quantised as such a rollout holds them; see ``QuantisedShards``."""
         params = {n: p for n, p in weights(self.model) if is_quantised(self.heads.family, n)}
         scheme = scheme_of(rollout.block, rollout.channels)
         # One weight at a time with adapters: then one gather of its adapter serves its scales and its values.
         limit = round_bytes(self.settings.memory_bytes) if lora_of(self.model) is None else 0
-        return QuantisedShards(params, values, scheme, self.device, limit)
+        return QuantisedShards(params, values, scheme, self.device, limit, wait)
 
     def missing_bytes(self, adapters: bool = False) -> int:
         """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""
         params = (adapter_weights if adapters else weights)(self.model)
         return sum((p.numel() - local_tensor(p).numel()) * self.dtypes[name].itemsize for name, p in params)
 
-    def tensor_specs(self, rollout: Rollout | None = None) -> list[TensorSpec]:
-        """Describe the tensors to send to such a rollout, for the plan; one that holds them as they are by default."""
-        found = sharded_tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
-        return found if rollout is None else with_scales(found, rollout, self.family)
+    def tensor_specs(self) -> list[TensorSpec]:
+        """Describe the tensors to send, for a plan."""
+        return sharded_tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
+
+    def sent_model(self) -> SentModel:
+        """Describe what plans are made from."""
+        tensors, dtypes, layers = tuple(self.tensor_specs()), tuple(self.dtypes.items()), tuple(self.layers)
+        return SentModel(self.family, tensors, dtypes, layers, self.meshes.topology, self.heads)
 
     def exchange(self, rollout: Rollout, worker: int) -> Exchange:
         """Return the exchange that brings ``worker`` of each replica its parameters; planned once.
@@ -208,14 +213,11 @@ class RolloutSync:
         Running it is collective, this call is not.
         """
         if (rollout, worker) not in self._exchanges:
-            specs = self.tensor_specs(rollout)
-            slices_of = slices_of_workers(specs, rollout, self.heads)
-            dtypes = dtype_in(self.dtypes, rollout, self.family)
-            targets, limit = (
-                Targets.colocated(self.meshes.topology, rollout.workers),
-                round_bytes(self.settings.memory_bytes),
+            targets = Targets.colocated(self.meshes.topology, rollout.workers)
+            limit, group = round_bytes(self.settings.memory_bytes), self.meshes.replica_group
+            self._exchanges[rollout, worker] = self.sent_model().exchange(
+                rollout, targets, limit, self._member_of, self.device, group, is_gather=rollout.keeps_all
             )
-            self._exchanges[rollout, worker] = self._exchange(specs, targets, slices_of, worker, dtypes, limit)
         return self._exchanges[rollout, worker]
 
     def _full_exchange(self, of_adapters: bool) -> Exchange:
@@ -232,37 +234,17 @@ class RolloutSync:
             def may_split(name: str) -> bool:
                 return name in large and not of_adapters and self._is_stored_by_expert(name)
 
-            targets = Targets.colocated(self.meshes.topology, 1)
-            self._exchanges[of_adapters] = self._exchange(
-                specs, targets, _whole, 0, self.dtypes.__getitem__, limit, may_split, by_name=True
+            topology, dtypes = self.meshes.topology, self.dtypes.__getitem__
+            targets = Targets.colocated(topology, 1)
+            plan = make_transfer_plan(
+                specs, self.layers, topology, targets, _whole, limit, may_split, is_gather=True, by_name=True
             )
+            member, group = self._member_of(plan), self.meshes.replica_group
+            self._exchanges[of_adapters] = Exchange(plan, member, lambda t: _whole(t, 0), dtypes, self.device, group)
         return self._exchanges[of_adapters]
 
-    def _exchange(
-        self,
-        specs: list[TensorSpec],
-        targets: Targets,
-        slices_of: Callable[[TensorSpec, int], list[TargetSlice]],
-        worker: int,
-        dtypes: Callable[[str], torch.dtype],
-        limit: int,
-        may_split: Callable[[str], bool] = lambda name: True,
-        by_name: bool = False,
-    ) -> Exchange:
-        topology, is_gather = self.meshes.topology, max(targets.kinds) == 0
-        plan = make_transfer_plan(
-            specs, self.layers, topology, targets, slices_of, limit, may_split, is_gather, by_name
-        )
-        replica, rank = divmod(dist.get_rank(), topology.fsdp)
-        return Exchange(
-            plan,
-            Member.colocated(plan, replica, rank),
-            lambda tensor: slices_of(tensor, worker),
-            dtypes,
-            self.device,
-            self.meshes.replica_group,
-            self.heads.dim,
-        )
+    def _member_of(self, plan: TransferPlan) -> Member:
+        return Member.colocated(plan, *divmod(dist.get_rank(), self.meshes.topology.fsdp))
 
     def _is_stored_by_expert(self, name: str) -> bool:
         """Tell whether checkpoints store a stack expert by expert; warns once of one that has to be held in full."""
@@ -384,7 +366,7 @@ class RolloutWeights:
 
     def planned_layouts(self) -> list[dict[str, str]]:
         """Return the layout that this engine plans for each worker of the replica (``layout/layout_check.py``)."""
-        return planned_layouts(self.sync.tensor_specs(), self._rollout, self.sync.heads)
+        return self.sync.sent_model().planned_layouts(self._rollout)
 
     def min_received_bytes(self) -> int:
         """Return the bytes of what this rank sends to its worker that it does not hold itself."""

@@ -156,7 +156,7 @@ def weights() -> Iterator[Row]:
 
 def nccl() -> Iterator[Row]:
     """The group between trainer and rollout, of one rank: made, used, and left."""
-    group = SyncGroup(dist.HashStore(), 0, Members(1, ("one",)), DEVICE, 30.0)
+    group = SyncGroup(dist.HashStore(), 0, Members(1, 1), DEVICE, 30.0)
     bucket = torch.arange(1000.0, device=DEVICE)
     group.broadcast(bucket).wait()
     assert group.process_group is not None

@@ -73,7 +73,7 @@ def check_sync(
     server.check_settings(rollout, model, engine.rollout_sync, ranks, device)
     family = None if facts is None else facts.model.config.model_type
     mode, reason = choose_mode(engine.rollout_sync, rollout, family, backend=backend)
-    server.check_mode(rollout, mode, reason)
+    server.check_mode(rollout, mode, reason, backend)
     if server.name not in SERVERS:
         logger.warning(
             "epfsdp2: nobody has run this engine with actor_rollout_ref.rollout.name=%s. It is sent full tensors under "

@@ -68,7 +68,7 @@ def check_rounding(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | 
     if not asked:
         return
     server, able = server_of(rollout), " or ".join(one.title for one in SERVERS.values() if one.quantised)
-    works = f"{_QUANTIZATION}=fp8 with a colocated {able} that takes slices, or {_OFF}"
+    works = f"{_QUANTIZATION}=fp8 with a {able} that takes slices, or {_OFF}"
     if not rollout_of(rollout).is_quantised:
         found = f"{_QUANTIZATION}={rollout.get('quantization')}" if server.quantised else f"{_NAME}={server.name}"
         rule = f"weights are rounded as they are for a {able} in FP8 or INT8, and {found}."

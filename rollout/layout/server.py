@@ -96,12 +96,11 @@ class Server:
         ]
         return [(setting, value) for setting, value in asked if value]
 
-    def obstacle(self, config: Any, family: str | None, backend: str) -> Obstacle | None:
+    def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
         """Return the first setting that leaves ``full`` as the only mode.
 
         Args:
             family: ``model_type`` of the model; None where it is not known yet.
-            backend: name of the checkpoint-engine backend.
         """
 
     def unknown_family(self, family: str | None, what: str) -> Obstacle | None:
@@ -122,8 +121,8 @@ class Server:
             device: verl's device name.
         """
 
-    def check_mode(self, config: Any, mode: SyncMode, reason: str) -> None:
-        """Check what this mode, which was chosen for the ``reason``, can't serve."""
+    def check_mode(self, config: Any, mode: SyncMode, reason: str, backend: str) -> None:
+        """Check what this mode, which was chosen for the ``reason``, can't serve by this checkpoint-engine backend."""
 
     def longest_start(self, config: Any) -> Any:
         """Return the tokens of a sequence by which the server chooses rotations when it starts; None if it does not."""

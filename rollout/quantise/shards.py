@@ -2,7 +2,8 @@
 
 import bisect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ class QuantisedShards:
         scheme: what shares a scale, and the dtype of the values.
         device: device type of the tensors that the default group's backend sends.
         limit: bytes of the scales that are reduced in one all-reduce; those of one weight may have more.
+        wait: waits for a collective; raises where another rank has left the sync.
 
     Attributes:
         nbytes: of all scales.
@@ -35,9 +37,16 @@ class QuantisedShards:
     """
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], values: LocalValues, scheme: Scheme, device: str, limit: int
+        self,
+        weights: Mapping[str, torch.Tensor],
+        values: LocalValues,
+        scheme: Scheme,
+        device: str,
+        limit: int,
+        wait: Callable[[Any], object] = lambda work: work.wait(),
     ):
         self._weights, self._values, self.scheme, self._device = weights, values, scheme, device
+        self._wait = wait
         self._last: tuple[str, torch.Tensor] | None = None  # a tensor that is sent in parts is needed several times
         # Shapes of the scales that are not known yet.
         self._missing = {n: torch.Size(scheme.sharing(IndexRange.of(w.shape)).shape) for n, w in weights.items()}
@@ -72,7 +81,7 @@ class QuantisedShards:
         grids = {n: part.view(shape) for (n, shape), part in zip(shapes.items(), maxima.split(sizes), strict=True)}
         for name, grid in grids.items():
             self._add_maxima(grid, name, self._weights[name])
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        self._wait(dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True))
         self.scales |= {name: self.scheme.scales(grid) for name, grid in grids.items()}
 
     def _add_maxima(self, grid: torch.Tensor, name: str, weight: torch.Tensor) -> None:

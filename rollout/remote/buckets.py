@@ -1,45 +1,85 @@
-"""Full tensors in buckets of bounded size; one tensor may be in several."""
+"""Full tensors in buckets, broadcast from trainer rank 0 to the rollout."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
 
 import torch
 
-__all__ = ["Chunk", "buckets_of", "bytes_of"]
+from ..transport.report import Traffic
+from .process_group import SyncGroup
+
+__all__ = ["buckets_of", "receive_buckets", "send_buckets"]
+
+_ALIGNMENT = 16
+# Name, dtype and shape of each tensor of a bucket.
+Header = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Bytes of a tensor from ``start`` on, at byte ``at`` of a bucket."""
+def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
+    """Broadcast tensors on trainer rank 0, with the headers of buckets published under ``name``; return the bytes."""
+    sent, number, pending = 0, 0, None
+    for header, bucket in buckets_of(weights, limit, group.device):
+        group.publish(f"{name} {number}", header)
+        if pending is not None:
+            group.finish(pending)
+        pending = group.broadcast(bucket)
+        sent, number = sent + bucket.numel(), number + 1
+    group.publish(f"{name} {number}", None)
+    if pending is not None:
+        group.finish(pending)
+    return sent
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    at: int
-    nbytes: int
+
+def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield the tensors on a rollout rank; receives all of them even if the consumer stops early."""
+    found = _received(group, name, traffic)
+    try:
+        for each in found:  # noqa: UP028  (`yield from` would close `found` with this generator)
+            yield each
+    finally:
+        for _ in found:
+            pass
+
+
+def _received(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
+    pending: tuple[Header, torch.Tensor, Any] | None = None
+    for number in itertools.count():
+        done, pending, header = pending, None, group.wait_for(f"{name} {number}")
+        if header is not None:
+            bucket = torch.empty(sum(_nbytes(*each[1:]) for each in header), dtype=torch.uint8, device=group.device)
+            pending = header, bucket, group.broadcast(bucket)
+        if done is not None:
+            group.finish(done[2])
+            traffic.received += done[1].numel()
+            parts = done[1].split([_nbytes(dtype, shape) for _, dtype, shape in done[0]])
+            for (own, dtype, shape), part in zip(done[0], parts, strict=True):
+                yield own, part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        if pending is None:
+            return
 
 
 def buckets_of(
     weights: Iterable[tuple[str, torch.Tensor]], limit: int, device: torch.device
-) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
-    """Pack tensors in order into buckets of ``limit`` bytes; a tensor may continue in the next bucket."""
-    bucket, used = torch.empty(limit, dtype=torch.uint8, device=device), 0
-    chunks: list[Chunk] = []
+) -> Iterator[tuple[Header, torch.Tensor]]:
+    """Pack tensors in order into buckets of at most ``limit`` bytes; a larger tensor has one of its own."""
+    header: Header = []
+    bucket, used = torch.empty(0, dtype=torch.uint8, device=device), 0
     for name, tensor in weights:
-        values, start = bytes_of(tensor.detach().contiguous()), 0
-        while start < values.numel() or not chunks or chunks[-1].name != name:  # empty tensors get a chunk too
-            if used == limit and start < values.numel():
-                yield chunks, bucket
-                bucket, chunks, used = torch.empty_like(bucket), [], 0
-            nbytes = min(values.numel() - start, limit - used)
-            bucket[used : used + nbytes] = values[start : start + nbytes]
-            chunks.append(Chunk(name, tensor.dtype, tuple(tensor.shape), start, used, nbytes))
-            start, used = start + nbytes, used + nbytes
-    if chunks:
-        yield chunks, bucket[:used]
+        nbytes = _nbytes(tensor.dtype, tensor.shape)
+        if used + nbytes > bucket.numel():
+            if header:
+                yield header, bucket[:used]
+            header, bucket, used = [], torch.empty(max(limit, nbytes), dtype=torch.uint8, device=device), 0
+        into = bucket[used : used + tensor.nbytes].view(tensor.dtype)
+        into.view(tensor.shape).copy_(tensor.detach())
+        header.append((name, tensor.dtype, tuple(tensor.shape)))
+        used += nbytes
+    if header:
+        yield header, bucket[:used]
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as its bytes."""
-    return tensor.view(-1).view(torch.uint8)
+def _nbytes(dtype: torch.dtype, shape: Iterable[int]) -> int:
+    """Return the bytes that a tensor takes in a bucket, where every one begins aligned."""
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

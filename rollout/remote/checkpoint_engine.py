@@ -23,7 +23,7 @@ from verl.utils.device import get_device_name
 from .. import servers
 from ..servers import BACKEND
 from .process_group import Members, SyncGroup
-from .remote_sync import ReceivedWeights, Receiver, Sender
+from .remote_sync import Endpoint, ReceivedWeights
 from .signed_store import SignedStore, connect_store, new_token, serve_store
 
 __all__ = ["PeerToPeerCheckpointEngine"]
@@ -44,7 +44,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
     def __init__(self, bucket_size: int, is_master: bool | None = None, timeout_seconds: float = 300.0):
         self.bucket_size, self.is_master, self.timeout_seconds = bucket_size, is_master, timeout_seconds
         self._group: SyncGroup | None = None
-        self._endpoint: Sender | Receiver | None = None
+        self._endpoint: Endpoint | None = None
         self._store: dist.TCPStore | None = None
         self._token = ""
         self._identity = ""
@@ -62,7 +62,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
                 # A new store, since failed members may still write to the old one.
                 self._store, self._token = serve_store(_address(), self.timeout_seconds), new_token()
         address = (_address(), self._store.port, self._token) if self._store is not None else None
-        return {"identity": self._identity, "node": _node(), "address": address}
+        return {"identity": self._identity, "address": address}
 
     @classmethod
     def build_topology(
@@ -71,7 +71,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         """Return the arguments of ``init_process_group`` for the trainer's ranks and for the rollout's."""
         world = actor_wg_world_size + rollout_world_size
         common = {
-            "members": Members(actor_wg_world_size, tuple(each["node"] for each in metadata)),
+            "members": Members(actor_wg_world_size, world),
             "identities": tuple(each["identity"] for each in metadata),
             "address": metadata[0]["address"],
         }
@@ -100,7 +100,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         # A store may serve several groups, one after the other.
         store_of_group = SignedStore(dist.PrefixStore("/".join(identities), store), token)
         self._group = SyncGroup(store_of_group, rank, members, get_device_name(), self.timeout_seconds)
-        self._endpoint = (Receiver if rank in members.rollouts else Sender)(self._group)
+        self._endpoint = Endpoint(self._group)
         self._identities = identities
 
     @torch.no_grad()
@@ -108,12 +108,12 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
         """Send the weights of one sync; returns the metrics that verl adds to the step's."""
-        assert isinstance(self._endpoint, Sender), "only trainer ranks send"
+        assert self._endpoint is not None, "init_process_group comes first"
         return self._endpoint.send(weights, self.bucket_size)
 
     def receive_weights(self, global_steps: int | None = None) -> ReceivedWeights:
         """Return the weights of one sync for the server adapter."""
-        assert isinstance(self._endpoint, Receiver), "only rollout ranks receive"
+        assert self._endpoint is not None, "init_process_group comes first"
         return self._endpoint.receive()
 
     def finalize(self) -> None:
@@ -130,7 +130,3 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
 
 def _address() -> str:
     return ray.util.get_node_ip_address().strip("[]")
-
-
-def _node() -> str:
-    return ray.get_runtime_context().get_node_id()

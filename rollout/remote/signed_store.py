@@ -95,5 +95,12 @@ class SignedStore(dist.Store):
 
     deleteKey = delete_key  # what torch's C++ calls
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+    def clone(self) -> "SignedStore":
+        """Return a store of the same entries with a connection of its own, on which waits block nobody else."""
+        return SignedStore(self._store.clone(), self._token.decode())  # type: ignore[attr-defined]
+
     def _signature(self, key: str, value: bytes) -> bytes:
         return hmac.digest(self._token, len(key).to_bytes(8) + key.encode() + value, "sha256")

@@ -59,7 +59,7 @@ class _SGLang(Server):
     def unknown_layout(self) -> str:
         return versions.untested(self.name)
 
-    def obstacle(self, config: Any, family: str | None, backend: str) -> Obstacle | None:
+    def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
         tp, experts = size_of(config, "tensor_model_parallel_size"), size_of(config, "expert_parallel_size")
         for size in ("data_parallel_size", "pipeline_model_parallel_size"):
             if size_of(config, size) > 1:

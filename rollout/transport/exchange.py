@@ -92,7 +92,8 @@ class Exchange:
     ):
         self.plan, self.member, self.device, self.group = plan, member, torch.device(device), group
         self._slices_of, self._dtypes, self._head_dim, self._finish = slices_of, dtypes, head_dim, finish
-        self._rank, self._rounds = dist.get_rank(group), list(plan.rounds)
+        # `dist.get_rank` knows only groups of this process's world.
+        self._rank, self._rounds = dist.get_rank() if group is None else group.rank(), list(plan.rounds)
         self._routes: dict[tuple[int, int], _Route] = {}
         self._parameter_names: dict[str, list[str]] = {}
         self.traffic = Traffic()

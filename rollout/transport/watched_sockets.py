@@ -20,7 +20,7 @@ import zmq
 
 from .metadata import read_metadata
 
-__all__ = ["WatchedContext", "WeightSyncError", "await_result", "taking_part", "wait_for_work"]
+__all__ = ["CHECK_SECONDS", "WatchedContext", "WeightSyncError", "await_result", "taking_part", "wait_for_work"]
 
 _T = TypeVar("_T")
 
@@ -29,8 +29,8 @@ _POLL_MILLISECONDS = 200
 # retry interval is unsafe: the socket of one sync could connect to the next one's before it is closed and take its
 # message.
 _LISTENING_SECONDS, _LOOK_SECONDS = 1.0, 0.002
-# Between looks at a collective, which become rarer.
-_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0002, 0.01
+# Between queries of a collective. They cost some microseconds; other ranks' failures cost a request to the one store.
+_PAUSE_SECONDS, CHECK_SECONDS = 0.0005, 0.25
 
 
 class WeightSyncError(RuntimeError):
@@ -56,24 +56,34 @@ async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any
         raise WeightSyncError(f"{failure} within {timeout_seconds:g} s") from None
 
 
-def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
-    """Wait until a collective has ended on this rank.
+def wait_for_work(
+    work: dist.Work,
+    timeout_seconds: float,
+    check: Callable[[], None] = lambda: None,
+    failure: Callable[[], str] | None = None,
+) -> None:
+    """Wait until a collective has ended on this rank; its end is seen within a millisecond.
 
     The host waits, since NCCL's ``wait`` neither does that nor raises.
 
     Args:
-        check: called again and again while waiting; raises when another rank has failed.
+        check: called every ``CHECK_SECONDS`` while waiting, and at the time limit; raises when another rank has failed.
+        failure: returns the text of the error after the time limit.
 
     Raises:
         WeightSyncError: another rank took no part in time.
     """
-    deadline, pause = time.monotonic() + timeout_seconds, _SHORTEST_PAUSE_SECONDS
+    now = time.monotonic()
+    deadline, next_check = now + timeout_seconds, now + CHECK_SECONDS
     while not work.is_completed():
-        check()
-        if time.monotonic() > deadline:
-            raise WeightSyncError(f"another rank took no part in a collective within {timeout_seconds:g} s")
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        now = time.monotonic()
+        if now > min(deadline, next_check):
+            check()
+            next_check = now + CHECK_SECONDS
+        if now > deadline:
+            text = f"another rank took no part in a collective within {timeout_seconds:g} s"
+            raise WeightSyncError(failure() if failure else text)
+        time.sleep(_PAUSE_SECONDS)
     work.wait()  # orders this rank's stream after it, and raises what the backend noticed
 
 

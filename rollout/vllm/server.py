@@ -11,7 +11,7 @@ from torch import nn
 from ...engine.compat import versions
 from ...engine.errors import SettingError, close_matches
 from ...engine.topology.mesh import divisors
-from ..layout.rollout_config import BLOCK, ROLLOUT, is_disaggregated, server_arguments, size_of
+from ..layout.rollout_config import BACKEND, BLOCK, ROLLOUT, is_disaggregated, server_arguments, size_of
 from ..layout.server import Obstacle, Server, disaggregated
 from ..layout.specs import Channels, Rollout, SyncMode, Tower
 from . import layout
@@ -62,7 +62,7 @@ class _Vllm(Server):
         }
         return [*super().quantisation_settings(config), *((setting, value) for setting, value in own.items() if value)]
 
-    def obstacle(self, config: Any, family: str | None, backend: str) -> Obstacle | None:
+    def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
         vllm = _arguments(config)
         if not has_our_extension(config):
             reason = "only this package's extension can load slices."
@@ -78,9 +78,6 @@ class _Vllm(Server):
                 kind, reason = _compressed_kind(value)
                 if not kind or setting != _OVERRIDES:
                     return Obstacle(setting, value, reason, "null")
-            if backend != "naive":
-                reason = "ranks quantise slices for the workers beside them alone."
-                return Obstacle(setting, value, reason, "null")
             if family is not None and family not in FP8_FAMILIES:
                 known = ", ".join(sorted(FP8_FAMILIES))
                 reason = f"which weights of a {family} vLLM quantises is not known (known: {known})."
@@ -97,17 +94,20 @@ class _Vllm(Server):
         if own is not None:
             _check_family(own, config, requested)
         check_parallelism(config, ranks, None if own is None else own.get_text_config())
-        quantised = self.quantisation_settings(config)
         if model is not None:
-            _check_ignored(dict(quantised).get(_OVERRIDES), model)
-        backend = config.get("backend") or "naive"
-        if quantised and backend != "naive":
+            _check_ignored(dict(self.quantisation_settings(config)).get(_OVERRIDES), model)
+
+    def check_mode(self, config: Any, mode: SyncMode, reason: str, backend: str) -> None:
+        quantised = self.quantisation_settings(config)
+        if mode == "full" and quantised and backend != "naive":
             setting, value = quantised[0]
             rule = f"vLLM's quantising loader takes checkpoints' names, and {_BACKEND}={backend} carries others."
+            if backend == "delta_sharded":
+                rule = f"{_BACKEND}={backend} sends changed elements alone, and scales are of all elements of a block."
+            elif backend == BACKEND and reason:
+                rule += f" No slices are sent: {reason}"
             raise SettingError(setting, value, rule, f"{_BACKEND}=naive, or {setting}=null")
-
-    def check_mode(self, config: Any, mode: SyncMode, reason: str) -> None:
-        compressed = dict(self.quantisation_settings(config)).get(_OVERRIDES)
+        compressed = dict(quantised).get(_OVERRIDES)
         if mode == "full" and isinstance(compressed, Mapping) and compressed.get("quant_method") == _COMPRESSED:
             why = _compressed_kind(compressed)[1] or reason or "its values and scales are sent in slices alone."
             rule = f"vLLM quantises nothing for {_COMPRESSED}, and full tensors have no scales: {why}"

@@ -152,12 +152,23 @@ def test_rollout_sync_that_the_rollout_can_not_take_is_refused_by_name_alone(mod
         check_run(engine(rollout_sync=other), 8, model, placed, device="cpu")
 
 
-@pytest.mark.parametrize("backend", ["nccl", "epfsdp2_p2p"])
-def test_quantised_rollout_away_from_the_trainer_is_refused(model, backend):
-    check_run(engine(rollout_sync="full"), 8, model, rollout(quantization="fp8"), device="cpu")
-    with pytest.raises(SettingError) as caught:
-        check_run(engine(), 8, model, rollout(quantization="fp8", backend=backend), device="cpu")
-    text = paragraph(caught.value, "actor_rollout_ref.rollout.quantization", "fp8")
+@pytest.mark.parametrize(
+    ("backend", "wanted", "quantization", "why"),
+    [
+        ("nccl", "auto", "fp8", "takes checkpoints' names, and .*=nccl carries others"),
+        ("delta_sharded", "auto", "fp8", "sends changed elements alone, and scales are of all elements of a block"),
+        ("epfsdp2_p2p", "full", "fp8", "takes checkpoints' names, and .*=epfsdp2_p2p carries others"),
+        ("epfsdp2_p2p", "auto", "torchao", "carries others. No slices are sent: .*=torchao: vLLM quantises"),
+    ],
+)
+def test_quantised_rollout_away_from_the_trainer_that_gets_no_slices_is_refused(
+    model, backend, wanted, quantization, why
+):
+    placed = rollout(quantization=quantization, backend=backend)
+    check_run(engine(rollout_sync="full"), 8, model, {**placed, "backend": "naive"}, device="cpu")
+    with pytest.raises(SettingError, match=why) as caught:
+        check_run(engine(rollout_sync=wanted), 8, model, placed, device="cpu")
+    text = paragraph(caught.value, "actor_rollout_ref.rollout.quantization", quantization)
     assert text.endswith(f"What works: {BACKEND}=naive, or actor_rollout_ref.rollout.quantization=null")
 
 
@@ -183,7 +194,10 @@ def test_quantised_rollout_with_slices_that_cut_blocks_is_refused(tmp_path, mode
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 64, "num_experts": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     fits = checkpoint(tmp_path / "fits", "olmoe", **sizes, **heads)
-    check_run(engine(), 8, fits, rollout(2, quantization="fp8"), device="cpu")
+    for backend in ("naive", "epfsdp2_p2p"):
+        for wanted in ("auto", "sliced"):
+            placed = rollout(2, quantization="fp8", backend=backend)
+            check_run(engine(rollout_sync=wanted), 8, fits, placed, device="cpu")
 
 
 def test_overrides_of_the_rollouts_config_are_read_as_json_too(model):

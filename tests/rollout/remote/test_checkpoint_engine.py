@@ -1,204 +1,72 @@
 """The checkpoint engine between a trainer's ranks and rollout ranks of another torch world."""
 
-import asyncio
 import os
-import pickle
+import threading
 import time
-from contextlib import contextmanager
-from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from verl.checkpoint_engine import CheckpointEngineRegistry
-from verl.workers.config import RolloutConfig
 
 from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
 from epfsdp2.engine.lora.rollout_names import RolloutNames
 from epfsdp2.engine.model import hf_names
-from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.dtensor import is_adapter
-from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout.slice_names import is_slice, parse_slice, slice_name
-from epfsdp2.rollout.layout.specs import Heads, Rollout
-from epfsdp2.rollout.remote import checkpoint_engine
-from epfsdp2.rollout.servers import target_slices
-from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from epfsdp2.rollout.vllm.names import ADAPTED_AS_STACKS
 from epfsdp2.rollout.vllm.server import EXTENSION
 from tests.support.engine.lora import lora_settings, stirred
-from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.rollout.remote.member import Member, check_equal, taken
 
-TRAINERS, TP = 2, 2
-LIMIT = 6000
+TRAINERS, TP = Member.trainers, Member.tp
 SECONDS = 15.0
-
-
-class Member:
-    """One process: the first ``TRAINERS`` ranks of a test are a trainer's, the others a rollout's on another node."""
-
-    building = {}  # further arguments of ``sharded_model``
-
-    def __init__(self, folder, seconds=60.0):
-        self.seconds = seconds
-        self.folder, self.rank, self.world = folder, dist.get_rank(), dist.get_world_size()
-        self.is_trainer = self.rank < TRAINERS
-        self.index = self.rank if self.is_trainer else self.rank - TRAINERS
-        self.facts, self.syncs = dist.FileStore(str(folder / "facts"), self.world), 0
-        dist.barrier()  # a rank that is still connecting fails when another one has left
-        dist.destroy_process_group()
-        dist.init_process_group(
-            "cpu:gloo",
-            init_method=f"file://{folder / ('trainer' if self.is_trainer else 'rollout')}",
-            rank=self.index,
-            world_size=TRAINERS if self.is_trainer else self.world - TRAINERS,
-            timeout=timedelta(seconds=60),
-        )
-        checkpoint_engine._address = lambda: "127.0.0.1"
-        checkpoint_engine._node = lambda: "trainer" if self.is_trainer else "rollout"
-        self.new_engine()
-        self.whole = dict(reference_model(folder / "model").named_parameters())
-        if self.is_trainer:
-            self.model, self.meshes = sharded_model(folder / "model", TRAINERS, 2, **self.building)
-
-    def new_engine(self):
-        role = {"is_master": self.index == 0} if self.is_trainer else {}
-        self.engine = CheckpointEngineRegistry.new(
-            "epfsdp2_p2p", bucket_size=LIMIT, timeout_seconds=self.seconds, **role
-        )
-
-    def connect(self):
-        """Do what verl's manager does before each sync."""
-        self.syncs += 1
-        self.facts.set(f"{self.syncs}/{self.rank}", pickle.dumps(self.engine.prepare()))
-        metadata = [pickle.loads(self.facts.get(f"{self.syncs}/{rank}")) for rank in range(self.world)]
-        both = self.engine.build_topology(TRAINERS, self.world - TRAINERS, metadata)
-        kwargs = both[0 if self.is_trainer else 1]
-        self.engine.init_process_group(**{name: values[self.index] for name, values in kwargs.items()})
-
-    def finalize(self):
-        """Do what verl's manager does after a sync in which all members succeeded."""
-        self.facts.set(f"{self.syncs}/{self.rank} done", "")
-        self.facts.wait([f"{self.syncs}/{rank} done" for rank in range(self.world)])
-        self.engine.finalize()
-
-    def weights(self, wanted="auto"):
-        settings = SyncSettings(wanted, 5 * LIMIT)
-        return RolloutSync(self.model, self.meshes, layer_names(self.model), {}, settings).weights()
-
-    def send(self, weights):
-        return asyncio.run(self.engine.send_weights(weights))
-
-    def receive(self, is_ours=True):
-        return self.engine.receive_weights().for_rollout(self.config(is_ours), self.index % TP).tensors()
-
-    def config(self, is_ours=True, **settings):
-        engine_kwargs = {"vllm": {"worker_extension_cls": EXTENSION if is_ours else "another"}}
-        return RolloutConfig(name="vllm", tensor_model_parallel_size=TP, engine_kwargs=engine_kwargs, **settings)
-
-    def sync(self, wanted="auto", is_ours=True, weights=None):
-        """Run a sync; return what a rollout rank received and the bytes sent from here to the other node."""
-        self.connect()
-        with _crossing() as crossed:
-            got = self.send(weights or self.weights(wanted)) if self.is_trainer else _taken(self.receive(is_ours))
-        self.finalize()
-        return got, sum(crossed)
-
-    def slices(self, factor=1):
-        """Compute the slices that a rollout rank keeps."""
-        model = reference_model(self.folder / "model")
-        return _taken(
-            (slice_name(need.parameter, need.at), self.whole[tensor.name][need.block.slices] * factor)
-            for tensor in tensors_before_sharding(model, Topology.arrange(TRAINERS, 2))
-            for need in target_slices(tensor, Rollout(TP), self.index % TP, Heads.of(model.config))
-        )
-
-
-def _taken(received):
-    """Collect full tensors, and slices assembled into their parameters."""
-    whole, slices = {}, {}
-    for name, values in received:
-        if is_slice(name):
-            parameter, corner, _ = parse_slice(name)
-            slices.setdefault(parameter, []).append((corner, values.clone()))
-        else:
-            whole[name] = values
-    for parameter, parts in slices.items():
-        ends = zip(*([c + n for c, n in zip(corner, v.shape, strict=True)] for corner, v in parts), strict=True)
-        whole[parameter] = torch.full([max(end) for end in ends], torch.nan)
-        for corner, values in parts:
-            whole[parameter][tuple(slice(c, c + n) for c, n in zip(corner, values.shape, strict=True))] = values
-    return whole
-
-
-@contextmanager
-def _crossing():
-    """Counts the bytes that all-to-alls carry from a trainer's rank to the rollout's node."""
-    crossed, stock = [], dist.all_to_all_single
-
-    def counting(received, sent, receive_splits, send_splits, group, **kwargs):
-        assert max(received.numel(), sent.numel()) <= LIMIT
-        if group.rank() < TRAINERS:
-            crossed.append(sum(send_splits[TRAINERS:]))
-        return stock(received, sent, receive_splits, send_splits, group=group, **kwargs)
-
-    dist.all_to_all_single = counting
-    try:
-        yield crossed
-    finally:
-        dist.all_to_all_single = stock
-
-
-def _equal(got, wanted):
-    assert got.keys() == wanted.keys()
-    for name, values in wanted.items():
-        assert torch.equal(got[name], values), name
+OTHER = "theirs.Extension"  # which loads no slices
 
 
 def _syncs(folder):
     member = Member(folder)
-    model_bytes = sum(tensor.nbytes for tensor in member.whole.values())
+    kept_bytes = 2 * sum(t.nbytes for worker in range(TP) for t in member.parameters(worker).values())
 
     crossed = torch.zeros(1, dtype=torch.int64)
     for factor in (1, 2, 4):
-        got, crossed[0] = member.sync()
+        got, crossed[0] = member.sync(), sum(member.crossed)
         if member.is_trainer:
             dist.all_reduce(crossed)
-            # Two replicas on one node take the model twice; it crosses once.
-            assert crossed.item() == model_bytes
+            # Two replicas take what their workers keep; tensors of a few hundred bytes are sent to all whole.
+            assert kept_bytes <= crossed.item() < 1.2 * kept_bytes
             if member.rank == 0:
-                assert model_bytes / 2 <= got["weight_sync/sent_megabytes"] * 2**20 < model_bytes * 0.6
+                assert kept_bytes / 2 <= got["weight_sync/sent_megabytes"] * 2**20 < kept_bytes * 0.6
             else:
                 assert got == {}
             with torch.no_grad():
                 for param in member.model.parameters():
                     param.mul_(2)
         else:
-            _equal(got, member.slices(factor))
-    # One worker that does not support slices, or a trainer that is set to full: all receive full tensors, expert by
-    # expert where a stack does not fit the memory.
+            check_equal(got, member.parameters(member.index % TP, factor))
+    # Workers that do not support slices, or a trainer that is set to full: all receive full tensors, expert by expert
+    # where a stack does not fit the memory.
     full = dict(hf_names.as_checkpoint(reference_model(folder / "model"), member.whole.items()))
     full = {name: tensor * 8 for name, tensor in full.items()}
-    for case in ({"is_ours": member.rank != TRAINERS}, {"wanted": "full"}):
-        got, _ = member.sync(**case)
+    for wanted, extension in (("auto", OTHER), ("full", EXTENSION)):
+        got = member.sync(lambda wanted=wanted: member.exporter(wanted).weights(), extension=extension)
         if not member.is_trainer:
-            _equal(got, full)
+            check_equal(got, full)
 
     # Weights of an engine that is not ours.
-    got, _ = member.sync(weights=iter([("a", torch.arange(5000.0)), ("b", torch.ones(3, dtype=torch.bfloat16))]))
+    theirs = {"a": torch.arange(5000.0), "b": torch.ones(3, dtype=torch.bfloat16)}
+    got = member.sync(lambda: iter(theirs.items()))
     if not member.is_trainer:
-        _equal(got, {"a": torch.arange(5000.0), "b": torch.ones(3, dtype=torch.bfloat16)})
+        check_equal(got, theirs)
 
     # A consumer that stops early blocks no rank, and the group is kept.
     group = member.engine._group.process_group
     for wanted in ("auto", "full"):
         member.connect()
         if member.is_trainer:
-            member.send(member.weights(wanted))
+            member.send(member.exporter(wanted).weights())
         else:
             received = member.receive()
             for _ in zip(range(3), received, strict=False):
@@ -207,13 +75,20 @@ def _syncs(folder):
         member.finalize()
     assert member.engine._group.process_group is group
 
+    # Workers of which one has another config: all members raise, and make a new group.
+    member.connect()
+    with pytest.raises(WeightSyncError, match="the rollout's ranks differ in config or release: full for .*sliced for"):
+        if member.is_trainer:
+            member.send(member.exporter().weights())
+        taken(member.receive(extension=OTHER if member.rank == TRAINERS else EXTENSION))
+
     # A rollout rank was restarted: all members make a new group.
     if member.rank == TRAINERS:
         member.new_engine()
-    got, _ = member.sync()
+    got = member.sync()
     assert member.engine._group.process_group is not group
     if not member.is_trainer:
-        _equal(got, member.slices(8))
+        check_equal(got, member.parameters(member.index % TP, 8))
 
 
 def test_checkpoint_engine_sends_rollout_ranks_what_they_keep_every_sync(tmp_path):
@@ -235,7 +110,7 @@ class _WithAdapters(Member):
             found = self.send(weights)
         else:
             received = self.engine.receive_weights().stages(self.config(**settings), self.index % TP)
-            found = [(arguments, _taken(stage.tensors())) for stage, arguments in received]
+            found = [(arguments, taken(stage.tensors())) for stage, arguments in received]
         self.finalize()
         return found
 
@@ -252,8 +127,7 @@ def _apart(folder):
     member, config = _WithAdapters(folder), {"r": 4}
     sync = None
     if member.is_trainer:
-        settings = SyncSettings("auto", 5 * LIMIT, verify_syncs=-1)
-        sync = RolloutSync(member.model, member.meshes, layer_names(member.model), {}, settings)
+        sync = member.exporter(verify=-1)
     # A rollout rank that was restarted has no weights, unless vLLM reads them from the checkpoint.
     for seed, (restarts, load_format, has_base) in enumerate(
         [(False, "dummy", False), (False, "dummy", True), (True, "dummy", False), (True, "auto", True)]
@@ -269,9 +143,9 @@ def _apart(folder):
             continue
         apart = [{"peft_config": config, "base_sync_done": done} for done in (False, True)]
         assert [arguments for arguments, _ in stages] == (apart[1:] if has_base else apart), seed
-        _equal(stages[-1][1], _adapters_of(folder, seed))
+        check_equal(stages[-1][1], _adapters_of(folder, seed))
         if not has_base:
-            _equal(stages[0][1], member.slices())
+            check_equal(stages[0][1], member.parameters(member.index % TP))
 
     # The weights below the adapters change: the sync ends with a reason.
     member.connect()
@@ -285,6 +159,7 @@ def _apart(folder):
             received = member.engine.receive_weights()
             for stage, _ in received.stages(member.config(load_format="auto"), member.index % TP):
                 dict(stage.tensors())
+    member.meet()
 
 
 def test_checkpoint_engine_sends_the_base_once_and_adapters_in_every_sync(tmp_path):
@@ -293,13 +168,13 @@ def test_checkpoint_engine_sends_the_base_once_and_adapters_in_every_sync(tmp_pa
 
 
 def _raising():
-    yield "a", torch.ones(4000)
+    yield "a", torch.ones(40_000)
     raise ValueError("a fault that the test injected")
 
 
 def _faults(folder):
     member = Member(folder, SECONDS)
-    got, _ = member.sync()
+    member.sync()
 
     # A trainer's rank raises in the middle: the others raise its cause and no time-out, and the next sync works.
     member.connect()
@@ -309,32 +184,63 @@ def _faults(folder):
             # The other rank only takes part among the trainer's ranks, whose error is the trainer's own.
             raise WeightSyncError("a fault that the test injected")
         dict(member.receive())
-    got, _ = member.sync()
+    got = member.sync()
     if not member.is_trainer:
-        _equal(got, member.slices())
+        check_equal(got, member.parameters(member.index % TP))
+
+    # One raises in its second round, beside a rank that waits for it there: the others raise its cause soon.
+    def failing(name):
+        if member.rank == 1 and member.crossed:
+            member.facts.set("raised", str(time.monotonic()))
+            raise ValueError("a fault in a round")
+        return local(name)
+
+    member.connect()
+    with pytest.raises(WeightSyncError, match="trainer rank 1: .*ValueError: a fault in a round"), member.counting():
+        if member.is_trainer:
+            exporter = member.exporter()
+            local = exporter.values()
+            exporter.values = lambda *args: failing
+            member.send(exporter.weights())
+        taken(member.receive())
+    assert time.monotonic() - float(member.facts.get("raised")) < SECONDS / 4
+    got = member.sync()
+    if not member.is_trainer:
+        check_equal(got, member.parameters(member.index % TP))
 
     # A rank that never joins: waits time out.
     member.connect()
     started = time.monotonic()
     if member.is_trainer:
-        with pytest.raises(
-            WeightSyncError, match=r"no other rank published 'request 2' within|trainer rank 0: no other rank"
-        ):
-            member.send(member.weights())
+        with pytest.raises(WeightSyncError, match="rollout rank 0 did not publish its 'request' within 15 s"):
+            member.send(member.exporter().weights())
         assert time.monotonic() - started < SECONDS + 5
     elif member.rank == TRAINERS + 1:
-        with pytest.raises(WeightSyncError, match="no other rank published 'request 2'"):
+        with pytest.raises(WeightSyncError, match="rollout rank 0 did not publish its 'request'"):
             dict(member.receive())
     else:
         time.sleep(SECONDS + 2)
-    got, _ = member.sync()
+    got = member.sync()
+
+    # A rank hangs in the set-up of a new group: the others raise in time, and the next sync makes another group.
+    if member.rank == TRAINERS:
+        member.new_engine()
+    member.engine.timeout_seconds = 3.0
+    first = (lambda *args, **kwargs: threading.Event().wait()) if member.rank == TRAINERS else dist.all_to_all_single
+    did_not_end = pytest.raises(WeightSyncError, match="set-up, which did not end within 3 s")
+    with mock.patch.object(dist, "all_to_all_single", first), did_not_end:
+        member.connect()
+    member.engine.timeout_seconds = SECONDS
+    got = member.sync()
+    if not member.is_trainer:
+        check_equal(got, member.parameters(member.index % TP))
 
     # A rollout rank is killed in the middle of a sync.
     member.connect()
     started = time.monotonic()
     if member.is_trainer:
         with pytest.raises(WeightSyncError, match="rank"):
-            member.send(member.weights())
+            member.send(member.exporter().weights())
     else:
         received = iter(member.receive())
         next(received)

@@ -5,6 +5,7 @@ import pickle
 import threading
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ import torch.distributed as dist
 from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout import specs
-from epfsdp2.rollout.remote import buckets as filling
+from epfsdp2.rollout.remote import buckets, process_group, remote_sync
 from epfsdp2.rollout.remote import messages as published
-from epfsdp2.rollout.remote import process_group, remote_sync
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
-from epfsdp2.rollout.transport.exchange import PendingRound
+from epfsdp2.rollout.sent_tensors import SentModel
+from epfsdp2.rollout.sync import SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-from tests.support.rollout.peers import three_members
+from tests.support.rollout.remote.peers import three_members
 
 SECONDS = 3.0
 
@@ -98,12 +99,11 @@ def test_published_messages_are_received_unchanged(together):
     )
     heads = specs.Heads(4, 2, 8, "gemma4_text", layers=((2, 8, False), (1, 16, True)))
     dtypes = (("a", torch.bfloat16), ("b", torch.float32))
-    sharded = published.ShardedModel(tensors, dtypes, ("layers.0",), Topology.arrange(8, 2, 4), heads)
-    chunks = [filling.Chunk("a", torch.float32, (4, 2), 0, 16, 32)]
+    sharded = SentModel("gemma4", tensors, dtypes, ("layers.0",), Topology.arrange(8, 2, 4), heads)
     messages = {
-        "layout": published.TrainerLayout("auto", 2, "qwen3_moe", 1 << 20, sharded),
-        "request": published.WorkerRequest("sliced", specs.Rollout(2, 2, True), 3),
-        "chunks": tuple(chunks),
+        "layout": published.TrainerLayout(SyncSettings("auto", 1 << 20, 2), sharded, '{"r": 4}'),
+        "request": published.WorkerRequest("sliced", specs.Rollout(2, 2, True, block=128), 3),
+        "header": (("a", torch.float32, (4, 2)), ("b", torch.bfloat16, ())),
         "digest": "abc",
         "nothing": None,
     }
@@ -177,15 +177,16 @@ def test_sync_group_waits_on_the_host_for_rounds_and_buckets(together):
     first.timeout_seconds = 0.1
     heads = specs.Heads(4, 2, 8, "qwen3_moe")
     tensors = (specs.TensorSpec("model.norm.weight", (4,), 2, (ShardStep(0, "fsdp", 2),)),)
-    sharded = published.ShardedModel(tensors, (("model.norm.weight", torch.bfloat16),), (), Topology(2, 1, 2, 1), heads)
-    layout = published.TrainerLayout("auto", 0, "qwen3_moe", 1 << 20, sharded)
-    request = published.WorkerRequest("sliced", specs.Rollout(1), 0)
-    exchange = remote_sync._Endpoint(first)._plan(layout, [request])
-    with pytest.raises(WeightSyncError, match="took no part"):
-        exchange._wait(PendingRound(0, _LikeNccls(), None))
+    dtypes = (("model.norm.weight", torch.bfloat16),)
+    sharded = SentModel("qwen3_moe", tensors, dtypes, (), Topology(2, 1, 2, 1), heads)
+    layout = published.TrainerLayout(SyncSettings("auto", 1 << 20), sharded)
+    exchange = remote_sync.Endpoint(first)._plan(layout, specs.Rollout(1), [0])
+    never = mock.patch.object(dist, "all_to_all_single", lambda *args, **kwargs: _LikeNccls())
+    with never, pytest.raises(WeightSyncError, match="took no part"):
+        list(exchange.run(lambda name: torch.ones(2, dtype=torch.bfloat16)))
     first.broadcast = lambda bucket: _LikeNccls()
     with pytest.raises(WeightSyncError, match="took no part"):
-        remote_sync.Sender(first)._broadcast(iter({"a": torch.ones(4)}.items()), 8)
+        buckets.send_buckets(first, "bucket", iter({"a": torch.ones(4)}.items()), 8)
 
 
 def test_sync_group_of_nccl_when_constructed_sets_blocking_wait(monkeypatch):
@@ -219,4 +220,4 @@ def test_abort_on_error_reports_the_collectives_error_behind_torchs(together, tm
 
 def test_sync_group_refuses_other_devices():
     with pytest.raises(WeightSyncError, match="neither supports device xpu"):
-        SyncGroup(dist.HashStore(), 0, Members(1, ("one",)), "xpu", SECONDS)
+        SyncGroup(dist.HashStore(), 0, Members(1, 1), "xpu", SECONDS)

@@ -1,14 +1,17 @@
-"""Full tensors in bounded buckets, and the comparison of plans, among three members in threads."""
+"""Full tensors in buckets, and what members have to agree about, among three of them in threads."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from epfsdp2.rollout.remote import buckets as filling
-from epfsdp2.rollout.remote import messages, remote_sync
+from epfsdp2.rollout.layout.specs import Rollout
+from epfsdp2.rollout.remote.buckets import buckets_of
+from epfsdp2.rollout.remote.messages import TrainerLayout, WorkerRequest
+from epfsdp2.rollout.remote.remote_sync import Endpoint
+from epfsdp2.rollout.sync import SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-from tests.support.rollout.peers import three_members
+from tests.support.rollout.remote.peers import three_members
 
 LIMIT = 1000
 
@@ -31,15 +34,18 @@ def _tensors():
     }
 
 
-def test_sender_broadcasts_full_tensors_in_order_in_bounded_buckets(together):
+def test_full_tensors_are_broadcast_in_order_in_buckets_of_bounded_size(together):
     members, each = together
-    buckets = list(filling.buckets_of(_tensors().items(), LIMIT, torch.device("cpu")))
-    assert [bucket.numel() for _, bucket in buckets[:-1]] == [LIMIT] * (len(buckets) - 1) and len(buckets) == 4
+    buckets = list(buckets_of(_tensors().items(), LIMIT, torch.device("cpu")))
+    names = [["larger than a bucket", "none"], ["scalar", "odd", "transposed", "small"]]
+    assert [[name for name, *_ in header] for header, _ in buckets] == names
+    # A larger tensor has a bucket of its own; every tensor begins at a multiple of 16 bytes.
+    assert [bucket.numel() for _, bucket in buckets] == [37 * 19 * 4 + 4, 16 + 16 + 128 + 208]
 
     def part(group):
         if group.rank < 2:
-            return remote_sync.Sender(group).send(iter(_tensors().items()), LIMIT)
-        return list(remote_sync.Receiver(group).receive())
+            return Endpoint(group).send(iter(_tensors().items()), LIMIT)
+        return list(Endpoint(group).receive())
 
     for _ in range(2):
         first, second, got = each(part, members)
@@ -48,36 +54,58 @@ def test_sender_broadcasts_full_tensors_in_order_in_bounded_buckets(together):
         assert [name for name, _ in got] == list(wanted)
         for name, tensor in got:
             assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), name
-        assert first["weight_sync/sent_megabytes"] * 2**20 == sum(t.nbytes for t in wanted.values())
+        assert first["weight_sync/sent_megabytes"] * 2**20 == sum(bucket.numel() for _, bucket in buckets)
         assert second == {}
 
 
-class _Fixed(remote_sync._Endpoint):
+class _Fixed(Endpoint):
     """Makes a plan with the digest that it is given."""
 
     planned = 0
 
-    def _plan(self, layout, requests):
+    def _plan(self, layout, rollout, workers):
         self.planned += 1
         return SimpleNamespace(plan=SimpleNamespace(digest=lambda: self.digest))
 
 
 def test_endpoint_raises_on_a_differing_plan_and_caches_equal_ones(together):
     members, each = together
-    endpoints, layouts = (
-        [_Fixed(group) for group in members],
-        [messages.TrainerLayout("auto", 0, "a", n) for n in (1, 1, 2)],
-    )
+    endpoints = [_Fixed(group) for group in members]
+    layouts = [TrainerLayout(SyncSettings("auto", n)) for n in (1, 1, 2)]
+    requests = [WorkerRequest("sliced", Rollout(2), 0)]
     for endpoint, digest in zip(endpoints, "aab", strict=True):
         endpoint.digest = digest
 
     def part(endpoint, layout):
         endpoint.group.begin_sync()
         if endpoint.digest == "a":
-            return endpoint._exchange(layout, [])
+            return endpoint.exchange(layout, requests)
         with pytest.raises(WeightSyncError, match="this rank's plan is b, that of trainer rank 0 is a"):
-            endpoint._exchange(layout, [])
+            endpoint.exchange(layout, requests)
 
     for layout in layouts:
         each(lambda endpoint, layout=layout: part(endpoint, layout), endpoints)
     assert [endpoint.planned for endpoint in endpoints] == [2, 2, 2]
+
+
+def test_endpoint_plans_again_for_another_rollout_and_not_for_missing_weights(together):
+    (first, *_), _ = together
+    endpoint, layout = _Fixed(first), TrainerLayout(SyncSettings("auto", 1))
+    endpoint.digest = "a"
+    first.begin_sync()
+    for rollout, needs_base, planned in ((1, True, 1), (1, False, 1), (2, False, 2)):
+        endpoint.exchange(layout, [WorkerRequest("sliced", Rollout(rollout), 0, needs_base)])
+        assert endpoint.planned == planned
+
+
+OTHERS = [WorkerRequest("full", Rollout(2), 1), WorkerRequest("sliced", Rollout(2, block=128), 1)]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_rollout_ranks_that_differ_in_config_are_refused(together, other):
+    (first, *_), _ = together
+    first.gather = lambda *args: [WorkerRequest("sliced", Rollout(2), 0), other]
+    with pytest.raises(WeightSyncError, match="the rollout's ranks differ in config or release: sliced for Rollout"):
+        Endpoint(first).requests()
+    first.gather = lambda *args: [WorkerRequest("sliced", Rollout(2), 0), WorkerRequest("sliced", Rollout(2), 1, False)]
+    assert len(Endpoint(first).requests()) == 2

@@ -65,7 +65,7 @@ def test_store_entry_without_the_runs_signature_is_refused(written):
 
 
 def _join(store, token, rank, seconds=SECONDS):
-    return SyncGroup(SignedStore(store, token), rank, Members(1, ("one", "two")), "cpu", seconds)
+    return SyncGroup(SignedStore(store, token), rank, Members(1, 2), "cpu", seconds)
 
 
 def test_sync_group_of_members_with_the_token_excludes_a_stranger(monkeypatch):

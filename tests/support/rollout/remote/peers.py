@@ -11,7 +11,7 @@ from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 
 __all__ = ["three_members"]
 
-_MEMBERS = Members(2, ("one", "one", "two"))
+_MEMBERS = Members(2, 3)
 
 
 @contextmanager
@@ -23,4 +23,9 @@ def three_members(timeout_seconds: float) -> Iterator[tuple[list[SyncGroup], Cal
         def each(function: Callable, *arguments) -> list:
             return list(pool.map(function, *arguments))
 
-        yield each(lambda rank: SyncGroup(store, rank, _MEMBERS, "cpu", timeout_seconds), range(3)), each
+        members = each(lambda rank: SyncGroup(store, rank, _MEMBERS, "cpu", timeout_seconds), range(3))
+        try:
+            yield members, each
+        finally:
+            for member in members:
+                member.close()

@@ -1,0 +1,268 @@
+"""Waits of a process group's members: what ends them, how soon, and how many requests they cost the one store."""
+
+import multiprocessing
+import os
+import re
+import signal
+import statistics
+import threading
+import time
+from collections import Counter
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from epfsdp2.rollout.remote.process_group import Members, SyncGroup
+from epfsdp2.rollout.remote.signed_store import SignedStore, connect_store, new_token, serve_store
+from epfsdp2.rollout.transport.watched_sockets import CHECK_SECONDS, WeightSyncError, wait_for_work
+from tests.support import ranks  # noqa: F401 (what processes are forked from has imported torch)
+from tests.support.rollout.remote.peers import three_members
+
+SECONDS = 3.0
+MEMBERS = Members(2, 3)
+
+
+@pytest.fixture
+def together():
+    with three_members(SECONDS) as members:
+        yield members
+
+
+def _blocks(*args, **kwargs):
+    threading.Event().wait()
+
+
+def _is_killed(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _member(rank, port, token, first, errors):
+    """A process that joins the group; ``first`` is what its first collective does, instead."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if first is not None:
+        dist.all_to_all_single = first
+    started, error = time.monotonic(), None
+    try:
+        SyncGroup(SignedStore(connect_store("127.0.0.1", port, SECONDS), token), rank, MEMBERS, "cpu", SECONDS)
+    except WeightSyncError as raised:
+        error = str(raised)
+    seconds = time.monotonic() - started
+    errors.put((rank, error, seconds, [t.name for t in threading.enumerate() if t.name == "weight sync"]))
+
+
+@pytest.mark.parametrize(
+    ("case", "cause"),
+    [
+        ("is absent", "rollout rank 0 did not come to the group's set-up within 3 s: it was killed, raised or hangs"),
+        ("is killed", "another rank is gone: killed or unreachable|one was killed or hangs since then"),
+        ("hangs", "all members came to the group's set-up, which did not end within 3 s: one was killed or hangs"),
+    ],
+)
+def test_group_of_processes_of_which_one_does_not_end_its_set_up_raises_in_time_on_the_others(case, cause):
+    served, token, context = serve_store("127.0.0.1", SECONDS), new_token(), multiprocessing.get_context("forkserver")
+    errors, first = context.SimpleQueue(), {"is killed": _is_killed, "hangs": _blocks}
+    processes = [
+        context.Process(target=_member, args=(rank, served.port, token, first.get(case) if rank == 2 else None, errors))
+        for rank in range(2 if case == "is absent" else 3)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert not any(psutil.pid_exists(process.pid) for process in processes), "a thread that hangs keeps no process"
+    found = {}
+    while not errors.empty():
+        rank, error, seconds, threads = errors.get()
+        found[rank] = error
+        assert seconds < SECONDS + 3
+        # One that a native call returns to while the interpreter ends would abort the process.
+        assert not threads or case == "is killed" or rank == 2
+    assert {0, 1} <= found.keys()
+    for rank in (0, 1):
+        assert re.search(cause, found[rank] or "joined"), found
+
+
+def test_broadcast_group_to_which_a_member_never_comes_raises_on_the_others(together):
+    members, each = together
+    for member in members:
+        member.timeout_seconds = 0.5
+
+    def part(group):
+        if group.rank != 2:
+            return None
+        with pytest.raises(WeightSyncError) as caught, group.abort_on_error():
+            group.broadcast(torch.zeros(1))
+        return str(caught.value)
+
+    errors = each(part, members)
+    assert "trainer rank 0 did not come to the group's set-up within 0.5 s" in errors[2]
+    assert members[2].failed and members[2].process_group is None
+    with pytest.raises(WeightSyncError, match="trainer rank 0 did not come"), members[0].abort_on_error():
+        members[0].broadcast(torch.zeros(1))
+
+
+def test_broadcast_whose_set_up_blocks_for_ever_raises_in_time_and_closes_the_group(together):
+    (_, _, member), _ = together
+    member.timeout_seconds = 0.5
+    started = time.monotonic()
+    member._store.set("from trainer 0 has all", "null")
+    never_ends = mock.patch.multiple(dist, broadcast=_blocks), mock.patch.object(member, "_make_group")
+    raises = pytest.raises(WeightSyncError, match="trainer rank 0 did not come to the group's set-up within 0.5 s")
+    with never_ends[0], never_ends[1], raises, member.abort_on_error():
+        member.broadcast(torch.zeros(1))
+    assert time.monotonic() - started < SECONDS
+    assert member.failed and member.process_group is None
+
+
+class _Counted:
+    """A store that counts its requests."""
+
+    def __init__(self, store, requests):
+        self._store, self._requests = store, requests
+
+    def __getattr__(self, name):
+        self._requests[name] += 1
+        return getattr(self._store, name)
+
+
+def _count(group):
+    requests = Counter()
+    group._store = _Counted(group._store, requests)
+    group._blocking_store = _Counted(group._blocking_store, requests)
+    return requests
+
+
+class _Pending:
+    """Work that ends when it is told to."""
+
+    ended = None
+
+    def end(self):
+        self.ended = time.perf_counter()
+
+    def is_completed(self):
+        return self.ended is not None
+
+    def wait(self):
+        return True
+
+
+def test_waits_ask_the_store_some_times_a_second(together):
+    (first, second, _), _ = together
+    requests, waited = _count(first), 1.0
+    work = _Pending()
+    timer = threading.Timer(waited, work.end)
+    timer.start()
+    first.finish(work)
+    assert 1 <= requests.total() <= waited / CHECK_SECONDS, requests
+
+    requests.clear()
+    first.begin_sync(), second.begin_sync()
+    timer = threading.Timer(waited, second.publish, ("a", 1))
+    timer.start()
+    assert first.wait_for("a") == 1
+    assert requests["wait"] == 1 and requests.total() <= 3 + waited / CHECK_SECONDS, requests
+
+    requests.clear()
+    assert first.wait_for("a") == 1
+    assert requests == {"check": 1, "get": 1}, "what is there is not waited for"
+
+
+def test_end_of_work_and_of_a_wait_is_seen_within_two_milliseconds(together):
+    (first, second, _), _ = together
+    of_work, of_messages = [], []
+    for _ in range(60):
+        work = _Pending()
+        threading.Timer(0.03, work.end).start()
+        wait_for_work(work, SECONDS)
+        of_work.append(time.perf_counter() - work.ended)
+
+    for _ in range(60):
+        first.begin_sync(), second.begin_sync()
+        sent = []
+        timer = threading.Timer(0.03, lambda sent=sent: (second.publish("a", 1), sent.append(time.perf_counter())))
+        timer.start()
+        first.wait_for("a")
+        seen = time.perf_counter()
+        timer.join()
+        of_messages.append(seen - sent[0])
+    assert statistics.median(of_work) < 2e-3 and statistics.median(of_messages) < 2e-3
+
+
+def test_wait_on_a_failing_member_ends_soon_and_leaves_no_thread(together):
+    (first, second, _), _ = together
+    before = threading.enumerate()
+    first.begin_sync(), second.begin_sync()
+    with pytest.raises(WeightSyncError, match="a fault"), second.abort_on_error():
+        raise ValueError("a fault")
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="trainer rank 1: ValueError: a fault"), first.abort_on_error():
+        first.wait_for("a")
+    assert time.monotonic() - started < SECONDS / 2
+    until = time.monotonic() + SECONDS
+    while (left := set(threading.enumerate()) - set(before)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not left
+
+
+def _like(group, rank, members):
+    """A member of a larger group, with the same store."""
+    made = SyncGroup.__new__(SyncGroup)
+    made.__dict__ |= group.__dict__ | {"rank": rank, "members": members, "_published": [], "_groups": []}
+    return made
+
+
+@pytest.mark.parametrize("world", [8, 1024])
+def test_gather_costs_a_member_as_many_requests_for_any_number_of_members(together, world):
+    (first, *_), _ = together
+    members = Members(world // 2, world)
+    trainers = [_like(first, rank, members) for rank in (0, 1)]
+    rollouts = [_like(first, rank, members) for rank in members.rollouts]
+    for rollout in rollouts[1:]:
+        rollout.publish(f"request {rollout.rank}", ("wanted by", rollout.rank))
+    results, requests = {}, [_count(group) for group in (*trainers, rollouts[0])]
+
+    def part(group, message):
+        results[group.rank] = group.gather("request", message, members.rollouts)
+
+    threads = [threading.Thread(target=part, args=(group, None)) for group in trainers]
+    for thread in threads:
+        thread.start()
+    part(rollouts[0], ("wanted by", rollouts[0].rank))
+    for thread in threads:
+        thread.join()
+    wanted = [("wanted by", rank) for rank in members.rollouts]
+    assert [results[group.rank] for group in (*trainers, rollouts[0])] == [wanted] * 3
+    for each in requests[1:]:
+        del each["check"]  # while it waits
+        assert each.total() <= 3, each
+
+
+def test_gather_names_the_first_member_that_did_not_publish(together):
+    (first, *_), _ = together
+    members = Members(4, 8)
+    group = _like(first, 1, members)
+    group.timeout_seconds = 0.1
+    for rank in (4, 5, 7):
+        _like(first, rank, members).publish(f"request {rank}", rank)
+    with pytest.raises(WeightSyncError, match="rollout rank 2 did not publish its 'request' within 0.1 s"):
+        group.gather("request", None, members.rollouts)
+    _like(first, 6, members).publish("request 6", 6)
+    with pytest.raises(WeightSyncError, match="trainer rank 0 did not publish all 'request'"):
+        group.gather("request", None, members.rollouts)
+    group.close()
+
+
+def test_nccls_group_makes_its_communicator_in_the_thread_of_the_set_up(together):
+    """A backend whose first collective blocks for ever, as NCCL's does when a member never comes to it."""
+    (first, *_), _ = together
+    made = []
+
+    group = _like(first, 0, Members(1, 1))
+    group.timeout_seconds, group._make_group = 0.3, lambda *args: made.append(threading.current_thread()) or mock.Mock()
+    with pytest.raises(WeightSyncError, match="all members came to the group's set-up, which did not end within 0.3 s"):
+        group._set_up("another", range(1), _blocks)
+    assert made[0] is not threading.main_thread() and made[0].daemon and made[0].is_alive()

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..engine.quantise.schemes import scheme_of
 from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Topology
 from .layout.specs import Heads, Rollout, TargetSlice, TensorSpec
 from .plan.routes import Member
 from .plan.transfer_plan import Targets, TransferPlan, make_transfer_plan
-from .quantise.schemes import scheme_of
 from .servers import is_quantised, planned_layouts, slices_of_scales, target_slices
 from .transport.exchange import Exchange
 

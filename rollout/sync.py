@@ -17,6 +17,7 @@ from ..engine.lora.adapters import A, B, lora_of
 from ..engine.lora.merge import AdapterUse, LocalValues, adapter_weights, local_values, weights
 from ..engine.lora.rollout_names import RolloutNames
 from ..engine.model import hf_names
+from ..engine.quantise.schemes import scheme_of
 from ..engine.topology.dtensor import local_tensor, persistent_buffers, shard_steps
 from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Meshes
@@ -26,8 +27,7 @@ from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .layout.trainer_tensors import sharded_tensor_specs
 from .plan.routes import Member
 from .plan.transfer_plan import ROUND_BUFFERS, Targets, TransferPlan, make_transfer_plan, round_bytes
-from .quantise.schemes import scheme_of
-from .quantise.shards import QuantisedShards
+from .quantised_shards import QuantisedShards
 from .sent_base import SentBase
 from .sent_tensors import SCALES, SentModel
 from .servers import choose_mode, is_quantised, quantisation_settings, rollout_of, server_named

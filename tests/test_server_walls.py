@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 
 from epfsdp2.rollout import servers
@@ -69,3 +71,13 @@ def test_third_server_is_an_object_that_all_else_asks(monkeypatch):
     tensors = [TensorSpec("model.layers.0.mlp.experts.down_proj", (4, 8, 16), 2)]
     planned = servers.planned_layouts(tensors, rollout, Heads(4, 2, 8, "qwen3_moe"))
     assert [layout["model.layers.0.moe.experts.w2_weight"] for layout in planned] == ["[4, 8, 8] from 0"] * 2
+
+
+def test_checkpoint_engine_is_registered_by_the_module_that_configs_name():
+    code = (
+        "import epfsdp2.rollout.checkpoint_backend\n"
+        "from verl.checkpoint_engine import CheckpointEngineRegistry\n"
+        "print(CheckpointEngineRegistry.get('epfsdp2_p2p').__module__)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.stdout.split()[-1:] == ["epfsdp2.rollout.remote.checkpoint_engine"], found.stderr[-2000:]

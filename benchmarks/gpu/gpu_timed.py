@@ -35,9 +35,9 @@ from epfsdp2.engine.packing.sequences import PackedSequences
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.planner.memory import Batch, peak
 from epfsdp2.engine.planner.model_sizes import ModelSizes
+from epfsdp2.engine.quantise import blocks
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
-from epfsdp2.rollout.quantise import blocks
 from tests.support.models.tiny import relative_error
 
 __all__ = ["head", "quantise", "speeds", "step"]

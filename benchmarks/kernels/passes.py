@@ -15,9 +15,9 @@ from benchmarks.kernels.kernel_compile import on_gpu
 from benchmarks.kernels.kernel_model import GPUS, Launch
 from epfsdp2.engine.head import triton_tiles
 from epfsdp2.engine.head.log_probs import tile_sizes
+from epfsdp2.engine.quantise import triton_blocks
+from epfsdp2.engine.quantise.blocks import FP8
 from epfsdp2.rollout.layout.rollout_config import BLOCK
-from epfsdp2.rollout.quantise import triton_blocks
-from epfsdp2.rollout.quantise.blocks import FP8
 
 __all__ = ["fp8", "head"]
 

@@ -3,7 +3,7 @@
     python -m benchmarks.weights.quantising [--repeats 9]
 
 The weights of one layer of a Qwen3-30B-A3B, experts of one rank of eight, in float32. Casting and quantising take
-turns: largest values of all blocks, then values in FP8, as ``rollout/quantise/shards.py`` calls them. It writes
+turns: largest values of all blocks, then values in FP8, as ``rollout/quantised_shards.py`` calls them. It writes
 ``benchmarks/results/quantising.json`` and ``quantising.md``.
 """
 
@@ -19,8 +19,8 @@ from benchmarks.kernels import passes
 from benchmarks.kernels.kernel_model import GPUS
 from benchmarks.machine import machine
 from benchmarks.tables import rows_of, write_table
+from epfsdp2.engine.quantise.blocks import FP8, block_maxima, quantise, scales_of
 from epfsdp2.rollout.layout.rollout_config import BLOCK
-from epfsdp2.rollout.quantise.blocks import FP8, block_maxima, quantise, scales_of
 
 SHAPES = {
     "experts, gate_up_proj": (16, 1536, 2048),
@@ -68,7 +68,7 @@ def main() -> int:
         [cells(row) for row in rows],
         [
             "",
-            "On a GPU with FP8 instructions the kernels of `rollout/quantise/triton_blocks.py` do it "
+            "On a GPU with FP8 instructions the kernels of `engine/quantise/triton_blocks.py` do it "
             f"([measured](gpu.md)). **Compiled** by Triton {triton.__version__} for experts of the first row; a cast "
             "of float32 moves 6 bytes:",
             "",

@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from benchmarks.machine import machine
 from benchmarks.tables import RESULTS, section_of
+from epfsdp2.engine.cleanup import held_by, remove_unused
 from epfsdp2.recipes.quickstart.commands import sglang_environment
-from epfsdp2.rollout.cleanup import held_by, remove_unused
 from tests.support.ranks import run_ranks
 
 __all__ = ["main", "section"]

@@ -16,7 +16,6 @@ from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.model import get_hf_auto_model_class
 from verl.workers.config.optimizer import build_optimizer
 
-from ...rollout.remote.delta_shards import ShardExport
 from ...rollout.sync import RolloutSync, SyncSettings
 from ..checkpoint.safetensors_reader import CheckpointFiles, check_files, local_checkpoint, open_checkpoint
 from ..declared.derived import param_dtype
@@ -45,6 +44,7 @@ from ..settings.values import DTYPES, attention_of
 from ..topology.dtensor import is_adapter
 from ..topology.mesh import Meshes
 from ..topology.rank_consistency import check_agreement, model_facts, raise_on_all_ranks, without_paths
+from .delta_shards import ShardExport
 from .rounded_weights import compute_as_rollout
 from .step_features import PlannedMemory, RouterTerms, StepFeature, SyncMetrics, VisionTowers
 

@@ -15,13 +15,13 @@ from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from ...rollout import servers
-from ...rollout.remote.delta_shards import ExpertsSpec, experts_entry
 from ..build import shard_and_load
 from ..checkpoint.saves import CheckpointSaver
 from ..declared.derived import sharding_options
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from .building import BuildsModel
 from .checkpoints import WritesCheckpoints
+from .delta_shards import ExpertsSpec, experts_entry
 from .modes import EvalMode, TrainMode
 from .shims import distillation_shim, separation_shim
 from .step_features import StepFeature

@@ -5,10 +5,10 @@ from typing import Any, Literal
 from ...rollout.layout.rollout_config import BLOCK
 from ...rollout.layout.slices import is_experts
 from ...rollout.layout.specs import Channels
-from ...rollout.quantise.schemes import scheme_of
 from ...rollout.servers import is_quantised, server_named
 from ..errors import SettingError
 from ..fsdp.after_gather import after_gather
+from ..quantise.schemes import scheme_of
 
 __all__ = ["compute_as_rollout"]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ...rollout.cleanup import report_leftovers
 from ...rollout.layout.specs import Heads, SyncMode, TensorSpec
 from ...rollout.layout.trainer_tensors import tensor_specs_of
 from ...rollout.plan.transfer_plan import (
@@ -20,6 +19,7 @@ from ...rollout.plan.transfer_plan import (
 )
 from ...rollout.sent_tensors import slices_of_workers, with_scales
 from ...rollout.servers import BACKEND, SERVERS, choose_mode, server_of
+from ..cleanup import report_leftovers
 from ..declared.derived import sharding_options
 from ..errors import SettingError
 from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding

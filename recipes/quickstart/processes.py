@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from ...rollout.cleanup import held_by, present, remove_unused
+from ...engine.cleanup import held_by, present, remove_unused
 
 __all__ = ["Interrupted", "ProcessTree"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from epfsdp2.engine.checkpoint.atomic_folder import verify_files
+from epfsdp2.engine.cleanup import present, remove_unused
 from epfsdp2.recipes.resilient.saving.checkpoints import latest
-from epfsdp2.rollout.cleanup import present, remove_unused
 from tests.e2e.failures.resilient_runs import check_equal_from, command, environment
 from tests.e2e.runs import leftovers, running, unused
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from epfsdp2.engine.integration.delta_shards import ShardExport
 from epfsdp2.engine.lora import merge
 from epfsdp2.engine.lora.adapters import B
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import is_adapter, local_tensor
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.remote.delta_shards import ShardExport
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from tests.support.engine.lora import stirred
 from tests.support.engine.lora_runs import sharded_with_adapters

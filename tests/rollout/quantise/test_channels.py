@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 
+from epfsdp2.engine.quantise.channels import CHANNEL_DTYPES, quantise_rows, row_scales
+from epfsdp2.engine.quantise.schemes import Channels
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
-from epfsdp2.rollout.quantise.channels import CHANNEL_DTYPES, quantise_rows, row_scales
-from epfsdp2.rollout.quantise.schemes import Channels
 from epfsdp2.rollout.servers import planned_layout
 from tests.support.models.quantised import SIZES, compressed
 from tests.support.models.tiny import save_qwen3_moe

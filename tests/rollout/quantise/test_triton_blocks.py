@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from epfsdp2.rollout.quantise import blocks
+from epfsdp2.engine.quantise import blocks
 from tests.support.moe.interpreter import compiled_passes, drawn, interpreted_kernels
 from tests.support.rollout.sent_slices import bits
 
@@ -15,7 +15,7 @@ BLOCK = 16  # of 128 the interpreter takes a minute
 
 @pytest.fixture(scope="module")
 def kernels():
-    with interpreted_kernels("epfsdp2.rollout.quantise.triton_blocks") as found:
+    with interpreted_kernels("epfsdp2.engine.quantise.triton_blocks") as found:
         yield found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from epfsdp2.rollout.cleanup import held_by, remove_unused
+from epfsdp2.engine.cleanup import held_by, remove_unused
 from tests.support.rollout.verify import digest
 
 _DIGESTS = "EPFSDP2_TEST_DIGESTS"

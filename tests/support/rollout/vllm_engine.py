@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from epfsdp2.engine.cleanup import held_by, remove_unused
 from epfsdp2.engine.compat import versions
-from epfsdp2.rollout.cleanup import held_by, remove_unused
 from epfsdp2.rollout.transport.report import TransferStats
 from epfsdp2.rollout.vllm import names
 from tests.support.rollout import verify

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...engine.lora.merge import LocalValues
-from ...engine.topology.dtensor import local_ranges
-from ...engine.topology.index_ranges import IndexRange, slices_in_shard
-from .schemes import Scheme
+from ..engine.lora.merge import LocalValues
+from ..engine.quantise.schemes import Scheme
+from ..engine.topology.dtensor import local_ranges
+from ..engine.topology.index_ranges import IndexRange, slices_in_shard
 
 __all__ = ["QuantisedShards"]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from verl.workers.engine.spec import derive_dtensor_placement
 from verl.workers.engine.utils import _hf_entry_identity, hf_delta_export, prime_delta_snapshots
 
-from epfsdp2.rollout.remote.delta_shards import ExpertsSpec, ShardExport, experts_entry
+from epfsdp2.engine.integration.delta_shards import ExpertsSpec, ShardExport, experts_entry
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.published import stored_values
 from tests.support.models.tiny import save_glm4_moe, save_qwen3_moe

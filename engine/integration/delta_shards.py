@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_indices
 
-from ...engine.lora.merge import local_values
-from ...engine.model import hf_names
-from ...engine.topology.dtensor import checkpoint_tensors, is_adapter, local_range, shard_steps
-from ...engine.topology.mesh import Meshes
+from ..lora.merge import local_values
+from ..model import hf_names
+from ..topology.dtensor import checkpoint_tensors, is_adapter, local_range, shard_steps
+from ..topology.mesh import Meshes
 
 __all__ = ["ExpertsSpec", "ShardExport", "experts_entry"]
 

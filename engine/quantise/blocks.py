@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch.nn.functional import pad
 
-from ...engine.topology.index_ranges import IndexRange
+from ..topology.index_ranges import IndexRange
 
 __all__ = ["FP8", "LEAST", "block_maxima", "blocks_of", "dequantise", "quantise", "round_in_place", "scales_of"]
 

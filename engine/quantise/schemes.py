@@ -1,14 +1,16 @@
 """How the elements of a weight share scales: by blocks, or by rows."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
-from ...engine.topology.index_ranges import IndexRange
-from ..layout.specs import Channels as Kind
+from ..topology.index_ranges import IndexRange
 from .blocks import FP8, block_maxima, blocks_of, quantise, round_in_place, scales_of
 from .channels import CHANNEL_DTYPES, quantise_rows, round_rows_in_place, row_maxima, row_scales
+
+Kind = Literal["", "fp8", "int8"]
+"""What weights with one scale for each row, an output channel, are held in."""
 
 __all__ = ["Blocks", "Channels", "Scheme", "scheme_of"]
 

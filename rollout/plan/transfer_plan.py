@@ -110,7 +110,7 @@ class Share:
         return (*shape[:d], len(range(self.part, shape[d], self.parts)), *shape[d + 1 :])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Round:
     """What a round sends.
 
@@ -128,6 +128,12 @@ class Round:
         run = math.gcd(*(share.run[0] for share in self.long)) or ALIGNMENT
         # Short tensors are padded to it.
         return run if not self.short else max(d for d in range(1, min(run, 4096) + 1) if run % d == 0)
+
+    @cached_property
+    def specs(self) -> dict[int, TensorSpec]:
+        """The tensors that it sends, by their numbers in the group, in an order that all ranks share."""
+        bundles = [*(share.bundle for share in self.long), *self.short]
+        return {i: bundle.specs[i] for bundle in bundles for i in bundle.tensors}
 
     @property
     def alignment(self) -> int:

@@ -187,7 +187,7 @@ def _round_by_round(folder):
     expected = [
         [
             (exchange.plan.layers[layer][0], arrival.part, arrival.parts)
-            for arrival in exchange._routes[template, number].arrivals
+            for arrival in exchange._routes[exchange.plan.templates[template].rounds[number]].arrivals
         ]
         for layer, (_, template) in enumerate(exchange.plan.layers)
         for number in range(len(exchange.plan.templates[template].rounds))

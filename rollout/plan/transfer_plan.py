@@ -344,7 +344,8 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
     load, run = nothing, 0
     # What is sent whole can't be divided, and has positions of its elements beside it.
     whole = [bundle for bundle in bundles if bundle.is_short and nothing.plus_short(bundle).most <= limit // 16]
-    for bundle in (b for b in bundles if b not in whole):
+    # From long runs to short ones, so that few bundles shorten the run of the one before.
+    for bundle in sorted((b for b in bundles if b not in whole), key=lambda b: -b.run[0]):
         parts = _parts(bundle, nothing, limit, must_fit)
         own = Share(bundle, 0, parts).run[0]
         for part in range(parts):

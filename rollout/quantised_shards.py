@@ -31,9 +31,6 @@ class QuantisedShards:
         limit: bytes of the scales that are reduced in one all-reduce; those of one weight may have more.
         wait: waits for a collective; raises where another rank has left the sync.
 
-    Attributes:
-        nbytes: of all scales.
-        scales: by name, of the weights that were asked for and some after them.
     """
 
     def __init__(
@@ -50,7 +47,6 @@ class QuantisedShards:
         self._last: tuple[str, torch.Tensor] | None = None  # a tensor that is sent in parts is needed several times
         # Shapes of the scales that are not known yet.
         self._missing = {n: torch.Size(scheme.sharing(IndexRange.of(w.shape)).shape) for n, w in weights.items()}
-        self.nbytes = sum(4 * shape.numel() for shape in self._missing.values())
         self._limit = limit
         self.scales: dict[str, torch.Tensor] = {}
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine.lora.adapters import A, B, lora_of
+from ..engine.lora.frozen_base import SentBase
 from ..engine.lora.merge import AdapterUse, LocalValues, adapter_weights, local_values, weights
 from ..engine.lora.rollout_names import RolloutNames
 from ..engine.model import hf_names
@@ -28,7 +29,6 @@ from .layout.trainer_tensors import sharded_tensor_specs
 from .plan.routes import Member
 from .plan.transfer_plan import ROUND_BUFFERS, Targets, TransferPlan, make_transfer_plan, round_bytes
 from .quantised_shards import QuantisedShards
-from .sent_base import SentBase
 from .sent_tensors import SCALES, SentModel
 from .servers import choose_mode, is_quantised, quantisation_settings, rollout_of, server_named
 from .transport.checksums import has_checksums
@@ -374,7 +374,7 @@ class RolloutWeights:
             return self.sync.missing_bytes(self.mode == "adapters")
         plan, kind = self._exchange.plan, self._exchange.member.kind
         assert kind is not None
-        return int(plan.needed[kind]) - plan.kept(self.sync.meshes.fsdp_rank, kind)
+        return int(plan.needed[kind] - plan.sent[self.sync.meshes.fsdp_rank, kind])
 
     def report(self, transfer: TransferStats) -> SyncReport:
         """Make this sync's report and keep it as ``RolloutSync.last_report``."""

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..errors import listed
 from ..topology.dtensor import checkpoint_tensors, is_adapter, local_pieces, shard_steps
 from ..topology.index_ranges import IndexRange
 from .adapters import lora_of
 
-__all__ = ["base_checksums", "base_tensors", "checksum", "difference"]
+__all__ = ["BaseChangedError", "SentBase", "base_checksums", "base_tensors", "checksum", "difference"]
 
 _CHUNK = 1 << 22  # elements whose checksum is computed at a time
 _MULTIPLIER = -7046029254386353131  # odd, with bits in all places; as int64
@@ -95,3 +96,46 @@ def _sum_of(values: torch.Tensor, held: IndexRange, shape: torch.Size) -> torch.
         places = outer.view(-1, *(1 for _ in range(values.dim() - 1))) * strides[0] + inner
         total = total + (bits * (((places + 1) * _MULTIPLIER) | 1)).sum()
     return total
+
+
+class BaseChangedError(RuntimeError):
+    """The weights that a rollout was sent once, below its adapters, are others in the trainer now."""
+
+
+class SentBase:
+    """The frozen weights as the rollout has them, by their checksums.
+
+    Args:
+        model: sharded, with adapters.
+    """
+
+    def __init__(self, model: Any):
+        self._model = model
+        self._sent: dict[str, list[Any]] | None = None
+        self._may_differ = False
+
+    def record(self) -> None:
+        """Remember the weights that are about to be sent; collective."""
+        self._sent, self._may_differ = base_checksums(self._model), False
+
+    def loaded(self) -> None:
+        """Note that a checkpoint was loaded, which may have had other weights."""
+        self._may_differ = True
+
+    def check(self, wanted: bool) -> None:
+        """Compare the weights with those that were sent, where that is wanted or a checkpoint was loaded; collective.
+
+        Raises:
+            BaseChangedError: they differ.
+        """
+        if self._sent is None:  # vLLM has read them from the model's checkpoint
+            self.record()
+        if not wanted and not self._may_differ:
+            return
+        changed = difference(self._sent or {}, base_checksums(self._model))
+        if changed:
+            raise BaseChangedError(
+                f"the frozen weights have changed after they were sent to the rollout: {listed(changed)}. It is sent "
+                "adapters alone; actor_rollout_ref.model.lora.merge=True sends the weights in every sync."
+            )
+        self._may_differ = False

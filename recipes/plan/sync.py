@@ -28,12 +28,13 @@ from ...engine.topology.mesh import Topology
 from ...rollout.layout.rollout_config import BLOCK
 from ...rollout.layout.slices import whole_slice
 from ...rollout.layout.specs import SYNC_MODES, Heads, Rollout, SyncMode, TensorSpec
+from ...rollout.plan.senders import Ints
 from ...rollout.plan.transfer_plan import Targets, TransferPlan, make_transfer_plan, round_bytes
 from ...rollout.sent_tensors import SCALES, slices_of_workers, with_scales
 from ...rollout.servers import DEFAULT
 from .cards import MODEL_HELP, config_of
 
-__all__ = ["main", "parse"]
+__all__ = ["from_other_nodes", "main", "parse"]
 
 _GB = 1e9
 _MEGABYTE = 1 << 20
@@ -173,7 +174,7 @@ def _row(
     needed, kept = plan.needed[kinds], np.zeros(len(kinds), dtype=np.int64)
     if not separate:
         kept = plan.sent[np.arange(topology.world) % topology.fsdp, kinds]
-    amounts = [int(each.max()) for each in (needed, kept, needed - kept, plan.between_nodes(*nodes))]
+    amounts = [int(each.max()) for each in (needed, kept, needed - kept, from_other_nodes(plan, *nodes))]
     rounds, loaded = sum(1 for _ in plan.rounds), _loaded(mode, plan, model)
     wire = (amounts[3] or amounts[2]) / _GB / options.bandwidth
     host = rounds * _ROUND_SECONDS + loaded * (_TENSOR_SECONDS + _LOAD_SECONDS)
@@ -184,6 +185,20 @@ def _row(
         f"{wire:.2f}",
         f"{host:.2f}",
     ], f"{mode} is bound by {bound}: {wire:.2f} s of wire, {host:.2f} s of host."
+
+
+def from_other_nodes(plan: TransferPlan, sources: Ints, targets: Ints) -> Ints:
+    """Return the bytes that each worker receives from other nodes.
+
+    Args:
+        sources, targets: the node of each trainer rank and of each worker.
+    """
+    ranks, kinds, replicas = plan.topology.fsdp, list(plan.targets.kinds), np.array(plan.targets.replicas)
+    nodes = int(max(sources.max(), targets.max())) + 1
+    on_node = np.zeros((plan.topology.world // ranks, nodes, plan.sent.shape[1]), dtype=np.int64)
+    for replica, of_replica in enumerate(sources.reshape(-1, ranks)):
+        np.add.at(on_node[replica], of_replica, plan.sent)
+    return plan.needed[kinds] - on_node[replicas, targets, kinds]
 
 
 def _loaded(mode: SyncMode, plan: TransferPlan, model: Any) -> int:

@@ -230,7 +230,9 @@ def _sent_rows(
     if share.parts > 1:
         inside = (*[slice(None)] * d, slice(int(kept[0]), int(kept[-1]) + 1, share.parts))
         kept, shard = np.arange(len(kept)), (*shard[:d], len(kept), *shard[d + 1 :])
-    rows = _positions(low - origin, high - origin, shard, dim, row, unit // itemsize, share, kept)
+    rows = _positions(
+        low - origin, high - origin, shard, dim, row, unit // itemsize, (d, kept) if share.parts > 1 else None
+    )
     return inside, rows, math.prod(shard) * itemsize
 
 
@@ -240,7 +242,8 @@ def _received_rows(share: Share, region: Region, unit: int) -> Iterator[tuple[in
     length, shape = unit // share.bundle.specs[region.tensor].itemsize, share.part_of(region.shape)
     for rank, _, low, high in _shared(held, region):
         kept, to = _of_part(share, region, low, high)[1], region.at - region.low
-        yield rank, _positions(low + to, high + to, shape, dim, row, length, share, kept)
+        divided = (share.bundle.part_dim, kept) if share.parts > 1 else None
+        yield rank, _positions(low + to, high + to, shape, dim, row, length, divided)
 
 
 def _shared(held: Senders, region: Region) -> Iterator[tuple[int, int, Ints, Ints]]:
@@ -266,8 +269,7 @@ def _positions(
     dim: int,
     row: int,
     length: int,
-    share: Share | None = None,
-    kept: Ints = _NONE,
+    divided: tuple[int, Ints] | None = None,
 ) -> Ints:
     """Return the positions of a box's runs of ``length`` elements in contiguous memory, in the order of its rows.
 
@@ -275,12 +277,12 @@ def _positions(
         low, high: the box, in the memory's dims.
         shape: of the memory.
         dim, row: the dim that runs are cut from, and the elements of its rows.
-        share, kept: where it is one of several parts, the indices along the dim that these divide.
+        divided: a dim of which only these indices are in a share.
     """
     strides, found = np.cumprod((1, *reversed(shape[1:])))[::-1], np.zeros(1, dtype=np.int64)
     for d in range(dim):
-        is_divided = share is not None and share.parts > 1 and d == share.bundle.part_dim
-        found = (found[:, None] + (kept if is_divided else np.arange(low[d], high[d])) * strides[d]).reshape(-1)
+        indices = divided[1] if divided is not None and divided[0] == d else np.arange(low[d], high[d])
+        found = (found[:, None] + indices * strides[d]).reshape(-1)
     return (found[:, None] + np.arange(low[dim] * row, high[dim] * row, length)).reshape(-1) // length
 
 

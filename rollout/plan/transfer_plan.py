@@ -206,23 +206,6 @@ class TransferPlan:
         """Bytes that a worker of each kind needs, ``[kinds]``."""
         return self.sent.sum(axis=0)
 
-    def kept(self, rank: int, kind: int) -> int:
-        """Bytes of what a worker of this kind needs that the rank with this number in its replica has itself."""
-        return int(self.sent[rank, kind])
-
-    def between_nodes(self, sources: Ints, targets: Ints) -> Ints:
-        """Return the bytes that each worker receives from other nodes.
-
-        Args:
-            sources, targets: the node of each trainer rank and of each worker.
-        """
-        ranks, kinds, replicas = self.topology.fsdp, list(self.targets.kinds), np.array(self.targets.replicas)
-        nodes = int(max(sources.max(), targets.max())) + 1
-        on_node = np.zeros((self.topology.world // ranks, nodes, self.sent.shape[1]), dtype=np.int64)
-        for replica, of_replica in enumerate(sources.reshape(-1, ranks)):
-            np.add.at(on_node[replica], of_replica, self.sent)
-        return self.needed[kinds] - on_node[replicas, targets, kinds]
-
     def digest(self) -> str:
         """Return a hash that two ranks share exactly when they plan from the same facts, and so the same rounds."""
         facts = [

@@ -33,7 +33,6 @@ ROOMS = (
     "rollout",
     "rollout/remote",
     "rollout/sync.py",
-    "rollout/sent_base.py",
     "rollout/sent_tensors.py",
     "rollout/quantised_shards.py",
     "rollout/servers.py",

@@ -7,6 +7,7 @@ from torch.func import functional_call
 
 from epfsdp2.engine.integration.delta_shards import ShardExport
 from epfsdp2.engine.lora.adapters import A, B
+from epfsdp2.engine.lora.frozen_base import BaseChangedError
 from epfsdp2.engine.lora.peft_files import ADAPTER
 from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.layers import layer_names
@@ -14,7 +15,6 @@ from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import is_adapter, local_range
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.sent_base import BaseChangedError
 from epfsdp2.rollout.servers import target_slices
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from tests.support.engine.lora import SETTINGS, adapters_of, stirred

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from epfsdp2.engine.topology.index_ranges import IndexRange, ShardStep
 from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.recipes.plan.sync import from_other_nodes
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.plan.transfer_plan import RoundTooSmallError, Targets, make_transfer_plan
 from epfsdp2.rollout.servers import target_slices
@@ -134,9 +135,9 @@ def _figures(model, topology, rollout, node=8, workers=0):
     shift = topology.world if workers else 0
     nodes = np.arange(topology.world) // node, (np.arange(len(targets.kinds)) + shift) // node
     needed = plan.needed[list(targets.kinds)]
-    kept = 0 if workers else [plan.kept(rank % topology.fsdp, kind) for rank, kind in enumerate(targets.kinds)]
+    kept = 0 if workers else [plan.sent[rank % topology.fsdp, kind] for rank, kind in enumerate(targets.kinds)]
     received = needed - kept
-    return plan, [amount.max() / GIGA for amount in (needed, received, plan.between_nodes(*nodes))]
+    return plan, [amount.max() / GIGA for amount in (needed, received, from_other_nodes(plan, *nodes))]
 
 
 @pytest.mark.parametrize(

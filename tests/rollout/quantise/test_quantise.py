@@ -86,7 +86,6 @@ def test_quantise_reduces_scales_within_the_limit_and_of_one_weight_at_least():
     found = []
     for limit, reductions in ((0, 4), (40, 3), (1 << 20, 1)):
         shards = QuantisedShards(weights, lambda name, tensor: tensor, Blocks(BLOCK), "cpu", limit)
-        assert shards.nbytes == 12 * 10
         with mock.patch.object(dist, "all_reduce") as reduced:
             found.append({name: (bits(shards(name, weight)), shards.scales[name]) for name, weight in weights.items()})
         assert reduced.call_count == reductions, limit

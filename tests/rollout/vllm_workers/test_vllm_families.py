@@ -51,7 +51,7 @@ def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> No
         needed = sum(part.block.numel * t.itemsize for t, part in kept if part.form != "zeros")
         assert exchange.plan.needed[rank] == needed
         # What is short comes whole.
-        assert needed - exchange.plan.kept(rank, rank) <= exchange.traffic.received < 1.1 * needed + (1 << 17)
+        assert needed - exchange.plan.sent[rank, rank] <= exchange.traffic.received < 1.1 * needed + (1 << 17)
 
 
 def _layouts(config, rollout):

@@ -36,7 +36,7 @@ def test_plan_sync_prints_the_bytes_of_each_mode(qwen3_30b, capsys):
     assert rows["full"][:4] == ["61.06", "3.82", "57.25", "30.53"]
     assert rows.keys() == {"full", "sliced"}
     assert rows["sliced"][:4] == ["7.68", "3.77", "4.05", "3.99"]
-    assert rows["sliced"][5] == "387" and rows["sliced"][7] == "0.09"
+    assert rows["sliced"][5] == "435" and rows["sliced"][7] == "0.09"
     assert "full is bound by the network: 0.68 s of wire" in text
 
 
@@ -68,7 +68,7 @@ def test_plan_sync_of_a_standalone_rollout_has_nothing_of_its_own(qwen3_30b, cap
 def test_plan_sync_of_kimi_k2_on_1024_ranks_says_what_bounds_it(capsys):
     assert main(["--model", "Kimi-K2", "--world", "1024", "--ep", "64", "--rollout-tp", "16"]) == 0
     text = capsys.readouterr().out
-    assert _rows(text)["sliced"][:6] == ["130.34", "0.72", "130.30", "130.01", "364", "1033"]
+    assert _rows(text)["sliced"][:6] == ["130.34", "0.72", "130.30", "130.01", "425", "1093"]
     assert "sliced is bound by the network: 2.89 s of wire" in text
 
 

@@ -3,7 +3,7 @@
 Each rank writes some of the files and holds one tensor of the model in memory at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -40,7 +40,7 @@ class _StoredTensor:
     shape: tuple[int, ...]
     stored: torch.dtype
     dtype: torch.dtype
-    pieces: list[tuple[tuple[int, ...], Callable[[], SafetensorsFile]]]
+    pieces: Sequence[tuple[tuple[int, ...], Callable[[], SafetensorsFile]]]
     """Offset of each shard, and what opens its file, once for all tensors."""
     adapter: "_Adapter | None" = None
     elsewhere: Callable[[str], torch.Tensor] | None = None

@@ -6,7 +6,7 @@ n-th index along one dim.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -182,7 +182,7 @@ def _contiguous(
     """
     has_elements = (held.high > held.low).all(axis=2)
     low, high, before = (a[has_elements] for a in (held.low, held.high, held.low - held.origin))
-    shards = held.shard[has_elements.any(axis=1)]
+    shards = held.shard[np.any(has_elements, axis=1)]
     row = 1
     for d in reversed(range(len(shape))):
         cuts = [low[:, d], high[:, d], before[:, d], *([r.low[d], r.high[d], r.at[d]] for r in regions)]
@@ -202,14 +202,14 @@ def bundles_of(
     specs: Sequence[TensorSpec],
     senders: Sequence[Senders],
     slices: Sequence[Sequence[Sequence[TargetSlice]]],
-    may_split: Callable[[int], bool],
+    may_split: Sequence[bool],
     by_rows: bool,
 ) -> list[Bundle]:
     """Find the bundles of a group of tensors, in the order of their first tensors.
 
     Args:
         slices: by kind of worker and tensor, what it keeps.
-        may_split: tells whether a tensor may be sent in parts.
+        may_split: whether a tensor may be sent in parts.
         by_rows: see ``Bundle``.
     """
     first_of: dict[str, int] = {}
@@ -224,7 +224,7 @@ def bundles_of(
         tensors = tuple(i for i, other in enumerate(bundle) if other == number)
         by_kind = tuple(_parameters(specs, tensors, by_tensor) for by_tensor in slices)
         if any(by_kind):
-            found.append(Bundle(tensors, by_kind, specs, senders, all(map(may_split, tensors)), by_rows))
+            found.append(Bundle(tensors, by_kind, specs, senders, all(may_split[i] for i in tensors), by_rows))
     return found
 
 

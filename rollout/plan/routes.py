@@ -8,6 +8,7 @@ sender's boxes, and in each box rows.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -73,13 +74,14 @@ class Piece:
         region: None for the whole parameter.
         shape: of the values.
         start: their first byte.
-        elements: of what is sent whole, the positions of their elements in what all ranks have sent of that.
+        elements: of what is sent whole, the positions of their elements in what all ranks have sent of that; in an
+            array, or a tensor once they are on a device.
     """
 
     region: Region | None
     shape: tuple[int, ...]
     start: int = 0
-    elements: Ints | None = None
+    elements: Any = None
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,9 @@ class Route:
 
     copies: tuple[Copy, ...]
     flat_bytes: int
-    sent: Ints
+    sent: Any
     sent_sizes: list[int]
-    received: Ints
+    received: Any
     received_sizes: list[int]
     nbytes: int
     short: int

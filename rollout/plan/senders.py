@@ -4,7 +4,6 @@ Every element has one sender in each trainer replica. Where several ranks hold t
 is not sharded, each of them sends an equal share of it.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -86,7 +85,6 @@ def _copies(axes: Sequence[Ints], ranks: int) -> tuple[int, Ints]:
     return copies, turn
 
 
-@functools.lru_cache(maxsize=8)
 def _coordinates(topology: TrainerTopology) -> Mapping[str, Ints]:
     """Return the index of every rank of a replica on each axis."""
     found = [topology.coordinate(rank) for rank in range(topology.fsdp)]

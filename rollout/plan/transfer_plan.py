@@ -274,7 +274,8 @@ def make_transfer_plan(
                     sending[t.shape, t.cuts] = senders_of(t, topology)
             senders = [sending[t.shape, t.cuts] for t in inside]
             slices = [[slices_of(full, kind) for full in members] for kind in kinds]
-            bundles = bundles_of(inside, senders, slices, lambda i, full=members: may_split(full[i].name), by_name)
+            splits = [may_split(full.name) for full in members]
+            bundles = bundles_of(inside, senders, slices, splits, by_name)
             made.append(Template(inside, tuple(bundles), tuple(_rounds(bundles, nothing, limit, not by_name))))
         order.append((prefix, templates[inside]))
     return TransferPlan(tuple(order), tuple(made), topology, targets, limit, is_gather)

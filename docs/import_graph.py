@@ -28,8 +28,8 @@ to the bottom. **A room imports from those below it, and from no other**; `tests
 
 * verl is imported by `engine/config.py`, by `engine/integration/`, and on verl's side of a sync in `rollout/`; vLLM by
   `rollout/vllm/` alone, SGLang by `rollout/sglang/`. The rest imports without either.
-* `rollout/` imports of the engine `topology`, `model`, `lora`, `quantise`, `compat` and `errors.py`; the engine imports the rollout
-  in `integration/`, where a run is put together, and in `preflight/`, where it is checked.
+* `rollout/` imports of the engine `topology`, `model`, `lora`, `quantise`, `compat` and `errors.py`; the engine
+  imports the rollout in `integration/`, where a run is put together, and in `preflight/`, where it is checked.
 * `parallelize.py` is imported by `build.py` alone, and `planner/` by `integration/`, `preflight/` and the recipes.
 * No file is longer than 400 lines, and no room has more than 10 files.
 

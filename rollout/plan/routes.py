@@ -15,7 +15,9 @@ from .parameters import Bundle, Region
 from .senders import Ints, Senders
 from .transfer_plan import Round, Share, TransferPlan
 
-__all__ = ["Arrival", "Member", "Packing", "Placement", "Unpacking", "pack_positions", "unpack_positions"]
+__all__ = ["Arrival", "Copy", "Member", "Piece", "Route", "route_of"]
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -44,42 +46,40 @@ class Member:
     @classmethod
     def separate(cls, plan: TransferPlan, rank: int) -> "Member":
         """Describe a rank of a group of all trainer ranks and, after them, of the workers."""
-        topology, targets = plan.topology, plan.targets
-        trainers = topology.world
-        own = rank // topology.fsdp if rank < trainers else targets.replicas[rank - trainers]
-        sends = [k if r == own else -1 for k, r in zip(targets.kinds, targets.replicas, strict=True)]
-        receives = [i % topology.fsdp if i // topology.fsdp == own else -1 for i in range(trainers)]
+        ranks, trainers, targets = plan.topology.fsdp, plan.topology.world, plan.targets
+        own = rank // ranks if rank < trainers else targets.replicas[rank - trainers]
+        none = (-1,) * (trainers + len(targets.kinds))
         if rank < trainers:
-            return cls(rank % topology.fsdp, None, (*[-1] * trainers, *sends), (-1,) * (trainers + len(sends)))
-        kind = targets.kinds[rank - trainers]
-        return cls(None, kind, (-1,) * (trainers + len(sends)), (*receives, *[-1] * len(sends)))
+            sends = (k if r == own else -1 for k, r in zip(targets.kinds, targets.replicas, strict=True))
+            return cls(rank % ranks, None, (*none[:trainers], *sends), none)
+        receives = (i % ranks if i // ranks == own else -1 for i in range(trainers))
+        return cls(None, targets.kinds[rank - trainers], none, (*receives, *none[trainers:]))
 
 
 @dataclass(frozen=True)
-class Packing:
-    """How a rank fills its messages of a round.
+class Copy:
+    """A tensor's values that a rank copies to its flat buffer: all of its shard, or those at ``inside``."""
+
+    tensor: int
+    inside: tuple[slice, ...] | None
+    start: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a parameter's values, or those of one of its regions, are among what a rank has received.
 
     Args:
-        values: number of each tensor that is needed, the indices in its shard of what is needed (none for all of it),
-            and where its bytes begin in the rank's flat buffer.
-        nbytes: size of that buffer.
-        rows: positions in it of the rows of all messages, in the order of the group's ranks.
-        sizes: bytes of the message to each rank.
+        region: None for the whole parameter.
+        shape: of the values.
+        start: their first byte.
+        elements: of what is sent whole, the positions of their elements in what all ranks have sent of that.
     """
 
-    values: tuple[tuple[int, tuple[slice, ...] | None, int], ...]
-    nbytes: int
-    rows: Ints
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A region of a staged parameter: where it is received, and its shape there."""
-
-    region: Region
-    start: int
+    region: Region | None
     shape: tuple[int, ...]
+    start: int = 0
+    elements: Ints | None = None
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,6 @@ class Arrival:
         number: of the parameter among those of its bundle.
         axis: the dim of the parameter that parts divide.
         shape: of the part that comes.
-        start: its first byte in the round's buffer, for one that is sent in pieces and not staged.
-        placements: of the regions of one that is staged.
-        elements: for one of a short bundle, the positions of its elements in what all ranks have sent of it; of each
-            region where it is staged.
     """
 
     bundle: Bundle
@@ -102,115 +98,119 @@ class Arrival:
     part: int
     parts: int
     shape: tuple[int, ...]
-    start: int = 0
-    placements: tuple[Placement, ...] = ()
-    elements: tuple[Ints, ...] = ()
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
-class Unpacking:
-    """How a rank finds its worker's parameters in what it has received.
+class Route:
+    """What a rank copies, sends, receives and gets in a round.
 
     Args:
-        rows: positions in the received messages of the rows of the round's buffer.
-        sizes: bytes of the message from each rank.
-        nbytes: size of the round's buffer.
-        short: where in it begins what the ranks have sent whole.
+        copies: what it copies to its flat buffer of ``flat_bytes``.
+        sent: positions in that of the rows of all its messages, in the order of the group's ranks.
+        sent_sizes, received_sizes: bytes of the message to and from each rank.
+        received: positions in the received messages of the rows of the round's buffer, of ``nbytes``.
+        short: where in that begins what ranks have sent whole.
     """
 
-    rows: Ints
-    sizes: tuple[int, ...]
+    copies: tuple[Copy, ...]
+    flat_bytes: int
+    sent: Ints
+    sent_sizes: list[int]
+    received: Ints
+    received_sizes: list[int]
     nbytes: int
     short: int
     arrivals: tuple[Arrival, ...]
 
 
-def pack_positions(round_: Round, member: Member) -> Packing:
-    """Compute how a trainer rank packs a round."""
+def route_of(round_: Round, member: Member, plan: TransferPlan) -> Route:
+    """Compute a rank's part in a round."""
+    none, unit = [0] * len(member.targets), round_.unit
+    copies, flat_bytes, sent, sent_sizes = (
+        _packing(round_, member) if member.source is not None else ((), 0, _NONE, none)
+    )
+    rows, sizes, short, arrivals = (
+        _unpacking(round_, member, plan.topology.fsdp) if member.kind is not None else (_NONE, none, 0, ())
+    )
+    nbytes = len(rows) * unit
+    if plan.is_gather:  # one message for all, as long as the longest of any rank
+        lengths, most, own = np.array(sizes) // unit, max(sizes) // unit, sent_sizes[0] // unit
+        ends = np.cumsum(lengths)
+        source = np.searchsorted(ends, rows, side="right")
+        rows = rows - (ends - lengths)[source] + source * most
+        sent = np.concatenate([sent[:own], np.zeros(most - own, dtype=np.int64)])
+        sizes, sent_sizes = [most * unit] * len(sizes), [most * unit]
+    return Route(copies, flat_bytes, sent, sent_sizes, rows, sizes, nbytes, short, arrivals)
+
+
+def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints, list[int]]:
+    """Return what a trainer rank copies, its bytes, and the positions and sizes of its messages."""
     assert member.source is not None
-    rank, values, at = member.source, [], 0
-    starts: dict[tuple[object, ...], int] = {}
+    rank, at, unit = member.source, 0, round_.unit
+    copies: dict[tuple[object, ...], Copy] = {}
     by_kind: dict[int, list[Ints]] = {kind: [] for kind in sorted({kind for kind in member.targets if kind >= 0})}
     for kind, found in by_kind.items():
-        for share, region in _regions(round_.long, kind):
-            for box in range(share.bundle.senders[region.tensor].low.shape[1]):
-                inside, rows, size = _sent_rows(share, region, rank, box, round_.unit)
-                key = id(share.bundle), region.tensor, str(inside)
-                if size and key not in starts:
-                    starts[key] = at
-                    values.append((region.tensor, inside, at))
-                    at = _up(at + size, round_.alignment)
-                found += [rows + starts[key] // round_.unit] if size else []
-    offsets, short_bytes = round_.short_offsets
-    short, column = at, 0
-    for bundle in round_.short:
-        for i in bundle.tensors:
-            to = short + int(offsets[rank, column])
-            for inside, numel in _own_boxes(bundle.senders[i], rank):
-                values.append((i, inside, to))
-                to += numel * bundle.specs[i].itemsize
-            column += 1
-    shared, none = np.arange(short, short + short_bytes, round_.unit) // round_.unit, np.zeros(0, dtype=np.int64)
+        for share in round_.long:
+            for region in (r for parameter in share.bundle.by_kind[kind] for r in parameter.regions):
+                for box in range(share.bundle.senders[region.tensor].low.shape[1]):
+                    inside, rows, size = _sent_rows(share, region, rank, box, unit)
+                    if size:
+                        key = id(share.bundle), region.tensor, str(inside)
+                        if key not in copies:
+                            copies[key] = Copy(region.tensor, inside, at)
+                            at = _up(at + size, round_.alignment)
+                        found.append(rows + copies[key].start // unit)
+    (offsets, short_bytes), whole = round_.short_offsets, []
+    for column, (bundle, i) in enumerate((b, i) for b in round_.short for i in b.tensors):
+        to = at + int(offsets[rank, column])
+        for inside, numel in _own_boxes(bundle.senders[i], rank):
+            whole.append(Copy(i, inside, to))
+            to += numel * bundle.specs[i].itemsize
+    shared = np.arange(at, at + short_bytes, unit) // unit
     joined = {kind: np.concatenate([*found, shared]) for kind, found in by_kind.items()}
-    messages = [joined.get(kind, none) for kind in member.targets]
-    sizes = tuple(len(rows) * round_.unit for rows in messages)
-    return Packing(tuple(values), short + short_bytes, np.concatenate(messages or [none]), sizes)
+    messages = [joined.get(kind, _NONE) for kind in member.targets]
+    sizes = [len(rows) * unit for rows in messages]
+    return (*copies.values(), *whole), max(at + short_bytes, unit), np.concatenate([*messages, _NONE]), sizes
 
 
-def unpack_positions(round_: Round, member: Member, ranks: int) -> Unpacking:
-    """Compute how a rank unpacks what ``ranks`` trainer ranks send for its worker in a round."""
+def _unpacking(round_: Round, member: Member, ranks: int) -> tuple[Ints, list[int], int, tuple[Arrival, ...]]:
+    """Return the positions of the rows of a rank's buffer in the messages, their sizes, and what is where in it."""
     assert member.kind is not None
     unit, at, arrivals = round_.unit, 0, []
     lengths = np.zeros(ranks, dtype=np.int64)  # of the message of each sender so far, in units
-    pieces: list[tuple[int, int, Ints]] = []
+    parts: list[tuple[int, int, Ints]] = []
     for share in round_.long:
         for number, parameter in enumerate(share.bundle.by_kind[member.kind]):
-            dim = share.bundle.part_dim
-            shape = parameter.shape_of_part(dim, share.part, share.parts)
-            start, placements = at, []
-            if not parameter.is_staged:
+            shape = parameter.shape_of_part(share.bundle.part_dim, share.part, share.parts)
+            pieces = [Piece(None, shape, at)]
+            if parameter.is_staged:
+                pieces = []
+            else:
                 at = _up(at + math.prod(shape) * parameter.itemsize, round_.alignment)
             for region in parameter.regions:
-                first = start
                 if parameter.is_staged:
-                    own = share.part_of(region.shape)
-                    first, size = at, math.prod(own) * share.bundle.specs[region.tensor].itemsize
+                    pieces.append(Piece(region, share.part_of(region.shape), at))
+                    size = math.prod(pieces[-1].shape) * share.bundle.specs[region.tensor].itemsize
                     at = _up(at + size, round_.alignment)
-                    placements.append(Placement(region, first, own))
                 for rank, rows in _received_rows(share, region, unit):
-                    pieces.append((rank, int(lengths[rank]), rows + first // unit))
+                    parts.append((rank, int(lengths[rank]), rows + pieces[-1].start // unit))
                     lengths[rank] += len(rows)
-            axis, placed = parameter.axis_of(dim), tuple(placements)
-            arrivals.append(Arrival(share.bundle, number, axis, share.part, share.parts, shape, start, placed))
+            axis = parameter.axis_of(share.bundle.part_dim)
+            arrivals.append(Arrival(share.bundle, number, axis, share.part, share.parts, shape, tuple(pieces)))
     _, short_bytes = round_.short_offsets
-    short, each = at, short_bytes // unit
-    for rank in range(ranks if short_bytes else 0):
-        pieces.append((rank, int(lengths[rank]), np.arange(rank * each, (rank + 1) * each) + short // unit))
+    each = short_bytes // unit
+    for rank in range(ranks if each else 0):
+        parts.append((rank, int(lengths[rank]), np.arange(rank * each, (rank + 1) * each) + at // unit))
         lengths[rank] += each
-    arrivals += _short_arrivals(round_, member.kind)
-    by_rank = np.zeros(len(member.sources) + 1, dtype=np.int64)
     place = {number: rank for rank, number in enumerate(member.sources) if number >= 0}
+    by_rank = np.zeros(len(member.sources) + 1, dtype=np.int64)
     for number, rank in place.items():
         by_rank[rank + 1] = lengths[number]
-    begins = np.cumsum(by_rank)
-    rows = np.zeros((short + ranks * short_bytes) // unit, dtype=np.int64)
-    for number, begin, positions in pieces:
-        rows[positions] = begins[place[number]] + begin + np.arange(len(positions))
-    sizes = tuple(int(size) for size in by_rank[1:] * unit)
-    return Unpacking(rows, sizes, len(rows) * unit, short, tuple(arrivals))
-
-
-def _regions(shares: Sequence[Share], kind: int) -> Iterator[tuple[Share, Region]]:
-    for share in shares:
-        for parameter in share.bundle.by_kind[kind]:
-            for region in parameter.regions:
-                yield share, region
-
-
-def _shared(held: Senders, region: Region) -> tuple[Ints, Ints, Ints]:
-    """Return the bounds of what each box has of a region, and the rank and box of those that have any."""
-    low, high = np.maximum(held.low, region.low), np.minimum(held.high, region.high)
-    return low, high, np.argwhere((high > low).all(axis=2))
+    begins, found = np.cumsum(by_rank), np.zeros(at // unit + ranks * each, dtype=np.int64)
+    for number, begin, positions in parts:
+        found[positions] = begins[place[number]] + begin + np.arange(len(positions))
+    return found, (by_rank[1:] * unit).tolist(), at, (*arrivals, *_short_arrivals(round_, member.kind))
 
 
 def _sent_rows(
@@ -221,12 +221,12 @@ def _sent_rows(
     It copies the whole shard, which others need too, unless a share is one of several parts.
     """
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
-    itemsize, d = share.bundle.specs[region.tensor].itemsize, share.bundle.part_dim
+    itemsize, d, origin = share.bundle.specs[region.tensor].itemsize, share.bundle.part_dim, held.origin[rank, box]
     low, high = np.maximum(held.low[rank, box], region.low), np.minimum(held.high[rank, box], region.high)
-    kept = _of_part(share, region, low, high)[0] - held.origin[rank, box, d]
+    kept = _of_part(share, region, low, high)[0] - origin[d]
     if region.part.form == "zeros" or (high <= low).any() or not len(kept):
-        return None, np.zeros(0, dtype=np.int64), 0
-    origin, shard, inside = held.origin[rank, box], tuple(map(int, held.shard[rank])), None
+        return None, _NONE, 0
+    shard, inside = tuple(map(int, held.shard[rank])), None
     if share.parts > 1:
         inside = (*[slice(None)] * d, slice(int(kept[0]), int(kept[-1]) + 1, share.parts))
         kept, shard = np.arange(len(kept)), (*shard[:d], len(kept), *shard[d + 1 :])
@@ -236,16 +236,18 @@ def _sent_rows(
 
 def _received_rows(share: Share, region: Region, unit: int) -> Iterator[tuple[int, Ints]]:
     """Yield each rank that sends something of a region, and the positions of that in the region's memory."""
-    if region.part.form == "zeros":
-        return
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
-    low, high, boxes = _shared(held, region)
     length, shape = unit // share.bundle.specs[region.tensor].itemsize, share.part_of(region.shape)
-    to = region.at - region.low
-    for rank, box in boxes:
-        own_low, own_high = low[rank, box], high[rank, box]
-        kept = _of_part(share, region, own_low, own_high)[1]
-        yield int(rank), _positions(own_low + to, own_high + to, shape, dim, row, length, share, kept)
+    for rank, _, low, high in _shared(held, region):
+        kept, to = _of_part(share, region, low, high)[1], region.at - region.low
+        yield rank, _positions(low + to, high + to, shape, dim, row, length, share, kept)
+
+
+def _shared(held: Senders, region: Region) -> Iterator[tuple[int, int, Ints, Ints]]:
+    """Yield each rank and box that has some of a region, and the bounds of that."""
+    low, high = np.maximum(held.low, region.low), np.minimum(held.high, region.high)
+    for rank, box in np.argwhere((high > low).all(axis=2)) if region.part.form != "zeros" else ():
+        yield int(rank), int(box), low[rank, box], high[rank, box]
 
 
 def _of_part(share: Share, region: Region, low: Ints, high: Ints) -> tuple[Ints, Ints]:
@@ -265,7 +267,7 @@ def _positions(
     row: int,
     length: int,
     share: Share | None = None,
-    kept: Ints | None = None,
+    kept: Ints = _NONE,
 ) -> Ints:
     """Return the positions of a box's runs of ``length`` elements in contiguous memory, in the order of its rows.
 
@@ -277,10 +279,8 @@ def _positions(
     """
     strides, found = np.cumprod((1, *reversed(shape[1:])))[::-1], np.zeros(1, dtype=np.int64)
     for d in range(dim):
-        indices = np.arange(low[d], high[d])
-        if share is not None and kept is not None and share.parts > 1 and d == share.bundle.part_dim:
-            indices = kept
-        found = (found[:, None] + indices * strides[d]).reshape(-1)
+        is_divided = share is not None and share.parts > 1 and d == share.bundle.part_dim
+        found = (found[:, None] + (kept if is_divided else np.arange(low[d], high[d])) * strides[d]).reshape(-1)
     return (found[:, None] + np.arange(low[dim] * row, high[dim] * row, length)).reshape(-1) // length
 
 
@@ -288,51 +288,44 @@ def _own_boxes(held: Senders, rank: int) -> Iterator[tuple[tuple[slice, ...], in
     """Yield the indices in a rank's shard of each box that it sends, and its elements."""
     for low, high, origin in zip(held.low[rank], held.high[rank], held.origin[rank], strict=True):
         if (high > low).all():
-            yield (
-                tuple(slice(int(a), int(b)) for a, b in zip(low - origin, high - origin, strict=True)),
-                int((high - low).prod()),
-            )
+            bounds = zip((low - origin).tolist(), (high - origin).tolist(), strict=True)
+            yield tuple(slice(*each) for each in bounds), int((high - low).prod())
 
 
 def _short_arrivals(round_: Round, kind: int) -> Iterator[Arrival]:
     """Yield the parameters of bundles that are sent whole, with the positions of their elements."""
     offsets, nbytes = round_.short_offsets
-    column = {(id(bundle), i): c for c, (bundle, i) in enumerate((b, i) for b in round_.short for i in b.tensors)}
+    column = {(id(b), i): c for c, (b, i) in enumerate((b, i) for b in round_.short for i in b.tensors)}
     for bundle in round_.short:
         for number, parameter in enumerate(bundle.by_kind[kind]):
             found = [
                 _elements(bundle, region, offsets[:, column[id(bundle), region.tensor]], nbytes)
                 for region in parameter.regions
             ]
-            if not parameter.is_staged:
-                whole = np.zeros(math.prod(parameter.shape), dtype=np.int64)
-                for positions, sources in found:
-                    whole[positions] = sources
-                yield Arrival(bundle, number, 0, 0, 1, parameter.shape, elements=(whole,))
-                continue
-            staged = []
-            for region, (positions, sources) in zip(parameter.regions, found, strict=True):
-                own = np.zeros(math.prod(region.shape), dtype=np.int64)
-                own[positions] = sources
-                staged.append(own)
-            placements = tuple(Placement(region, 0, region.shape) for region in parameter.regions)
-            yield Arrival(bundle, number, 0, 0, 1, parameter.shape, 0, placements, tuple(staged))
+            if parameter.is_staged:
+                pieces = [_short_piece(r, r.shape, [each]) for r, each in zip(parameter.regions, found, strict=True)]
+            else:
+                pieces = [_short_piece(None, parameter.shape, found)]
+            yield Arrival(bundle, number, 0, 0, 1, parameter.shape, tuple(pieces))
+
+
+def _short_piece(region: Region | None, shape: tuple[int, ...], found: Sequence[tuple[Ints, Ints]]) -> Piece:
+    elements = np.zeros(math.prod(shape), dtype=np.int64)
+    for positions, sources in found:
+        elements[positions] = sources
+    return Piece(region, shape, elements=elements)
 
 
 def _elements(bundle: Bundle, region: Region, offsets: Ints, nbytes: int) -> tuple[Ints, Ints]:
     """Return the positions of a region's elements in its memory, and in the ``nbytes`` that each rank has sent."""
-    held, itemsize = bundle.senders[region.tensor], bundle.specs[region.tensor].itemsize
-    low, high, boxes = _shared(held, region)
+    held, itemsize, last = bundle.senders[region.tensor], bundle.specs[region.tensor].itemsize, len(region.low) - 1
     sizes = np.prod(np.maximum(held.high - held.low, 0), axis=2)
-    before = np.cumsum(sizes, axis=1) - sizes
-    dims = len(region.low)
-    positions, sources = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    for rank, box in boxes if region.part.form != "zeros" else ():
-        a, b, origin = low[rank, box], high[rank, box], held.low[rank, box]
-        to = region.at - region.low
-        positions.append(_positions(a + to, b + to, region.shape, dims - 1, 1, 1))
-        shape = tuple(held.high[rank, box] - origin)
-        own = _positions(a - origin, b - origin, shape, dims - 1, 1, 1)
+    before, to = np.cumsum(sizes, axis=1) - sizes, region.at - region.low
+    positions, sources = [_NONE], [_NONE]
+    for rank, box, low, high in _shared(held, region):
+        origin = held.low[rank, box]
+        positions.append(_positions(low + to, high + to, region.shape, last, 1, 1))
+        own = _positions(low - origin, high - origin, held.high[rank, box] - origin, last, 1, 1)
         sources.append((rank * nbytes + offsets[rank]) // itemsize + before[rank, box] + own)
     return np.concatenate(positions), np.concatenate(sources)
 

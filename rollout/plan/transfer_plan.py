@@ -110,7 +110,7 @@ class Share:
         return (*shape[:d], len(range(self.part, shape[d], self.parts)), *shape[d + 1 :])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Round:
     """What a round sends.
 
@@ -128,6 +128,12 @@ class Round:
         run = math.gcd(*(share.run[0] for share in self.long)) or ALIGNMENT
         # Short tensors are padded to it.
         return run if not self.short else max(d for d in range(1, min(run, 4096) + 1) if run % d == 0)
+
+    @cached_property
+    def specs(self) -> dict[int, TensorSpec]:
+        """The tensors that it sends, by their numbers in the group, in an order that all ranks share."""
+        bundles = [*(share.bundle for share in self.long), *self.short]
+        return {i: bundle.specs[i] for bundle in bundles for i in bundle.tensors}
 
     @property
     def alignment(self) -> int:
@@ -338,7 +344,8 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
     load, run = nothing, 0
     # What is sent whole can't be divided, and has positions of its elements beside it.
     whole = [bundle for bundle in bundles if bundle.is_short and nothing.plus_short(bundle).most <= limit // 16]
-    for bundle in (b for b in bundles if b not in whole):
+    # From long runs to short ones, so that few bundles shorten the run of the one before.
+    for bundle in sorted((b for b in bundles if b not in whole), key=lambda b: -b.run[0]):
         parts = _parts(bundle, nothing, limit, must_fit)
         own = Share(bundle, 0, parts).run[0]
         for part in range(parts):

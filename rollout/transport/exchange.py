@@ -10,17 +10,16 @@ The next round is on its way while the consumer uses the parameters of the one b
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from ..layout.specs import TargetSlice, TensorSpec
-from ..plan.routes import Arrival, Member, pack_positions, unpack_positions
-from ..plan.transfer_plan import TransferPlan
+from ..plan.routes import Arrival, Member, Piece, Route, route_of
+from ..plan.transfer_plan import Round, TransferPlan
 from .report import Traffic
 
 __all__ = ["Exchange", "Received", "Values"]
@@ -40,29 +39,6 @@ class Received(NamedTuple):
     first: int
     step: int
     values: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Route:
-    """A round of a template on this rank, with positions on its device."""
-
-    tensors: tuple[int, ...]
-    copies: tuple[tuple[int, tuple[slice, ...] | None, int], ...]
-    flat_bytes: int
-    sent_rows: torch.Tensor
-    sent_sizes: list[int]
-    received_rows: torch.Tensor
-    received_sizes: list[int]
-    out_bytes: int
-    short: int
-    unit: int
-    arrivals: tuple[Arrival, ...]
-    elements: tuple[tuple[torch.Tensor, ...], ...]
-
-    @property
-    def index_bytes(self) -> int:
-        tensors = (self.sent_rows, self.received_rows, *(t for found in self.elements for t in found))
-        return sum(t.nbytes for t in tensors)
 
 
 class Exchange:
@@ -93,10 +69,24 @@ class Exchange:
         self.plan, self.member, self.device, self.group = plan, member, torch.device(device), group
         self._slices_of, self._dtypes, self._head_dim, self._finish = slices_of, dtypes, head_dim, finish
         # `dist.get_rank` knows only groups of this process's world.
-        self._rank, self._rounds = dist.get_rank() if group is None else group.rank(), list(plan.rounds)
-        self._routes: dict[tuple[int, int], _Route] = {}
+        self._rank = dist.get_rank() if group is None else group.rank()
+        self._is_alone = dist.get_world_size(group) == 1
+        self._rounds = [(prefix, plan.templates[t].rounds[n]) for prefix, t, n in plan.rounds]
+        self._routes: dict[Round, Route] = {}
         self._parameter_names: dict[str, list[str]] = {}
         self.traffic = Traffic()
+
+    def plan_routes(self) -> int:
+        """Compute what this rank does in each round, once; return the bytes of these positions."""
+        for round_ in {round_: None for _, round_ in self._rounds}:
+            if round_ not in self._routes:
+                self._routes[round_] = self._on_device(route_of(round_, self.member, self.plan))
+        routes = self._routes.values()
+        pieces = (piece for route in routes for arrival in route.arrivals for piece in arrival.pieces)
+        elements = [piece.elements for piece in pieces if piece.elements is not None]
+        return sum(positions.nbytes for route in routes for positions in (route.sent, route.received)) + sum(
+            positions.nbytes for positions in elements
+        )
 
     def run(self, values: Values | None, traffic: Traffic | None = None) -> Generator[Received, None, None]:
         """Yield the parameters of this rank's worker, layer by layer in the model's order; collective.
@@ -109,8 +99,9 @@ class Exchange:
             traffic: counts the bytes that this run sends, receives and holds.
         """
         self.traffic = traffic = traffic or Traffic()
+        held = self.plan_routes()
         buffers = self._allocate()
-        held = sum(buffer.nbytes for buffer in buffers) + sum(route.index_bytes for route in self._routes.values())
+        held += sum(buffer.nbytes for buffer in buffers)
         traffic.hold(held)
         found = self._run(values, *buffers)
         try:
@@ -125,117 +116,85 @@ class Exchange:
         self, values: Values | None, flat: torch.Tensor, sent: torch.Tensor, received: torch.Tensor, out: torch.Tensor
     ) -> Iterator[Received]:
         local: dict[str, torch.Tensor] = {}
-        pending = None
-        for prefix, template, number in [*self._rounds, ("", -1, -1)]:
-            done = None
-            if pending is not None:
-                work, done = pending
-                if work is not None:
-                    self._finish(work)
-                self._gather(received, done[1].received_rows, done[1].unit, out)
-            if template >= 0:
-                route = self._route(template, number)
+        pending: dist.Work | None = None
+        for number, (prefix, round_) in enumerate([*self._rounds, ("", None)]):
+            if number:
+                if pending is not None:
+                    self._finish(pending)
+                before, done = self._rounds[number - 1]
+                _gather_rows(received, self._routes[done].received, done.unit, out)
+            if round_ is not None:
                 if values is not None:
-                    local = self._pack(prefix, template, route, values, local, flat, sent)
-                pending = (self._start(route, sent, received), (prefix, route))
-            if done is not None:
-                yield from self._arrivals(*done, out)
+                    local = self._pack(prefix, round_, values, local, flat, sent)
+                pending = self._start(self._routes[round_], sent, received)
+            if number:
+                for arrival in self._routes[done].arrivals:
+                    yield self._received(before, self._routes[done], arrival, out)
 
     def _allocate(self) -> list[torch.Tensor]:
         """Allocate the flat buffer, what is sent, what is received, and the worker's parameters of a round."""
-        routes = [self._route(template, number) for _, template, number in dict.fromkeys(self._rounds)]
-        is_alone = self._is_alone
-        sizes = (
-            max((r.flat_bytes for r in routes), default=0),
-            max((sum(r.sent_sizes) for r in routes), default=0),
-            max((sum(r.received_sizes) for r in routes), default=0) if not is_alone else 0,
-            max((r.out_bytes for r in routes), default=0),
-        )
-        flat, sent, received, out = (torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes)
-        return [flat, sent, sent if is_alone else received, out]
-
-    @cached_property
-    def _is_alone(self) -> bool:
-        return dist.get_world_size(self.group) == 1
+        routes = self._routes.values()
+        sizes = [[r.flat_bytes, sum(r.sent_sizes), sum(r.received_sizes), r.nbytes] for r in routes]
+        most = [max(each) for each in zip(*sizes, strict=True)] or [0] * 4
+        flat, sent, out = (torch.empty(most[i], dtype=torch.uint8, device=self.device) for i in (0, 1, 3))
+        return [flat, sent, sent if self._is_alone else sent.new_empty(most[2]), out]
 
     def _pack(
         self,
         prefix: str,
-        template: int,
-        route: _Route,
+        round_: Round,
         values: Values,
         before: dict[str, torch.Tensor],
         flat: torch.Tensor,
         sent: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
         """Fill the messages of a round; return its values, which the next round may need again."""
-        specs = self.plan.templates[template].tensors
-        names = {i: prefix + specs[i].name for i in route.tensors}
+        names = {i: prefix + spec.name for i, spec in round_.specs.items()}
+        local: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            local: dict[str, torch.Tensor] = {}
             for name in names.values():  # all of them: merging an adapter is collective
                 local[name] = before[name] if name in before else values(name)
             into, sources = [], []
-            for i, inside, start in route.copies:
-                source, dtype = local[names[i]], self._dtypes(names[i])
-                if inside is not None:
-                    source = source.reshape(source.shape or (1,))[inside]
-                into.append(flat[start : start + source.numel() * dtype.itemsize].view(dtype).view(source.shape))
+            for copy in self._routes[round_].copies:
+                source, dtype = local[names[copy.tensor]], self._dtypes(names[copy.tensor])
+                if copy.inside is not None:
+                    source = source.reshape(source.shape or (1,))[copy.inside]
+                into.append(_view(flat, copy.start, source.shape, dtype))
                 sources.append(source)
             if into:
                 torch._foreach_copy_(into, sources)
-            self._gather(flat, route.sent_rows, route.unit, sent)
+            _gather_rows(flat, self._routes[round_].sent, round_.unit, sent)
         return local
 
-    def _gather(self, source: torch.Tensor, rows: torch.Tensor, unit: int, into: torch.Tensor) -> None:
-        """Copy rows of ``unit`` bytes of a buffer to another one."""
-        if rows.numel():
-            width = next(dtype for dtype in _WORDS if unit % dtype.itemsize == 0)
-            most = source.numel() // unit * unit
-            target = into[: rows.numel() * unit].view(width).view(rows.numel(), -1)
-            torch.index_select(source[:most].view(width).view(-1, unit // width.itemsize), 0, rows, out=target)
-
-    def _start(self, route: _Route, sent: torch.Tensor, received: torch.Tensor) -> dist.Work | None:
-        own_sent, own_received = sum(route.sent_sizes), sum(route.received_sizes)
+    def _start(self, route: Route, sent: torch.Tensor, received: torch.Tensor) -> dist.Work | None:
         if self._is_alone:
             return None
-        sent, received = sent[:own_sent], received[:own_received]
-        self.traffic.received += own_received - route.received_sizes[self._rank]
+        sent, received = sent[: sum(route.sent_sizes)], received[: sum(route.received_sizes)]
+        others = len(received) - route.received_sizes[self._rank]
+        self.traffic.received += others
         if self.plan.is_gather:
-            self.traffic.sent += own_received - route.received_sizes[self._rank]
+            self.traffic.sent += others
             return dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
-        self.traffic.sent += own_sent - route.sent_sizes[self._rank]
-        return dist.all_to_all_single(
-            received, sent, route.received_sizes, route.sent_sizes, group=self.group, async_op=True
-        )
+        self.traffic.sent += len(sent) - route.sent_sizes[self._rank]
+        sizes = route.received_sizes, route.sent_sizes
+        return dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True)
 
-    def _arrivals(self, prefix: str, route: _Route, out: torch.Tensor) -> Iterator[Received]:
-        for arrival, elements in zip(route.arrivals, route.elements, strict=True):
-            name = self._names(prefix, arrival)[arrival.number]
-            values = self._assembled(prefix, arrival, elements, route, out)
-            yield Received(name, arrival.axis, arrival.part, arrival.parts, values)
+    def _received(self, prefix: str, route: Route, arrival: Arrival, out: torch.Tensor) -> Received:
+        """Return a parameter in its own layout."""
+        assert self.member.kind is not None
+        specs, parameter = arrival.bundle.specs, arrival.bundle.by_kind[self.member.kind][arrival.number]
+        name = self._names(prefix, arrival)[arrival.number]
 
-    def _assembled(
-        self, prefix: str, arrival: Arrival, elements: Sequence[torch.Tensor], route: _Route, out: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the values of an arrival in the parameter's layout."""
-        specs, parameter = arrival.bundle.specs, self._parameter(arrival)
-
-        def dtype_of(tensor: int) -> torch.dtype:
-            return self._dtypes(prefix + specs[tensor].name)
-
-        def received(start: int, shape: Sequence[int], dtype: torch.dtype, which: int) -> torch.Tensor:
-            if elements:
-                area = out[route.short : route.out_bytes].view(dtype)
-                return area.index_select(0, elements[which]).view(shape)
-            return out[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        def values_of(piece: Piece, tensor: int) -> torch.Tensor:
+            dtype = self._dtypes(prefix + specs[tensor].name)
+            if piece.elements is None:
+                return _view(out, piece.start, piece.shape, dtype)
+            return out[route.short : route.nbytes].view(dtype).index_select(0, piece.elements).view(piece.shape)
 
         if not parameter.is_staged:
-            return received(arrival.start, arrival.shape, dtype_of(parameter.regions[0].tensor), 0)
-        parts = [
-            (placed.region.part, received(placed.start, placed.shape, dtype_of(placed.region.tensor), which))
-            for which, placed in enumerate(arrival.placements)
-        ]
+            values = values_of(arrival.pieces[0], parameter.regions[0].tensor)
+            return Received(name, arrival.axis, arrival.part, arrival.parts, values)
+        parts = [(p.region.part, values_of(p, p.region.tensor)) for p in arrival.pieces if p.region is not None]
         dtypes = [torch.float32 if part.form == "decay" else values.dtype for part, values in parts]
         whole = torch.empty(arrival.shape, dtype=max(dtypes, key=lambda dtype: dtype.itemsize), device=self.device)
         for part, values in parts:
@@ -244,86 +203,43 @@ class Exchange:
                 into[arrival.axis] = slice(None)
             target = whole[tuple(into)]
             target.copy_(_in_form(values, part, self._head_dim).reshape(target.shape))
-        return whole
-
-    def _parameter(self, arrival: Arrival):
-        assert self.member.kind is not None
-        return arrival.bundle.by_kind[self.member.kind][arrival.number]
+        return Received(name, arrival.axis, arrival.part, arrival.parts, whole)
 
     def _names(self, prefix: str, arrival: Arrival) -> list[str]:
         """Return the names of a bundle's parameters in this layer."""
-        specs = arrival.bundle.specs
-        key = prefix + specs[arrival.bundle.tensors[0]].name
+        specs = [arrival.bundle.specs[i] for i in arrival.bundle.tensors]
+        key = prefix + specs[0].name
         if key not in self._parameter_names:
-            full = (TensorSpec(prefix + specs[i].name, *_facts(specs[i])) for i in arrival.bundle.tensors)
-            slices = (part.parameter for tensor in full for part in self._slices_of(tensor))
-            self._parameter_names[key] = list(dict.fromkeys(slices))
+            parts = (part for spec in specs for part in self._slices_of(replace(spec, name=prefix + spec.name)))
+            self._parameter_names[key] = list(dict.fromkeys(part.parameter for part in parts))
         return self._parameter_names[key]
 
-    def _route(self, template: int, number: int) -> _Route:
-        if (template, number) not in self._routes:
-            self._routes[template, number] = self._plan_route(template, number)
-        return self._routes[template, number]
+    def _on_device(self, route: Route) -> Route:
+        """Return a route whose positions are tensors on this rank's device."""
 
-    def _plan_route(self, template: int, number: int) -> _Route:
-        round_, member = self.plan.templates[template].rounds[number], self.member
-        bundles = [*(share.bundle for share in round_.long), *round_.short]
-        tensors = tuple(dict.fromkeys(i for bundle in bundles for i in bundle.tensors))
-        none: list[int] = [0] * len(member.targets)
-        sent_rows, sent_sizes, flat_bytes, copies = np.zeros(0, dtype=np.int64), none, 0, ()
-        rows, sizes, out_bytes, short, arrivals = np.zeros(0, dtype=np.int64), none, 0, 0, ()
-        if member.kind is not None:
-            found = unpack_positions(round_, member, self.plan.topology.fsdp)
-            rows, sizes, out_bytes, short, arrivals = (
-                found.rows,
-                list(found.sizes),
-                found.nbytes,
-                found.short,
-                found.arrivals,
-            )
-        if member.source is not None:
-            packing = pack_positions(round_, member)
-            sent_rows, sent_sizes, copies = packing.rows, list(packing.sizes), packing.values
-            flat_bytes = max(packing.nbytes, round_.unit)
-        if self.plan.is_gather:  # one message for all, as long as the longest of any rank
-            rows, sizes = _with_stride(rows, sizes, round_.unit)
-            own = sent_sizes[0] // round_.unit
-            sent_rows = np.concatenate([sent_rows[:own], np.zeros(sizes[0] // round_.unit - own, dtype=np.int64)])
-            sent_sizes = sizes[:1]
-        return _Route(
-            tensors,
-            copies,
-            flat_bytes,
-            self._on_device(sent_rows),
-            sent_sizes,
-            self._on_device(rows),
-            sizes,
-            out_bytes,
-            short,
-            round_.unit,
-            arrivals,
-            tuple(tuple(map(self._on_device, arrival.elements)) for arrival in arrivals),
+        def moved(positions: Any) -> Any:
+            is_small = not positions.size or positions.max() < 2**31
+            return torch.from_numpy(positions.astype(np.int32 if is_small else np.int64)).to(self.device)
+
+        def at_hand(piece: Piece) -> Piece:
+            return piece if piece.elements is None else replace(piece, elements=moved(piece.elements))
+
+        arrivals = tuple(replace(a, pieces=tuple(map(at_hand, a.pieces))) for a in route.arrivals)
+        return replace(route, sent=moved(route.sent), received=moved(route.received), arrivals=arrivals)
+
+
+def _gather_rows(source: torch.Tensor, rows: torch.Tensor, unit: int, into: torch.Tensor) -> None:
+    """Copy rows of ``unit`` bytes of a buffer to another one."""
+    if rows.numel():
+        width = next(
+            dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if unit % dtype.itemsize == 0
         )
-
-    def _on_device(self, positions: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(
-            positions.astype(np.int32 if positions.size and positions.max() < 2**31 else np.int64)
-        ).to(self.device)
+        table = source[: len(source) // unit * unit].view(width).view(-1, unit // width.itemsize)
+        torch.index_select(table, 0, rows, out=into[: rows.numel() * unit].view(width).view(rows.numel(), -1))
 
 
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-def _facts(spec: TensorSpec) -> tuple:
-    return spec.shape, spec.itemsize, spec.cuts
-
-
-def _with_stride(rows: np.ndarray, sizes: Sequence[int], unit: int) -> tuple[np.ndarray, list[int]]:
-    """Return positions in messages that are all as long as the longest, and these lengths."""
-    lengths, most = np.array(sizes) // unit, max(sizes) // unit
-    begins = np.cumsum(lengths) - lengths
-    source = np.searchsorted(begins + lengths, rows, side="right")
-    return rows - begins[source] + source * most, [most * unit] * len(sizes)
+def _view(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _in_form(values: torch.Tensor, part: TargetSlice, head_dim: int) -> torch.Tensor:

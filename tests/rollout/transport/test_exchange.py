@@ -187,7 +187,7 @@ def _round_by_round(folder):
     expected = [
         [
             (exchange.plan.layers[layer][0], arrival.part, arrival.parts)
-            for arrival in exchange._routes[template, number].arrivals
+            for arrival in exchange._routes[exchange.plan.templates[template].rounds[number]].arrivals
         ]
         for layer, (_, template) in enumerate(exchange.plan.layers)
         for number in range(len(exchange.plan.templates[template].rounds))
@@ -211,7 +211,7 @@ def test_exchange_yields_rounds_one_after_the_other(tmp_path):
 
 def _counts_calls(folder, rollout, out):
     """Write the calls, in Python and from it, of a second sync that rank 0 makes, and its rounds and parameters."""
-    sync, worker = _sync(folder, (1, -1, 1, 1), memory=1 << 22), dist.get_rank() % rollout.workers
+    sync, worker = _sync(folder, (1, -1, 1, 1), memory=1 << 24), dist.get_rank() % rollout.workers
     exchange = sync.exchange(rollout, worker)
     found = [len(list(exchange.run(sync.values()))), len(list(exchange.plan.rounds))]
     for _ in exchange.run(sync.values()):

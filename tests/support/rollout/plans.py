@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from epfsdp2.engine.topology.index_ranges import ShardStep, shard_ranges
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TargetSlice, TensorSpec
-from epfsdp2.rollout.plan.routes import Member, pack_positions, unpack_positions
+from epfsdp2.rollout.plan.routes import Member, route_of
 from epfsdp2.rollout.plan.transfer_plan import Targets, TransferPlan
 
 __all__ = ["Emulated", "expected_parameters", "problems", "shard_of"]
@@ -127,28 +127,31 @@ class Emulated:
     def _messages(self, round_, prefix, template, member: Member) -> list[np.ndarray]:
         if member.source is None:
             return [np.zeros(0, dtype=np.uint8)] * len(member.targets)
-        packing, specs = pack_positions(round_, member), self.plan.templates[template].tensors
-        flat = np.zeros(max(packing.nbytes, round_.unit), dtype=np.uint8)
-        for i, inside, start in packing.values:
-            full = TensorSpec(prefix + specs[i].name, specs[i].shape, specs[i].itemsize, specs[i].cuts)
+        packing, specs = route_of(round_, member, self.plan), self.plan.templates[template].tensors
+        flat = np.zeros(packing.flat_bytes, dtype=np.uint8)
+        for copy in packing.copies:
+            spec = specs[copy.tensor]
+            full = TensorSpec(prefix + spec.name, spec.shape, spec.itemsize, spec.cuts)
             held = shard_of(self._whole[full.name], full, self.plan, member.source)
-            held = (held if inside is None else held[inside]).contiguous().view(-1).view(torch.uint8).numpy()
-            flat[start : start + len(held)] = held
-        sent = flat[: len(flat) // round_.unit * round_.unit].reshape(-1, round_.unit)[packing.rows].reshape(-1)
-        return np.split(sent, np.cumsum(packing.sizes)[:-1])
+            held = held if copy.inside is None else held[copy.inside]
+            held = held.contiguous().view(-1).view(torch.uint8).numpy()
+            flat[copy.start : copy.start + len(held)] = held
+        sent = flat[: len(flat) // round_.unit * round_.unit].reshape(-1, round_.unit)[packing.sent].reshape(-1)
+        return np.split(sent, np.cumsum(packing.sent_sizes)[:-1])
 
     def _receive(self, round_, prefix, template, member: Member, incoming: list[np.ndarray], worker: int) -> None:
-        found = unpack_positions(round_, member, self.plan.topology.fsdp)
-        assert [len(message) for message in incoming] == list(found.sizes)
-        rows = np.concatenate(incoming).reshape(-1, round_.unit)[found.rows]
+        found = route_of(round_, member, self.plan)
+        assert [len(message) for message in incoming] == found.received_sizes
+        rows = np.concatenate(incoming).reshape(-1, round_.unit)[found.received]
         out, dtype = torch.from_numpy(rows.reshape(-1).copy()), next(iter(self._whole.values())).dtype
         for arrival in found.arrivals:
             parameter = arrival.bundle.by_kind[member.kind][arrival.number]
-            if arrival.elements:
-                values = out[found.short :].view(dtype)[torch.from_numpy(arrival.elements[0])]
+            (piece,) = arrival.pieces
+            if piece.elements is not None:
+                values = out[found.short :].view(dtype)[torch.from_numpy(piece.elements)]
             else:
                 count = torch.Size(arrival.shape).numel()
-                values = out[arrival.start : arrival.start + count * dtype.itemsize].view(dtype)
+                values = out[piece.start : piece.start + count * dtype.itemsize].view(dtype)
             # Names are those of the first layer with this template.
             made_with = next(layer for layer, index in self.plan.layers if index == template)
             name = prefix + parameter.name.removeprefix(made_with)

@@ -72,8 +72,8 @@ Qwen3-30B-A3B on 16 trainer ranks with `ep_size=8`, into vLLM with tensor parall
    and 1344 to 1536 of its up, which are rows 0 to 192 and 192 to 384 of vLLM's `w13_weight`, `[128, 384, 2048]`.
 3. What is sent together: `rollout/plan/parameters.py` `bundles_of` finds that `gate_up_proj` alone fills `w13_weight`.
    `rollout/plan/transfer_plan.py` `make_transfer_plan` puts it into a round, whole or in parts of every n-th row.
-4. Where the rows go: `rollout/plan/routes.py` `pack_positions` gives a rank the positions of what it sends, and
-   `rollout/plan/routes.py` `unpack_positions` those of what its worker gets. Both are computed once.
+4. Where the rows go: `rollout/plan/routes.py` `route_of` gives a rank, once for each round, the positions of what it
+   sends and of what its worker gets.
 5. The bytes move in `rollout/transport/exchange.py` `Exchange.run`: one gather of rows fills the messages, one
    all-to-all sends them, one gather of rows puts `w13_weight` together, all 128 experts of it.
 6. `rollout/vllm/adapter.py` `send_weights` copies it into a bucket that both processes map, under a name of

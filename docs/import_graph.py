@@ -28,8 +28,8 @@ to the bottom. **A room imports from those below it, and from no other**; `tests
 
 * verl is imported by `engine/config.py`, by `engine/integration/`, and on verl's side of a sync in `rollout/`; vLLM by
   `rollout/vllm/` alone, SGLang by `rollout/sglang/`. The rest imports without either.
-* `rollout/` imports of the engine `topology`, `model`, `lora`, `compat` and `errors.py`; the engine imports the rollout
-  in `integration/`, where a run is put together, and in `preflight/`, where it is checked.
+* `rollout/` imports of the engine `topology`, `model`, `lora`, `quantise`, `compat` and `errors.py`; the engine
+  imports the rollout in `integration/`, where a run is put together, and in `preflight/`, where it is checked.
 * `parallelize.py` is imported by `build.py` alone, and `planner/` by `integration/`, `preflight/` and the recipes.
 * No file is longer than 400 lines, and no room has more than 10 files.
 
@@ -66,18 +66,20 @@ Qwen3-30B-A3B on 16 trainer ranks with `ep_size=8`, into vLLM with tensor parall
 `[128, 1536, 2048]`, gate above up.
 
 1. What a trainer rank holds: `engine/fsdp/unit.py` `Unit.cuts` says that dim 0 is cut over `ep` and then over
-   `ep_fsdp`, so that each rank has 8 experts, `[8, 1536, 2048]`.
+   `ep_fsdp`, so that each rank has 8 experts, `[8, 1536, 2048]`. `rollout/plan/senders.py` `senders_of` has it for all
+   ranks at once.
 2. What worker 3 keeps: `rollout/servers.py` `target_slices` says rows 576 to 768 of every expert's gate
    and 1344 to 1536 of its up, which are rows 0 to 192 and 192 to 384 of vLLM's `w13_weight`, `[128, 384, 2048]`.
-3. Who sends what: `rollout/plan/transfer_plan.py` `make_transfer_plan` intersects the two. Each of the 16 ranks has
-   8 experts' rows for each worker; what a rank has for the worker on its own device is not sent.
-4. `rollout/transport/exchange.py` `Exchange.run` moves it: a rank packs its blocks for all workers of a round into
-   one all-to-all, and yields what it received, block by block.
-5. `rollout/layout/slice_names.py` `named_values` gives each block its parameter's name and the position of its first
-   element; `rollout/vllm/adapter.py` `send_weights` passes it to the worker through a bucket that both processes
-   map.
-6. `rollout/vllm/reload.py` `slice_loader` copies it to that position of `w13_weight`, and
-   `rollout/vllm/accounting.py` counts its elements: a sync ends with an error unless every element has arrived.
+3. What is sent together: `rollout/plan/parameters.py` `bundles_of` finds that `gate_up_proj` alone fills `w13_weight`.
+   `rollout/plan/transfer_plan.py` `make_transfer_plan` puts it into a round, whole or in parts of every n-th row.
+4. Where the rows go: `rollout/plan/routes.py` `route_of` gives a rank, once for each round, the positions of what it
+   sends and of what its worker gets.
+5. The bytes move in `rollout/transport/exchange.py` `Exchange.run`: one gather of rows fills the messages, one
+   all-to-all sends them, one gather of rows puts `w13_weight` together, all 128 experts of it.
+6. `rollout/vllm/adapter.py` `send_weights` copies it into a bucket that both processes map, under a name of
+   `rollout/layout/slice_names.py` `slice_name`.
+7. `rollout/vllm/reload.py` `Reload.load` copies it to the memory of `w13_weight`, and `rollout/vllm/accounting.py`
+   counts its elements: a sync ends with an error unless every element has arrived.
 """
 
 

@@ -8,6 +8,9 @@ A sync (``docs/flow.md``)::
     engine/integration/engine.py  -->  sync.py                            -->    vllm/worker.py
     EPFSDP2Engine                      RolloutWeights                            WeightSyncExtension
       .get_per_tensor_param              .for_rollout                              .update_weights_from_ipc
-    exports the weights                sends full tensors, or the                loads, counts and
-                                       slices that this worker keeps             verifies them
+    exports the weights                sends this worker's parameters,           loads, counts and
+                                       or full tensors                           verifies them
+
+Between them ``transport/exchange.py`` moves bytes by the plan of ``plan/``, and ``vllm/adapter.py`` fills buckets;
+in the worker ``vllm/reload.py`` places them.
 """

@@ -269,15 +269,16 @@ FEATURES = (
         "[rollouts in FP8](weight_sync.md#rollouts-in-fp8)",
         "`rollout.quantization=fp8`: slices of 32 families are quantised where they are, with the bits of vLLM's own "
         "quantisation, and the trainer may compute with them (`engine.rollout_quantization_aware`); full tensors for "
-        "other families; slices in FP8 and INT8 by rows, as compressed-tensors makes them",
-        "workers apart from the trainer; tensor-parallel sizes that cut a block of 128 x 128; other kinds of "
-        "compressed-tensors",
+        "other families; slices in FP8 and INT8 by rows, as compressed-tensors makes them; all of it "
+        "to workers apart from the trainer too",
+        "tensor-parallel sizes that cut a block of 128 x 128; other kinds of compressed-tensors",
         (
             "rollout/quantise/test_quantise.py::test_quantise_of_slices_has_the_bits_that_vllm_makes_of_the_whole_weights",
             "rollout/layout/test_fp8_families.py::test_fp8_slices_of_every_family_are_where_vllms_loaders_put_them",
             "rollout/quantise/test_channels.py::test_slices_with_scales_of_rows_are_those_of_the_whole_weights",
             "rollout/vllm_workers/test_vllm_fp8.py::test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkpoint",
             "engine/integration/test_rounded_weights.py::test_gradients_and_steps_on_every_mesh",
+            "rollout/remote/test_remote_quantised.py::test_quantised_weights_of_hsdp_trainers_have_vllms_bits_in_separate_workers_every_sync",
             "e2e/models/test_fp8.py::test_a_rollout_in_fp8_follows_a_trainer_that_rounds_its_weights",
         ),
     ),

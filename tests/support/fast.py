@@ -38,7 +38,7 @@ FAST = (
 LEFT_OUT = (
     "tests/engine/test_config.py::test_engine_config_unpickled_in_a_new_process_registers_the_engine",
     "tests/test_walls.py::test_old_names_that_users_have_lead_to_the_code",
-    "tests/test_walls.py::test_checkpoint_engine_is_registered_by_the_module_that_configs_name",
+    "tests/test_server_walls.py::test_checkpoint_engine_is_registered_by_the_module_that_configs_name",
 )
 
 

@@ -19,16 +19,14 @@ Header = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
     """Broadcast tensors on trainer rank 0, with the headers of buckets published under ``name``; return the bytes."""
-    sent, number, pending = 0, 0, None
-    for header, bucket in buckets_of(weights, limit, group.device):
+    sent, pending = 0, None
+    buckets = itertools.chain(buckets_of(weights, limit, group.device), [(None, torch.empty(0))])
+    for number, (header, bucket) in enumerate(buckets):
         group.publish(f"{name} {number}", header)
         if pending is not None:
             group.finish(pending)
-        pending = group.broadcast(bucket)
-        sent, number = sent + bucket.numel(), number + 1
-    group.publish(f"{name} {number}", None)
-    if pending is not None:
-        group.finish(pending)
+        if header is not None:
+            pending, sent = group.broadcast(bucket), sent + bucket.numel()
     return sent
 
 
@@ -51,10 +49,11 @@ def _received(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[s
             bucket = torch.empty(sum(_nbytes(*each[1:]) for each in header), dtype=torch.uint8, device=group.device)
             pending = header, bucket, group.broadcast(bucket)
         if done is not None:
-            group.finish(done[2])
-            traffic.received += done[1].numel()
-            parts = done[1].split([_nbytes(dtype, shape) for _, dtype, shape in done[0]])
-            for (own, dtype, shape), part in zip(done[0], parts, strict=True):
+            header, bucket, work = done
+            group.finish(work)
+            traffic.received += bucket.numel()
+            parts = bucket.split([_nbytes(dtype, shape) for _, dtype, shape in header])
+            for (own, dtype, shape), part in zip(header, parts, strict=True):
                 yield own, part[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         if pending is None:
             return

@@ -8,7 +8,6 @@ members alone. Someone without the token can still remove entries, which ends a 
 
 import hashlib
 import hmac
-import secrets
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,14 +17,9 @@ import torch.distributed as dist
 
 from ..transport.watched_sockets import WeightSyncError
 
-__all__ = ["SignedStore", "connect_store", "new_token", "serve_store"]
+__all__ = ["SignedStore", "connect_store", "serve_store"]
 
 _DIGEST = hashlib.sha256().digest_size
-
-
-def new_token() -> str:
-    """Return a token that nobody can guess."""
-    return secrets.token_hex(32)
 
 
 def serve_store(host: str, timeout_seconds: float) -> dist.TCPStore:
@@ -39,21 +33,13 @@ def serve_store(host: str, timeout_seconds: float) -> dist.TCPStore:
         listener = socket.create_server((host, 0), family=family, backlog=1024)
     except OSError as error:
         raise WeightSyncError(f"the store of the weight sync can't listen on {host}: {error}") from error
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_seconds),
-        master_listen_fd=listener.detach(),
-    )
+    port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_seconds)
+    return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
     """Connect to a store that another process serves."""
-    timeout = timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False)
 
 
 class SignedStore(dist.Store):
@@ -103,4 +89,4 @@ class SignedStore(dist.Store):
         return SignedStore(self._store.clone(), self._token.decode())  # type: ignore[attr-defined]
 
     def _signature(self, key: str, value: bytes) -> bytes:
-        return hmac.digest(self._token, len(key).to_bytes(8) + key.encode() + value, "sha256")
+        return hmac.digest(self._token, len(key).to_bytes(8, "big") + key.encode() + value, "sha256")

@@ -8,6 +8,7 @@ own context bounds every wait without patching verl.
 import asyncio
 import contextlib
 import functools
+import io
 import os
 import pickle
 import time
@@ -15,10 +16,9 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import zmq
-
-from .metadata import read_metadata
 
 __all__ = ["CHECK_SECONDS", "WatchedContext", "WeightSyncError", "await_result", "taking_part", "wait_for_work"]
 
@@ -31,6 +31,13 @@ _POLL_MILLISECONDS = 200
 _LISTENING_SECONDS, _LOOK_SECONDS = 1.0, 0.002
 # Between queries of a collective. They cost some microseconds; other ranks' failures cost a request to the one store.
 _PAUSE_SECONDS, CHECK_SECONDS = 0.0005, 0.25
+_KNOWN = {
+    ("torch", "Size"),
+    ("torch", "Tensor"),
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
+    ("torch.storage", "TypedStorage"),
+    ("torch.storage", "UntypedStorage"),
+}
 
 
 class WeightSyncError(RuntimeError):
@@ -40,35 +47,22 @@ class WeightSyncError(RuntimeError):
 async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any:
     """Return the result of an awaitable, which is cancelled after the time-out.
 
-    Args:
-        failure: what the awaitable did not do in time, for the error's text.
-
     Raises:
-        WeightSyncError: it took longer.
+        WeightSyncError: it took longer; begins with ``failure``, which says what it did not do in time.
     """
-
-    async def result() -> Any:
-        return await future
-
     try:
-        return await asyncio.wait_for(result(), timeout_seconds)
+        return await asyncio.wait_for(future, timeout_seconds)
     except asyncio.TimeoutError:
         raise WeightSyncError(f"{failure} within {timeout_seconds:g} s") from None
 
 
-def wait_for_work(
-    work: dist.Work,
-    timeout_seconds: float,
-    check: Callable[[], None] = lambda: None,
-    failure: Callable[[], str] | None = None,
-) -> None:
+def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
     """Wait until a collective has ended on this rank; its end is seen within a millisecond.
 
     The host waits, since NCCL's ``wait`` neither does that nor raises.
 
     Args:
         check: called every ``CHECK_SECONDS`` while waiting, and at the time limit; raises when another rank has failed.
-        failure: returns the text of the error after the time limit.
 
     Raises:
         WeightSyncError: another rank took no part in time.
@@ -81,8 +75,7 @@ def wait_for_work(
             check()
             next_check = now + CHECK_SECONDS
         if now > deadline:
-            text = f"another rank took no part in a collective within {timeout_seconds:g} s"
-            raise WeightSyncError(failure() if failure else text)
+            raise WeightSyncError(f"another rank took no part in a collective within {timeout_seconds:g} s")
         time.sleep(_PAUSE_SECONDS)
     work.wait()  # orders this rank's stream after it, and raises what the backend noticed
 
@@ -113,6 +106,7 @@ class WatchedContext:
 
     Attributes:
         waited_seconds: total time that its sockets waited.
+        shared_memory_name: the segment of a sender's first message, which verl's sender leaks if nobody answers that.
     """
 
     def __init__(
@@ -123,11 +117,8 @@ class WatchedContext:
         check: Callable[[], None] = lambda: None,
         linger_seconds: float = 0.0,
     ):
-        self._context = context
-        self._timeout_seconds = timeout_seconds
-        self._waits_for = waits_for
-        self._check = check
-        self._linger_seconds = linger_seconds
+        self._context, self._timeout_seconds, self._waits_for = context, timeout_seconds, waits_for
+        self._check, self._linger_seconds = check, linger_seconds
         self.shared_memory_name: str | None = None
         self.waited_seconds = 0.0
 
@@ -164,9 +155,7 @@ class _WatchedSocket:
     """Implements the methods of ``zmq.Socket`` that verl's sender and receiver call."""
 
     def __init__(self, socket: zmq.Socket, context: WatchedContext):
-        self._socket = socket
-        self._context = context
-        self._address = ""
+        self._socket, self._context, self._address = socket, context, ""
 
     def bind(self, address: str) -> None:
         self._socket.bind(address)
@@ -185,7 +174,6 @@ class _WatchedSocket:
         self._context.call(self._socket, zmq.POLLOUT, functools.partial(self._socket.send, message))
 
     def send_pyobj(self, message: Any) -> None:
-        # The first message names the segment, which verl's sender leaks if this message is never answered.
         if isinstance(message, dict) and "name" in message and "size" in message:
             self._context.shared_memory_name = message["name"]
         self._context.call(self._socket, zmq.POLLOUT, functools.partial(self._socket.send_pyobj, message))
@@ -206,9 +194,26 @@ class _WatchedSocket:
                 if owner not in (os.getuid(), 0):
                     raise WeightSyncError(f"the socket {self._address} belongs to another user, {owner}")
         try:
-            return read_metadata(message)
-        except pickle.UnpicklingError as error:
-            raise WeightSyncError(f"{self._address} sent what is no metadata of a weight sync: {error}") from error
+            return _Unpickler(io.BytesIO(message)).load()
+        except Exception as error:  # what pickle raises for damaged data is not bounded
+            cause = f"{type(error).__name__}: {error}"
+            raise WeightSyncError(f"{self._address} sent what is no metadata of a weight sync: {cause}") from error
 
     def close(self) -> None:
         self._socket.close()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what verl's sender says of a bucket, without running anything of it.
+
+    verl sends it as a pickle (``send_pyobj``): names, shapes, dtypes and offsets, and of a buffer in device memory the
+    handle that torch's ``reduce_tensor`` makes. Whoever binds the socket's name first could send another one, so only
+    these types are known here.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it would call {module}.{name}")

@@ -22,7 +22,7 @@ def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch
     sent, pending = 0, None
     buckets = itertools.chain(buckets_of(weights, limit, group.device), [(None, torch.empty(0))])
     for number, (header, bucket) in enumerate(buckets):
-        group.publish(f"{name} {number}", header)
+        group.publish(f"{name} bucket {number}", header)
         if pending is not None:
             group.finish(pending)
         if header is not None:
@@ -44,7 +44,7 @@ def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Generator[
 def _received(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
     pending: tuple[Header, torch.Tensor, Any] | None = None
     for number in itertools.count():
-        done, pending, header = pending, None, group.wait_for(f"{name} {number}")
+        done, pending, header = pending, None, group.wait_for(f"{name} bucket {number}")
         if header is not None:
             bucket = torch.empty(sum(_nbytes(*each[1:]) for each in header), dtype=torch.uint8, device=group.device)
             pending = header, bucket, group.broadcast(bucket)

@@ -12,8 +12,9 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,8 @@ import torch
 from ..layout.slice_names import slice_name
 from ..layout.specs import Rollout, SyncMode
 from ..plan.routes import Member
-from ..plan.transfer_plan import Targets, TransferPlan, round_bytes
+from ..plan.transfer_plan import Targets, round_bytes
 from ..servers import BACKEND, choose_mode, rollout_of, server_of
-from ..sync import RolloutWeights
 from ..transport.checksums import has_checksums
 from ..transport.exchange import Exchange
 from ..transport.report import SyncReport, Traffic, TransferStats
@@ -36,9 +36,6 @@ __all__ = ["Endpoint", "ReceivedWeights"]
 
 logger = logging.getLogger("epfsdp2")
 
-# What numbered buckets are published as.
-_WEIGHTS, _ADAPTERS = "bucket", "adapters"
-
 
 class Endpoint:
     """Sends the weights of a trainer rank, or receives them on a rollout rank, sync after sync.
@@ -49,12 +46,12 @@ class Endpoint:
     """
 
     has_base: bool | None = None
+    _planned: tuple[object, Exchange, str] | None = None
 
     def __init__(self, group: SyncGroup):
         self.group, self.syncs = group, 0
-        self._planned: tuple[object, Exchange, str] | None = None
 
-    def send(self, weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> dict[str, float]:
+    def send(self, weights: Any, bucket_bytes: int) -> dict[str, float]:
         """Send the weights of one sync; collective over all members.
 
         Args:
@@ -62,44 +59,39 @@ class Endpoint:
             bucket_bytes: bound of a bucket for the latter.
 
         Returns:
-            Metrics of this sync by name: the most megabytes that any trainer rank sent, and seconds. Empty but on rank
-            0, since verl keeps those of one rank.
+            On rank 0 the metrics of this sync: the most megabytes that any trainer rank sent, and seconds.
 
         Raises:
             WeightSyncError: a member failed.
         """
-        started = time.monotonic()
+        started, sent = time.monotonic(), 0
         with self.group.abort_on_error():
             self.group.begin_sync()
             if self.group.rank == 0:
                 self.group.publish("layout", trainer_layout(weights, bucket_bytes))
-            layout, requests, sent = self.group.wait_for("layout"), self.requests(), 0
+            layout, requests = self.group.wait_for("layout"), self.requests()
             if layout.peft_config:
-                assert isinstance(weights, RolloutWeights), "adapters of other engines are merged"
                 sync, number = weights.sync, weights.sync.next_number()
                 if any(request.needs_base for request in requests):
                     sync.base.record()
-                    sent = self._send(sync.weights("left out"), layout, requests)
+                    sent = self._send(requests[0].mode, sync.weights("left out"), layout, requests)
                 else:
                     sync.base.check(has_checksums(number, layout.settings.verify_syncs))
-                sent += self._broadcast(_ADAPTERS, sync.weights("alone"), layout)
+                sent += self._send("adapters", sync.weights("alone"), layout, requests)
             else:
-                sent = self._send(weights, layout, requests)
+                sent = self._send(requests[0].mode, weights, layout, requests)
         if self.group.rank > 0:
             return {}
         return {"weight_sync/sent_megabytes": sent / 2**20, "weight_sync/seconds": time.monotonic() - started}
 
-    def _send(self, weights: Any, layout: TrainerLayout, requests: list[WorkerRequest]) -> int:
-        if requests[0].mode == "full":
-            return self._broadcast(_WEIGHTS, weights, layout)
-        exchange, rollout = self.exchange(layout, requests), requests[0].rollout
-        for _ in exchange.run(weights.sync.values(weights.adapters, rollout, self.group.finish)):
-            raise AssertionError("a trainer rank receives no parameters")
-        return exchange.plan.most_sent
-
-    def _broadcast(self, name: str, weights: Iterable[tuple[str, torch.Tensor]], layout: TrainerLayout) -> int:
+    def _send(self, mode: str, weights: Any, layout: TrainerLayout, requests: list[WorkerRequest]) -> int:
+        if mode == "sliced":
+            exchange, rollout = self.exchange(layout, requests), requests[0].rollout
+            for _ in exchange.run(weights.sync.values(weights.adapters, rollout, self.group.finish)):
+                raise AssertionError("a trainer rank receives no parameters")
+            return exchange.plan.most_sent
         if self.group.rank == 0:
-            return send_buckets(self.group, name, weights, round_bytes(layout.settings.memory_bytes))
+            return send_buckets(self.group, mode, weights, round_bytes(layout.settings.memory_bytes))
         for _ in weights:
             pass  # gathering a tensor is collective over the trainer's ranks
         return 0
@@ -149,10 +141,7 @@ class Endpoint:
         group, model = self.group, layout.model
         assert model is not None, "weights of other engines are sent as full tensors"
         targets, limit = Targets.separate(workers, model.topology), round_bytes(layout.settings.memory_bytes)
-
-        def member_of(plan: TransferPlan) -> Member:
-            return Member.separate(plan, group.rank)
-
+        member_of = partial(Member.separate, rank=group.rank)
         return model.exchange(rollout, targets, limit, member_of, group.device, group.process_group, group.finish)
 
 
@@ -164,25 +153,21 @@ class ReceivedWeights:
         is_quantised_here: whether weights come as values in FP8 or INT8 and scales.
     """
 
+    is_quantised_here = False
+    _requests: list[WorkerRequest] | None = None
+
     def __init__(self, endpoint: Endpoint, layout: TrainerLayout, mode: str = "full"):
         self._endpoint, self._group, self._layout, self.mode = endpoint, endpoint.group, layout, mode
-        self._request = WorkerRequest("full", Rollout(), 0)
-        self._requests: list[WorkerRequest] | None = None
+        self._request, self.traffic = WorkerRequest("full", Rollout(), 0), Traffic()
         self.has_checksums = has_checksums(endpoint.syncs, layout.settings.verify_syncs)
-        self.is_quantised_here = False
-        self.traffic = Traffic()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.tensors()
 
     def for_rollout(self, config: Any, worker: int) -> "ReceivedWeights":
-        """Choose what the worker with this index in its replica gets.
+        """Choose what the worker with this index in its replica gets, from verl's rollout config.
 
-        A worker's own parameters are the fewest bytes for any rollout that is not colocated, so every setting but
-        ``full`` means these.
-
-        Args:
-            config: verl's rollout config.
+        Its own parameters are the fewest bytes for any rollout that is not colocated: all settings but ``full`` do it.
 
         Raises:
             WeightSyncError: on all members, for a rollout that can't load what it would get.
@@ -227,12 +212,11 @@ class ReceivedWeights:
         Collective over all members, even if the consumer stops early.
         """
         with self._group.abort_on_error():
-            if self.mode == "adapters":
-                yield from receive_buckets(self._group, _ADAPTERS, self.traffic)
-                return
-            requests = self._requests or self._endpoint.requests(self._request)
-            if self.mode == "full":
-                yield from receive_buckets(self._group, _WEIGHTS, self.traffic)
+            requests = self._requests
+            if requests is None and self.mode != "adapters":
+                requests = self._endpoint.requests(self._request)
+            if requests is None or self.mode != "sliced":
+                yield from receive_buckets(self._group, self.mode, self.traffic)
                 return
             exchange = self._endpoint.exchange(self._layout, requests)
             with contextlib.closing(exchange.run(None, self.traffic)) as parameters:
@@ -245,11 +229,7 @@ class ReceivedWeights:
         return self._layout.model.planned_layouts(self._request.rollout)
 
     def check_plans(self, failure: Exception | None) -> None:
-        """Raise this rank's failure, if any, on all members; plans are compared when they are made.
-
-        Raises:
-            WeightSyncError: on all members.
-        """
+        """Raise this rank's failure, if any, as a ``WeightSyncError`` of all members."""
         with self._group.abort_on_error():
             if failure is not None:
                 raise failure

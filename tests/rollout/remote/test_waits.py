@@ -113,7 +113,7 @@ def test_broadcast_whose_set_up_blocks_for_ever_raises_in_time_and_closes_the_gr
     (_, _, member), _ = together
     member.timeout_seconds = 0.5
     started = time.monotonic()
-    member._store.set("from trainer 0 has all", "null")
+    member.publish("from trainer 0", [])  # all came, trainer rank 0 says
     never_ends = mock.patch.multiple(dist, broadcast=_blocks), mock.patch.object(member, "_make_group")
     raises = pytest.raises(WeightSyncError, match="trainer rank 0 did not come to the group's set-up within 0.5 s")
     with never_ends[0], never_ends[1], raises, member.abort_on_error():

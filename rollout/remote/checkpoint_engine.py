@@ -1,10 +1,8 @@
 """verl's checkpoint engine ``epfsdp2_p2p``: weights for rollout replicas in processes of their own.
 
-verl's ``separate_async`` and fully-async trainers have such replicas. Its stock backends (nccl, nixl, ...) broadcast
-the full tensors of one trainer rank; this one sends every rollout rank the slices that it keeps, from the trainer ranks
-that own them (``remote_sync.py``). Select it with ``actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p``;
-verl imports this module by the name that ``engine=epfsdp2`` sets for it, ``checkpoint_engine.custom_backend_module``
-(``rollout/checkpoint_backend.py``).
+verl's ``separate_async`` and fully-async trainers have such replicas. Select it with
+``actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p``; verl imports this module through
+``checkpoint_engine.custom_backend_module`` (``rollout/checkpoint_backend.py``).
 
 One sync of verl's ``CheckpointEngineManager``: ``prepare`` on every member, ``build_topology`` on the driver,
 ``init_process_group`` on every member, then ``send_weights`` and ``receive_weights``, then ``finalize``.
@@ -32,9 +30,7 @@ __all__ = ["PeerToPeerCheckpointEngine"]
 
 @CheckpointEngineRegistry.register(BACKEND)
 class PeerToPeerCheckpointEngine(CheckpointEngine):
-    """The checkpoint engine of one member, a trainer rank or a rollout rank.
-
-    The process group is kept from one sync to the next while the members stay the same and none has failed.
+    """The checkpoint engine of a trainer rank or a rollout rank; members keep their group until one fails or changes.
 
     Args:
         bucket_size: bytes of a bucket, for full tensors of engines other than this package's.
@@ -49,16 +45,14 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         self._token = self._identity = ""
         self._identities: tuple[str, ...] = ()
         if is_master is None:
-            # verl builds this rank's server adapter next.
-            servers.install(timeout_seconds)
+            servers.install(timeout_seconds)  # verl builds this rank's server adapter next
 
     def prepare(self) -> dict[str, Any]:
         """Return this member's identity; it changes after a failure, so that all members make a new group."""
         if self._endpoint is None or self._endpoint.group.failed:
             self._leave()
             self._identity = uuid.uuid4().hex
-            if self.is_master:
-                # A new store, since failed members may still write to the old one.
+            if self.is_master:  # a new store, since failed members may still write to the old one
                 self._store, self._token = serve_store(_address(), self.timeout_seconds), secrets.token_hex(32)
         address = (_address(), self._store.port, self._token) if self._store is not None else None
         return {"identity": self._identity, "address": address}
@@ -80,11 +74,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
     def init_process_group(
         self, rank: int, members: Members, identities: tuple[str, ...], address: tuple[str, int, str]
     ) -> None:
-        """Join the group; ``address`` is the store's host, port and token.
-
-        Raises:
-            WeightSyncError: a member did not join in time.
-        """
+        """Join the group; ``address`` is the store's host, port and token. Raises as ``SyncGroup`` does."""
         if self._identities == identities:
             return
         host, port, token = address

@@ -5,7 +5,6 @@ Nothing of the store is unpickled: messages are JSON of the types of this sync, 
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ..transport.watched_sockets import WeightSyncError
 __all__ = ["TrainerLayout", "WorkerRequest", "decode", "encode", "trainer_layout"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TrainerLayout:
     """The trainer's settings and model, as trainer rank 0 publishes them.
 
@@ -35,7 +34,7 @@ class TrainerLayout:
     peft_config: str = ""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class WorkerRequest:
     """What a rollout rank requests: a sync mode, its index in its replica, and whether it lacks the weights."""
 
@@ -58,11 +57,7 @@ def trainer_layout(weights: Any, bucket_bytes: int) -> TrainerLayout:
 
 
 def encode(message: Any) -> str:
-    """Encode a message; its sequences are received as tuples.
-
-    Raises:
-        TypeError: it holds an object of another type.
-    """
+    """Encode a message, whose sequences become tuples; raises ``TypeError`` for an object of another type."""
     return json.dumps(message, default=_encode_value)
 
 
@@ -75,28 +70,22 @@ def _encode_value(value: Any) -> dict[str, Any]:
 
 
 def decode(text: bytes) -> Any:
-    """Decode a message.
-
-    Raises:
-        WeightSyncError: the text is not a message of these types.
-    """
+    """Decode a message; raises ``WeightSyncError`` if the text is none."""
     try:
-        return _tuples(json.loads(text, object_hook=_decode_object))
+        return _decode_value(json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise WeightSyncError(
-            f"the store holds an entry that is not a message of the weight sync ({type(error).__name__}: {error})"
-        ) from error
+        cause = f"{type(error).__name__}: {error}"
+        raise WeightSyncError(f"the store holds an entry that is not a message of the weight sync ({cause})") from error
 
 
-def _decode_object(found: dict[str, Any]) -> Any:
+def _decode_value(found: Any) -> Any:
+    if isinstance(found, list):
+        return tuple(map(_decode_value, found))
+    if not isinstance(found, dict):
+        return found
     if _DTYPE in found:
-        dtype = getattr(torch, str(found[_DTYPE]), None)
-        if not isinstance(dtype, torch.dtype):
+        if not isinstance(dtype := getattr(torch, str(found[_DTYPE]), None), torch.dtype):
             raise ValueError(f"{found[_DTYPE]} is not a dtype")
         return dtype
-    fields = {name: _tuples(value) for name, value in found.items()}
+    fields = {name: _decode_value(value) for name, value in found.items()}
     return _BY_NAME[fields.pop(_KIND)](**fields) if _KIND in found else fields
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -14,6 +14,7 @@ from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,11 +26,11 @@ from .messages import decode, encode
 __all__ = ["Members", "SyncGroup"]
 
 _T = TypeVar("_T")
+_Text = Callable[[], str]  # what did not happen in time, for an error
 
 _FAILURE = "failure"
 # A native call's own time limit exceeds that of the group by this, so that the group's error names the member.
-_LATER_SECONDS = 2.0
-_JOIN_SECONDS = 1.0
+_LATER_SECONDS, _JOIN_SECONDS = 2.0, 1.0
 # NCCL's time counts from when a collective is launched, which may be long before the others are there.
 _NCCL_TIMEOUT, _NCCL_BLOCKING_WAIT = timedelta(days=1), "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -53,6 +54,8 @@ class Members:
 class SyncGroup:
     """A member's handle on the group; constructing it is collective.
 
+    Whatever waits raises ``WeightSyncError`` when a member fails, with its cause, or does not come in time.
+
     A collective of the set-up opens the connections, in a thread: NCCL does that in a blocking call without a time
     limit. (torch's non-blocking communicators hang with NCCL 2.26, pytorch/pytorch#153960.) After a set-up that failed
     the thread may stay in this call until the process ends.
@@ -63,9 +66,6 @@ class SyncGroup:
 
     Attributes:
         failed: whether the next sync has to make another group.
-
-    Raises:
-        WeightSyncError: a member did not join in time.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -82,10 +82,8 @@ class SyncGroup:
         self._awaited: list[str] = []
         self._groups: list[dist.ProcessGroup] = []
         with self.abort_on_error():
-            if self.device.type not in ("cpu", "cuda"):
-                raise WeightSyncError(
-                    f"weight sync uses gloo on cpu and NCCL on cuda; neither supports device {self.device.type}"
-                )
+            if (kind := self.device.type) not in ("cpu", "cuda"):
+                raise WeightSyncError(f"weight sync uses gloo on cpu and NCCL on cuda; neither supports device {kind}")
             # A wait holds its connection, which other requests would wait for. torch's stubs lack ``clone``.
             self._blocking_store: dist.Store = store.clone()  # type: ignore[attr-defined]
             self._blocking_store.set_timeout(self._limit)
@@ -95,32 +93,26 @@ class SyncGroup:
             nothing = [0] * members.world
             splits = (from_trainers, nothing) if rank in members.rollouts else (nothing, to_rollouts)
             received, sent = (torch.zeros(sum(split), dtype=torch.uint8, device=self.device) for split in splits)
-            self.process_group = self._set_up(
-                "all",
-                range(members.world),
-                lambda group: dist.all_to_all_single(received, sent, *splits, group=group, async_op=True),
-            )
+            first = partial(dist.all_to_all_single, received, sent, *splits, async_op=True)
+            self.process_group = self._set_up("all", range(members.world), first)
 
     def broadcast(self, bucket: torch.Tensor) -> dist.Work:
         """Start to broadcast ``bucket`` from trainer rank 0 to the rollout; other trainer ranks must not call it."""
         if self._broadcast_group is None:
             byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            self._broadcast_group = self._set_up(
-                "from trainer 0",
-                [0, *self.members.rollouts],
-                lambda group: dist.broadcast(byte, group_src=0, group=group, async_op=True),
-            )
+            first = partial(dist.broadcast, byte, group_src=0, async_op=True)
+            self._broadcast_group = self._set_up("from trainer 0", [0, *self.members.rollouts], first)
         work = dist.broadcast(bucket, group_src=0, group=self._broadcast_group, async_op=True)
         assert work is not None
         return work
 
-    def _set_up(self, name: str, ranks: Sequence[int], first: Callable[[dist.ProcessGroup], Any]) -> dist.ProcessGroup:
+    def _set_up(self, name: str, ranks: Sequence[int], first: Callable[..., Any]) -> dist.ProcessGroup:
         """Make a group of ``ranks``, in which a collective that ``first`` starts has ended."""
 
         def set_up() -> dist.ProcessGroup:
             group = self._make_group(name, ranks.index(self.rank), len(ranks))
             self._groups.append(group)
-            wait_for_work(first(group), self._limit.total_seconds(), self._check)
+            wait_for_work(first(group=group), self._limit.total_seconds(), self._check)
             return group
 
         def failure() -> str:
@@ -146,11 +138,7 @@ class SyncGroup:
         return group
 
     def finish(self, work: dist.Work) -> None:
-        """Wait until a collective has ended on this rank.
-
-        Raises:
-            WeightSyncError: a member failed, whose cause is in the store, or did not take part in time.
-        """
+        """Wait until a collective has ended on this rank."""
         wait_for_work(work, self.timeout_seconds, self._check)
 
     def begin_sync(self) -> None:
@@ -159,28 +147,17 @@ class SyncGroup:
 
     def publish(self, name: str, message: Any) -> None:
         """Make a message available to the other members until this one calls ``end_sync``."""
-        key = f"{self._syncs}/{name}"
-        self._published.append(key)
-        self._set(key, message)
+        self._published.append(f"{self._syncs}/{name}")
+        self._store.set(self._published[-1], encode(message))
 
-    def wait_for(self, name: str, failure: Callable[[], str] | None = None) -> Any:
-        """Wait until a member has published a message in this sync, and return it.
-
-        Raises:
-            WeightSyncError: a member failed, or nothing was published in time, with the text of ``failure``.
-        """
+    def wait_for(self, name: str, failure: _Text | None = None) -> Any:
+        """Wait until a member has published a message in this sync, and return it."""
         key = f"{self._syncs}/{name}"
         self._wait([key], failure or (lambda: f"no other rank published {name!r} {self._in_time}"))
         return decode(self._store.get(key))
 
-    def gather(
-        self, name: str, message: Any, from_ranks: Sequence[int], failure: Callable[[], str] | None = None
-    ) -> list[Any]:
-        """Return the messages that ``from_ranks`` publish; collective. Each member but trainer rank 0 reads one entry.
-
-        Raises:
-            WeightSyncError: a member failed, or did not publish in time; names the first that did not.
-        """
+    def gather(self, name: str, message: Any, from_ranks: Sequence[int], failure: _Text | None = None) -> list[Any]:
+        """Return the messages that ``from_ranks`` publish; collective. All but trainer rank 0 read one entry."""
 
         def unpublished() -> str:
             if missing := self._first_missing(name, from_ranks):
@@ -202,11 +179,7 @@ class SyncGroup:
 
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
-        """Leave the group if the block raises, so that the other members' waits end too, with the cause.
-
-        Raises:
-            WeightSyncError: names this member and the first cause of all members.
-        """
+        """Leave the group if the block raises, so that all members raise a ``WeightSyncError`` with the first cause."""
         try:
             yield
         except Exception as error:
@@ -229,24 +202,21 @@ class SyncGroup:
             if self._store.check([_FAILURE]):
                 cause = str(decode(self._store.get(_FAILURE)))
             else:
-                self._set(_FAILURE, f"{self.members.name(self.rank)}: {cause}")
+                self._store.set(_FAILURE, encode(f"{self.members.name(self.rank)}: {cause}"))
         if self.rank == 0:
             time.sleep(2 * CHECK_SECONDS)  # this process, which may end now, serves the store with the cause
         self.close()
         return cause
 
-    def _wait(self, keys: list[str], failure: Callable[[], str]) -> None:
+    def _wait(self, keys: list[str], failure: _Text) -> None:
         """Wait until the store has all ``keys``; see ``_call``."""
         if not self._store.check(keys):
             self._awaited = keys
             self._call(lambda: self._blocking_store.wait(keys), failure)
             self._awaited = []
 
-    def _call(self, native: Callable[[], _T], failure: Callable[[], str]) -> _T:
-        """Return the result of a call that may block for ever, unless a member fails or the time limit is over.
-
-        A thread makes the call, and keeps at it after an error. ``failure`` returns what did not happen in time.
-        """
+    def _call(self, native: Callable[[], _T], failure: _Text) -> _T:
+        """Return the result of a call that may block for ever, in a thread which keeps at it after an error."""
         result: futures.Future[_T] = futures.Future()
 
         def call() -> None:
@@ -277,19 +247,12 @@ class SyncGroup:
         index = bisect_left(range(len(keys)), True, key=lambda i: not self._store.check(keys[: i + 1]))
         return self.members.name(ranks[index]) if index < len(keys) else ""
 
-    def _set(self, key: str, message: Any) -> None:
-        self._store.set(key, encode(message))
-
     def _check(self) -> None:
         if self._store.check([_FAILURE]):
             raise WeightSyncError(str(decode(self._store.get(_FAILURE))))
 
     def close(self) -> None:
-        """Leave the group. With gloo, members that wait for this one fail at once; NCCL's kernels go on.
-
-        This ends the thread of ``_call`` too: one that a native call returns to while the interpreter ends would abort
-        the process.
-        """
+        """Leave the group. With gloo, members that wait for this one fail at once; NCCL's kernels go on."""
         with suppress(RuntimeError):  # the store is gone
             # Others that wait for it too find no message there, and report the cause, which was published before.
             for key in self._awaited:
@@ -303,7 +266,7 @@ class SyncGroup:
         aborting = threading.Thread(target=abort, daemon=True)
         aborting.start()
         aborting.join(self.timeout_seconds)  # torch waits for an abort of NCCL's as long as for a collective
-        if self._thread is not None:
+        if self._thread is not None:  # a native call that returns while the interpreter ends would abort the process
             self._thread.join(_JOIN_SECONDS)
         self.process_group = self._broadcast_group = None
 
@@ -311,9 +274,8 @@ class SyncGroup:
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     """Make a backend that raises NCCL's errors where they are waited for.
 
-    By default torch's watchdog ends the process at a collective that fails. A backend that is constructed with blocking
-    waits has none (``ProcessGroupNCCL.cpp``: "no watchdog thread is created"; in older torch one that does not end the
-    process). Others of the process keep their own setting. Read in the source, and never run.
+    By default torch's watchdog ends the process. A backend that is constructed with blocking waits has none
+    (``ProcessGroupNCCL.cpp``: "no watchdog thread is created"; in older torch a harmless one). Never run.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NCCL_TIMEOUT

@@ -2,17 +2,19 @@
 
 Trainer rank 0 publishes the trainer's tensors and their sharding (``TrainerLayout``), and every rollout rank what it
 needs (``WorkerRequest``). From these every member makes the same plan, and runs its part of the same exchange as
-colocated ranks (``transport/exchange.py``). Full tensors are broadcast from trainer rank 0 (``buckets.py``).
+colocated ranks (``transport/exchange.py``). Full tensors are broadcast from trainer rank 0, in buckets.
 
 Where vLLM computes with adapters, the weights come without them, and only in a sync in which a rollout rank lacks them;
 the adapters follow in every sync, broadcast to all.
 """
 
 import contextlib
+import itertools
 import json
 import logging
+import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,17 +30,22 @@ from ..transport.checksums import has_checksums
 from ..transport.exchange import Exchange
 from ..transport.report import SyncReport, Traffic, TransferStats
 from ..transport.watched_sockets import WeightSyncError
-from .buckets import receive_buckets, send_buckets
 from .messages import TrainerLayout, WorkerRequest, trainer_layout
 from .process_group import SyncGroup
 
-__all__ = ["Endpoint", "ReceivedWeights"]
+__all__ = ["Endpoint", "ReceivedWeights", "buckets_of", "receive_buckets", "send_buckets"]
 
 logger = logging.getLogger("epfsdp2")
+
+_ALIGNMENT = 16
+# Name, dtype, shape and offset of each tensor of a bucket.
+Header = list[tuple[str, torch.dtype, tuple[int, ...], int]]
 
 
 class Endpoint:
     """Sends the weights of a trainer rank, or receives them on a rollout rank, sync after sync.
+
+    All members raise ``WeightSyncError`` when one fails, or does not come in time.
 
     Attributes:
         syncs: number of those that a rollout rank has begun to receive.
@@ -60,9 +67,6 @@ class Endpoint:
 
         Returns:
             On rank 0 the metrics of this sync: the most megabytes that any trainer rank sent, and seconds.
-
-        Raises:
-            WeightSyncError: a member failed.
         """
         started, sent = time.monotonic(), 0
         with self.group.abort_on_error():
@@ -70,16 +74,17 @@ class Endpoint:
             if self.group.rank == 0:
                 self.group.publish("layout", trainer_layout(weights, bucket_bytes))
             layout, requests = self.group.wait_for("layout"), self.requests()
-            if layout.peft_config:
+            mode = requests[0].mode
+            if not layout.peft_config:
+                sent = self._send(mode, weights, layout, requests)
+            else:
                 sync, number = weights.sync, weights.sync.next_number()
                 if any(request.needs_base for request in requests):
                     sync.base.record()
-                    sent = self._send(requests[0].mode, sync.weights("left out"), layout, requests)
+                    sent = self._send(mode, sync.weights("left out"), layout, requests)
                 else:
                     sync.base.check(has_checksums(number, layout.settings.verify_syncs))
                 sent += self._send("adapters", sync.weights("alone"), layout, requests)
-            else:
-                sent = self._send(requests[0].mode, weights, layout, requests)
         if self.group.rank > 0:
             return {}
         return {"weight_sync/sent_megabytes": sent / 2**20, "weight_sync/seconds": time.monotonic() - started}
@@ -97,22 +102,14 @@ class Endpoint:
         return 0
 
     def receive(self) -> "ReceivedWeights":
-        """Begin a sync and return its weights.
-
-        Raises:
-            WeightSyncError: the trainer failed, or did not publish its layout in time.
-        """
+        """Begin a sync and return its weights."""
         with self.group.abort_on_error():
             self.group.begin_sync()
             self.syncs += 1
             return ReceivedWeights(self, self.group.wait_for("layout"))
 
     def requests(self, own: WorkerRequest | None = None) -> list[WorkerRequest]:
-        """Return what all rollout ranks request; collective.
-
-        Raises:
-            WeightSyncError: their configs or releases differ.
-        """
+        """Return what all rollout ranks request; collective. Raises if their configs or releases differ."""
         found = self.group.gather("request", own, self.group.members.rollouts)
         for request in found:
             if (request.mode, request.rollout) != (found[0].mode, found[0].rollout):
@@ -121,11 +118,7 @@ class Endpoint:
         return found
 
     def exchange(self, layout: TrainerLayout, requests: list[WorkerRequest]) -> Exchange:
-        """Return this member's exchange, which is planned again only if the layout or a request has changed.
-
-        Raises:
-            WeightSyncError: this rank's plan differs from that of trainer rank 0.
-        """
+        """Return this member's exchange, planned again if the layout or a request has changed; all have one plan."""
         facts = layout, requests[0].rollout, [request.worker for request in requests]
         if self._planned is None or self._planned[0] != facts:
             exchange = self._plan(*facts)
@@ -167,14 +160,13 @@ class ReceivedWeights:
     def for_rollout(self, config: Any, worker: int) -> "ReceivedWeights":
         """Choose what the worker with this index in its replica gets, from verl's rollout config.
 
-        Its own parameters are the fewest bytes for any rollout that is not colocated: all settings but ``full`` do it.
-
         Raises:
             WeightSyncError: on all members, for a rollout that can't load what it would get.
         """
         mode: SyncMode = "full"
         requested, model = self._layout.settings.requested, self._layout.model
         if model is not None:
+            # A worker's own parameters are the fewest bytes for any rollout that is not colocated.
             wanted = "full" if requested == "full" else "auto"
             mode, reason = choose_mode(wanted, config, model.family, backend=BACKEND)
             if reason and worker == 0:
@@ -207,10 +199,7 @@ class ReceivedWeights:
         yield ReceivedWeights(endpoint, self._layout, "adapters"), {**arguments, "base_sync_done": True}
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield tensors or parameters under names that the worker accepts.
-
-        Collective over all members, even if the consumer stops early.
-        """
+        """Yield what the worker accepts; collective over all members, even if the consumer stops early."""
         with self._group.abort_on_error():
             requests = self._requests
             if requests is None and self.mode != "adapters":
@@ -237,3 +226,62 @@ class ReceivedWeights:
     def report(self, transfer: TransferStats) -> SyncReport:
         """Make this sync's report."""
         return SyncReport(self._endpoint.syncs, self.mode, self.traffic, transfer.nbytes, transfer)
+
+
+def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
+    """Broadcast tensors on trainer rank 0, with the headers of buckets published under ``name``; return the bytes."""
+    sent, pending = 0, None
+    for number, bucket in enumerate(itertools.chain(buckets_of(weights, limit, group.device), [None])):
+        group.publish(f"{name} bucket {number}", bucket and (bucket[0], bucket[1].numel()))
+        if pending is not None:
+            group.finish(pending)
+        if bucket is not None:
+            pending, sent = group.broadcast(bucket[1]), sent + bucket[1].numel()
+    return sent
+
+
+def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield the tensors on a rollout rank; receives all of them even if the consumer stops early."""
+    found = _received(group, name, traffic)
+    try:
+        for each in found:  # noqa: UP028  (`yield from` would close `found` with this generator)
+            yield each
+    finally:
+        for _ in found:
+            pass
+
+
+def _received(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
+    pending: tuple[Header, torch.Tensor, Any] | None = None
+    for number in itertools.count():
+        done, pending = pending, None
+        if (found := group.wait_for(f"{name} bucket {number}")) is not None:
+            bucket = torch.empty(found[1], dtype=torch.uint8, device=group.device)
+            pending = found[0], bucket, group.broadcast(bucket)
+        if done is not None:
+            header, bucket, work = done
+            group.finish(work)
+            traffic.received += bucket.numel()
+            for own, dtype, shape, at in header:
+                yield own, bucket[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        if pending is None:
+            return
+
+
+def buckets_of(
+    weights: Iterable[tuple[str, torch.Tensor]], limit: int, device: torch.device
+) -> Iterator[tuple[Header, torch.Tensor]]:
+    """Pack tensors in order into buckets of at most ``limit`` bytes; a larger tensor has one of its own."""
+    header: Header = []
+    bucket, used = torch.empty(0, dtype=torch.uint8, device=device), 0
+    for name, tensor in weights:
+        nbytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if used + nbytes > bucket.numel():
+            if header:
+                yield header, bucket[:used]
+            header, bucket, used = [], torch.empty(max(limit, nbytes), dtype=torch.uint8, device=device), 0
+        bucket[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        header.append((name, tensor.dtype, tuple(tensor.shape), used))
+        used += nbytes
+    if header:
+        yield header, bucket[:used]

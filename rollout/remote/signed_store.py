@@ -1,9 +1,8 @@
 """The store of a sync's process group: it listens on one address, and an entry counts only with the run's signature.
 
-torch's ``TCPStore`` listens on every interface and takes what anybody writes. Here it gets a socket that is bound to
-one address, and each entry carries an HMAC (SHA-256) of its key and value under a token that trainer rank 0 draws and
-that the members receive through Ray. gloo's and NCCL's own addresses go through the same store, so members connect to
-members alone. Someone without the token can still remove entries, which ends a sync with an error.
+torch's ``TCPStore`` listens on every interface and takes what anybody writes. Here each entry carries an HMAC (SHA-256)
+of its key and value under a token that members receive through Ray. gloo's and NCCL's addresses go through this store,
+so members connect to members alone. Others can still remove entries, which ends a sync with an error.
 """
 
 import hashlib
@@ -43,10 +42,7 @@ def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore
 
 
 class SignedStore(dist.Store):
-    """A store whose entries are signed with a token; torch's backends call it as any other.
-
-    The object has to live as long as a backend that was made with it.
-    """
+    """A store whose entries are signed; it has to live as long as a backend of torch's that was made with it."""
 
     def __init__(self, store: dist.Store, token: str):
         super().__init__()
@@ -57,10 +53,7 @@ class SignedStore(dist.Store):
         self._store.set(key, self._signature(key, value) + value)
 
     def get(self, key: str) -> bytes:
-        """
-        Raises:
-            WeightSyncError: the entry was not written by a member of the run.
-        """
+        """Return an entry; raises ``WeightSyncError`` for one that no member of the run wrote."""
         entry = self._store.get(key)
         signature, value = entry[:_DIGEST], entry[_DIGEST:]
         if not hmac.compare_digest(signature, self._signature(key, value)):
@@ -85,7 +78,7 @@ class SignedStore(dist.Store):
         self._store.set_timeout(timeout)
 
     def clone(self) -> "SignedStore":
-        """Return a store of the same entries with a connection of its own, on which waits block nobody else."""
+        """Return a store of the same entries, with a connection of its own."""
         return SignedStore(self._store.clone(), self._token.decode())  # type: ignore[attr-defined]
 
     def _signature(self, key: str, value: bytes) -> bytes:

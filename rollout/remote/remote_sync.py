@@ -158,10 +158,10 @@ class ReceivedWeights:
         return self.tensors()
 
     def for_rollout(self, config: Any, worker: int) -> "ReceivedWeights":
-        """Choose what the worker with this index in its replica gets, from verl's rollout config.
+        """Choose what the worker with this index in its replica gets; all members raise if it can't load that.
 
-        Raises:
-            WeightSyncError: on all members, for a rollout that can't load what it would get.
+        Args:
+            config: verl's rollout config.
         """
         mode: SyncMode = "full"
         requested, model = self._layout.settings.requested, self._layout.model
@@ -180,8 +180,7 @@ class ReceivedWeights:
     def stages(self, config: Any, worker: int) -> Iterator[tuple["ReceivedWeights", dict[str, Any]]]:
         """Yield what the worker loads one after the other, each with the arguments that vLLM's worker takes with it.
 
-        It is the weights, where adapters are merged into them. Otherwise the weights without adapters, if any rollout
-        rank has none yet, and the adapters; a stage is loaded when the next is asked for.
+        A stage is loaded when the next is asked for.
         """
         endpoint, weights = self._endpoint, self.for_rollout(config, worker)
         if not self._layout.peft_config:

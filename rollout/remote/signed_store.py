@@ -22,11 +22,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 def serve_store(host: str, timeout_seconds: float) -> dist.TCPStore:
-    """Start a store that others can connect to at ``host`` and the store's ``port``; it listens there alone.
-
-    Raises:
-        WeightSyncError: ``host`` is no address of this machine.
-    """
+    """Start a store that listens on one address of this machine alone; raises ``WeightSyncError`` for another host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, 0), family=family, backlog=1024)

@@ -42,11 +42,7 @@ class WeightSyncError(RuntimeError):
 
 
 async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any:
-    """Return the result of an awaitable, which is cancelled after the time-out.
-
-    Raises:
-        WeightSyncError: it took longer; begins with ``failure``, which says what it did not do in time.
-    """
+    """Return the result of an awaitable; after the time-out cancel it, and raise a ``WeightSyncError``: ``failure``."""
     try:
         return await asyncio.wait_for(future, timeout_seconds)
     except asyncio.TimeoutError:
@@ -56,11 +52,8 @@ async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any
 def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
     """Wait on the host, as NCCL's ``wait`` does not, until a collective has ended here, seen within a millisecond.
 
-    Args:
-        check: called every ``CHECK_SECONDS`` while waiting, and at the time limit; raises when another rank has failed.
-
-    Raises:
-        WeightSyncError: another rank took no part in time.
+    Raises ``WeightSyncError`` when another rank took no part in time, and what ``check`` raises, which is called every
+    ``CHECK_SECONDS`` and at the time limit.
     """
     now = time.monotonic()
     deadline, next_check = now + timeout_seconds, now + CHECK_SECONDS
@@ -91,7 +84,6 @@ class WatchedContext:
     """Replaces ``zmq.Context`` with one whose sockets raise where a plain one would block forever.
 
     Args:
-        context: the real context.
         timeout_seconds: longest wait of one send or receive.
         waits_for: name of the other end, for the error's text.
         check: called several times a second while waiting; raises when the other end has failed.
@@ -115,14 +107,11 @@ class WatchedContext:
         return _WatchedSocket(socket, self)
 
     def call(self, socket: zmq.Socket, event: int, method: Callable[..., _T], *args: Any) -> _T:
-        """Call a socket's method when it is ready for ``event``; raises ``WeightSyncError`` if it never is.
-
-        The method may not block: the other end can disconnect after the socket was ready, and then it isn't any more.
-        """
+        """Call a socket's method when it is ready for ``event``; raises ``WeightSyncError`` if it never is."""
         started = time.monotonic()
         while True:
             if socket.poll(_POLL_MILLISECONDS, event):
-                with contextlib.suppress(zmq.Again):
+                with contextlib.suppress(zmq.Again):  # the other end has disconnected since then
                     result = method(*args, flags=zmq.NOBLOCK)
                     self.waited_seconds += time.monotonic() - started
                     return result
@@ -163,11 +152,7 @@ class _WatchedSocket:
         return self._context.call(self._socket, zmq.POLLIN, self._socket.recv)
 
     def recv_pyobj(self) -> Any:
-        """Receive what ``send_pyobj`` of the same user's other end has sent; no code of it is run.
-
-        Raises:
-            WeightSyncError: the socket is another user's, or the message is no metadata of a weight sync.
-        """
+        """Receive metadata, and run no code of it; raises ``WeightSyncError`` for another message or user's socket."""
         message = self.recv()
         if self._address.startswith("ipc://"):
             with contextlib.suppress(FileNotFoundError):

@@ -1,15 +1,14 @@
 """verl's checkpoint engine ``epfsdp2_p2p``: weights for rollout replicas in processes of their own.
 
-verl's ``separate_async`` and fully-async trainers have such replicas. Its stock backends (nccl, nixl, ...) broadcast
-the full tensors of one trainer rank; this one sends every rollout rank the slices that it keeps, from the trainer ranks
-that own them (``remote_sync.py``). Select it with ``actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p``;
-verl imports this module by the name that ``engine=epfsdp2`` sets for it, ``checkpoint_engine.custom_backend_module``
-(``rollout/checkpoint_backend.py``).
+verl's ``separate_async`` and fully-async trainers have such replicas. Select it with
+``actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p``; verl imports this module through
+``checkpoint_engine.custom_backend_module`` (``rollout/checkpoint_backend.py``).
 
 One sync of verl's ``CheckpointEngineManager``: ``prepare`` on every member, ``build_topology`` on the driver,
 ``init_process_group`` on every member, then ``send_weights`` and ``receive_weights``, then ``finalize``.
 """
 
+import secrets
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -24,16 +23,14 @@ from .. import servers
 from ..servers import BACKEND
 from .process_group import Members, SyncGroup
 from .remote_sync import Endpoint, ReceivedWeights
-from .signed_store import SignedStore, connect_store, new_token, serve_store
+from .signed_store import SignedStore, connect_store, serve_store
 
 __all__ = ["PeerToPeerCheckpointEngine"]
 
 
 @CheckpointEngineRegistry.register(BACKEND)
 class PeerToPeerCheckpointEngine(CheckpointEngine):
-    """The checkpoint engine of one member, a trainer rank or a rollout rank.
-
-    The process group is kept from one sync to the next while the members stay the same and none has failed.
+    """The checkpoint engine of a trainer rank or a rollout rank; members keep their group until one fails or changes.
 
     Args:
         bucket_size: bytes of a bucket, for full tensors of engines other than this package's.
@@ -43,24 +40,20 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
 
     def __init__(self, bucket_size: int, is_master: bool | None = None, timeout_seconds: float = 300.0):
         self.bucket_size, self.is_master, self.timeout_seconds = bucket_size, is_master, timeout_seconds
-        self._group: SyncGroup | None = None
         self._endpoint: Endpoint | None = None
         self._store: dist.TCPStore | None = None
-        self._token = ""
-        self._identity = ""
+        self._token = self._identity = ""
         self._identities: tuple[str, ...] = ()
         if is_master is None:
-            # verl builds this rank's server adapter next.
-            servers.install(timeout_seconds)
+            servers.install(timeout_seconds)  # verl builds this rank's server adapter next
 
     def prepare(self) -> dict[str, Any]:
         """Return this member's identity; it changes after a failure, so that all members make a new group."""
-        if self._group is None or self._group.failed:
+        if self._endpoint is None or self._endpoint.group.failed:
             self._leave()
             self._identity = uuid.uuid4().hex
-            if self.is_master:
-                # A new store, since failed members may still write to the old one.
-                self._store, self._token = serve_store(_address(), self.timeout_seconds), new_token()
+            if self.is_master:  # a new store, since failed members may still write to the old one
+                self._store, self._token = serve_store(_address(), self.timeout_seconds), secrets.token_hex(32)
         address = (_address(), self._store.port, self._token) if self._store is not None else None
         return {"identity": self._identity, "address": address}
 
@@ -69,29 +62,19 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return the arguments of ``init_process_group`` for the trainer's ranks and for the rollout's."""
-        world = actor_wg_world_size + rollout_world_size
-        common = {
-            "members": Members(actor_wg_world_size, world),
-            "identities": tuple(each["identity"] for each in metadata),
-            "address": metadata[0]["address"],
-        }
+        members = Members(actor_wg_world_size, actor_wg_world_size + rollout_world_size)
+        identities, address = tuple(each["identity"] for each in metadata), metadata[0]["address"]
 
         def of(ranks: range) -> dict[str, list[Any]]:
+            common = {"members": members, "identities": identities, "address": address}
             return {"rank": list(ranks)} | {name: [value] * len(ranks) for name, value in common.items()}
 
-        return of(range(actor_wg_world_size)), of(range(actor_wg_world_size, world))
+        return of(range(members.trainers)), of(members.rollouts)
 
     def init_process_group(
         self, rank: int, members: Members, identities: tuple[str, ...], address: tuple[str, int, str]
     ) -> None:
-        """Join the group.
-
-        Args:
-            address: host, port and token of the store.
-
-        Raises:
-            WeightSyncError: a member did not join in time.
-        """
+        """Join the group; ``address`` is the store's host, port and token. Raises as ``SyncGroup`` does."""
         if self._identities == identities:
             return
         host, port, token = address
@@ -99,9 +82,8 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         self._leave()
         # A store may serve several groups, one after the other.
         store_of_group = SignedStore(dist.PrefixStore("/".join(identities), store), token)
-        self._group = SyncGroup(store_of_group, rank, members, get_device_name(), self.timeout_seconds)
-        self._endpoint = Endpoint(self._group)
-        self._identities = identities
+        group = SyncGroup(store_of_group, rank, members, get_device_name(), self.timeout_seconds)
+        self._endpoint, self._identities = Endpoint(group), identities
 
     @torch.no_grad()
     async def send_weights(
@@ -118,14 +100,13 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
 
     def finalize(self) -> None:
         """End the sync; verl calls it on every member after all have succeeded."""
-        if self._group is not None:
-            self._group.end_sync()
+        if self._endpoint is not None:
+            self._endpoint.group.end_sync()
 
     def _leave(self) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group = self._endpoint = None
-        self._identities = ()
+        if self._endpoint is not None:
+            self._endpoint.group.close()
+        self._endpoint, self._identities = None, ()
 
 
 def _address() -> str:

@@ -2,18 +2,21 @@
 
 Trainer rank 0 publishes the trainer's tensors and their sharding (``TrainerLayout``), and every rollout rank what it
 needs (``WorkerRequest``). From these every member makes the same plan, and runs its part of the same exchange as
-colocated ranks (``transport/exchange.py``). Full tensors are broadcast from trainer rank 0 (``buckets.py``).
+colocated ranks (``transport/exchange.py``). Full tensors are broadcast from trainer rank 0, in buckets.
 
 Where vLLM computes with adapters, the weights come without them, and only in a sync in which a rollout rank lacks them;
 the adapters follow in every sync, broadcast to all.
 """
 
 import contextlib
+import itertools
 import json
 import logging
+import math
 import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,27 +24,28 @@ import torch
 from ..layout.slice_names import slice_name
 from ..layout.specs import Rollout, SyncMode
 from ..plan.routes import Member
-from ..plan.transfer_plan import Targets, TransferPlan, round_bytes
+from ..plan.transfer_plan import Targets, round_bytes
 from ..servers import BACKEND, choose_mode, rollout_of, server_of
-from ..sync import RolloutWeights
 from ..transport.checksums import has_checksums
 from ..transport.exchange import Exchange
 from ..transport.report import SyncReport, Traffic, TransferStats
 from ..transport.watched_sockets import WeightSyncError
-from .buckets import receive_buckets, send_buckets
 from .messages import TrainerLayout, WorkerRequest, trainer_layout
 from .process_group import SyncGroup
 
-__all__ = ["Endpoint", "ReceivedWeights"]
+__all__ = ["Endpoint", "ReceivedWeights", "buckets_of", "receive_buckets", "send_buckets"]
 
 logger = logging.getLogger("epfsdp2")
 
-# What numbered buckets are published as.
-_WEIGHTS, _ADAPTERS = "bucket", "adapters"
+_ALIGNMENT = 16
+# Name, dtype, shape and offset of each tensor of a bucket.
+Header = list[tuple[str, torch.dtype, tuple[int, ...], int]]
 
 
 class Endpoint:
     """Sends the weights of a trainer rank, or receives them on a rollout rank, sync after sync.
+
+    All members raise ``WeightSyncError`` when one fails, or does not come in time.
 
     Attributes:
         syncs: number of those that a rollout rank has begun to receive.
@@ -49,12 +53,12 @@ class Endpoint:
     """
 
     has_base: bool | None = None
+    _planned: tuple[object, Exchange, str] | None = None
 
     def __init__(self, group: SyncGroup):
         self.group, self.syncs = group, 0
-        self._planned: tuple[object, Exchange, str] | None = None
 
-    def send(self, weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> dict[str, float]:
+    def send(self, weights: Any, bucket_bytes: int) -> dict[str, float]:
         """Send the weights of one sync; collective over all members.
 
         Args:
@@ -62,65 +66,50 @@ class Endpoint:
             bucket_bytes: bound of a bucket for the latter.
 
         Returns:
-            Metrics of this sync by name: the most megabytes that any trainer rank sent, and seconds. Empty but on rank
-            0, since verl keeps those of one rank.
-
-        Raises:
-            WeightSyncError: a member failed.
+            On rank 0 the metrics of this sync: the most megabytes that any trainer rank sent, and seconds.
         """
-        started = time.monotonic()
+        started, sent = time.monotonic(), 0
         with self.group.abort_on_error():
             self.group.begin_sync()
             if self.group.rank == 0:
                 self.group.publish("layout", trainer_layout(weights, bucket_bytes))
-            layout, requests, sent = self.group.wait_for("layout"), self.requests(), 0
-            if layout.peft_config:
-                assert isinstance(weights, RolloutWeights), "adapters of other engines are merged"
+            layout, requests = self.group.wait_for("layout"), self.requests()
+            mode = requests[0].mode
+            if not layout.peft_config:
+                sent = self._send(mode, weights, layout, requests)
+            else:
                 sync, number = weights.sync, weights.sync.next_number()
                 if any(request.needs_base for request in requests):
                     sync.base.record()
-                    sent = self._send(sync.weights("left out"), layout, requests)
+                    sent = self._send(mode, sync.weights("left out"), layout, requests)
                 else:
                     sync.base.check(has_checksums(number, layout.settings.verify_syncs))
-                sent += self._broadcast(_ADAPTERS, sync.weights("alone"), layout)
-            else:
-                sent = self._send(weights, layout, requests)
+                sent += self._send("adapters", sync.weights("alone"), layout, requests)
         if self.group.rank > 0:
             return {}
         return {"weight_sync/sent_megabytes": sent / 2**20, "weight_sync/seconds": time.monotonic() - started}
 
-    def _send(self, weights: Any, layout: TrainerLayout, requests: list[WorkerRequest]) -> int:
-        if requests[0].mode == "full":
-            return self._broadcast(_WEIGHTS, weights, layout)
-        exchange, rollout = self.exchange(layout, requests), requests[0].rollout
-        for _ in exchange.run(weights.sync.values(weights.adapters, rollout, self.group.finish)):
-            raise AssertionError("a trainer rank receives no parameters")
-        return exchange.plan.most_sent
-
-    def _broadcast(self, name: str, weights: Iterable[tuple[str, torch.Tensor]], layout: TrainerLayout) -> int:
+    def _send(self, mode: str, weights: Any, layout: TrainerLayout, requests: list[WorkerRequest]) -> int:
+        if mode == "sliced":
+            exchange, rollout = self.exchange(layout, requests), requests[0].rollout
+            for _ in exchange.run(weights.sync.values(weights.adapters, rollout, self.group.finish)):
+                raise AssertionError("a trainer rank receives no parameters")
+            return exchange.plan.most_sent
         if self.group.rank == 0:
-            return send_buckets(self.group, name, weights, round_bytes(layout.settings.memory_bytes))
+            return send_buckets(self.group, mode, weights, round_bytes(layout.settings.memory_bytes))
         for _ in weights:
             pass  # gathering a tensor is collective over the trainer's ranks
         return 0
 
     def receive(self) -> "ReceivedWeights":
-        """Begin a sync and return its weights.
-
-        Raises:
-            WeightSyncError: the trainer failed, or did not publish its layout in time.
-        """
+        """Begin a sync and return its weights."""
         with self.group.abort_on_error():
             self.group.begin_sync()
             self.syncs += 1
             return ReceivedWeights(self, self.group.wait_for("layout"))
 
     def requests(self, own: WorkerRequest | None = None) -> list[WorkerRequest]:
-        """Return what all rollout ranks request; collective.
-
-        Raises:
-            WeightSyncError: their configs or releases differ.
-        """
+        """Return what all rollout ranks request; collective. Raises if their configs or releases differ."""
         found = self.group.gather("request", own, self.group.members.rollouts)
         for request in found:
             if (request.mode, request.rollout) != (found[0].mode, found[0].rollout):
@@ -129,11 +118,7 @@ class Endpoint:
         return found
 
     def exchange(self, layout: TrainerLayout, requests: list[WorkerRequest]) -> Exchange:
-        """Return this member's exchange, which is planned again only if the layout or a request has changed.
-
-        Raises:
-            WeightSyncError: this rank's plan differs from that of trainer rank 0.
-        """
+        """Return this member's exchange, planned again if the layout or a request has changed; all have one plan."""
         facts = layout, requests[0].rollout, [request.worker for request in requests]
         if self._planned is None or self._planned[0] != facts:
             exchange = self._plan(*facts)
@@ -149,10 +134,7 @@ class Endpoint:
         group, model = self.group, layout.model
         assert model is not None, "weights of other engines are sent as full tensors"
         targets, limit = Targets.separate(workers, model.topology), round_bytes(layout.settings.memory_bytes)
-
-        def member_of(plan: TransferPlan) -> Member:
-            return Member.separate(plan, group.rank)
-
+        member_of = partial(Member.separate, rank=group.rank)
         return model.exchange(rollout, targets, limit, member_of, group.device, group.process_group, group.finish)
 
 
@@ -164,32 +146,27 @@ class ReceivedWeights:
         is_quantised_here: whether weights come as values in FP8 or INT8 and scales.
     """
 
+    is_quantised_here = False
+    _requests: list[WorkerRequest] | None = None
+
     def __init__(self, endpoint: Endpoint, layout: TrainerLayout, mode: str = "full"):
         self._endpoint, self._group, self._layout, self.mode = endpoint, endpoint.group, layout, mode
-        self._request = WorkerRequest("full", Rollout(), 0)
-        self._requests: list[WorkerRequest] | None = None
+        self._request, self.traffic = WorkerRequest("full", Rollout(), 0), Traffic()
         self.has_checksums = has_checksums(endpoint.syncs, layout.settings.verify_syncs)
-        self.is_quantised_here = False
-        self.traffic = Traffic()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.tensors()
 
     def for_rollout(self, config: Any, worker: int) -> "ReceivedWeights":
-        """Choose what the worker with this index in its replica gets.
-
-        A worker's own parameters are the fewest bytes for any rollout that is not colocated, so every setting but
-        ``full`` means these.
+        """Choose what the worker with this index in its replica gets; all members raise if it can't load that.
 
         Args:
             config: verl's rollout config.
-
-        Raises:
-            WeightSyncError: on all members, for a rollout that can't load what it would get.
         """
         mode: SyncMode = "full"
         requested, model = self._layout.settings.requested, self._layout.model
         if model is not None:
+            # A worker's own parameters are the fewest bytes for any rollout that is not colocated.
             wanted = "full" if requested == "full" else "auto"
             mode, reason = choose_mode(wanted, config, model.family, backend=BACKEND)
             if reason and worker == 0:
@@ -203,8 +180,7 @@ class ReceivedWeights:
     def stages(self, config: Any, worker: int) -> Iterator[tuple["ReceivedWeights", dict[str, Any]]]:
         """Yield what the worker loads one after the other, each with the arguments that vLLM's worker takes with it.
 
-        It is the weights, where adapters are merged into them. Otherwise the weights without adapters, if any rollout
-        rank has none yet, and the adapters; a stage is loaded when the next is asked for.
+        A stage is loaded when the next is asked for.
         """
         endpoint, weights = self._endpoint, self.for_rollout(config, worker)
         if not self._layout.peft_config:
@@ -222,17 +198,13 @@ class ReceivedWeights:
         yield ReceivedWeights(endpoint, self._layout, "adapters"), {**arguments, "base_sync_done": True}
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield tensors or parameters under names that the worker accepts.
-
-        Collective over all members, even if the consumer stops early.
-        """
+        """Yield what the worker accepts; collective over all members, even if the consumer stops early."""
         with self._group.abort_on_error():
-            if self.mode == "adapters":
-                yield from receive_buckets(self._group, _ADAPTERS, self.traffic)
-                return
-            requests = self._requests or self._endpoint.requests(self._request)
-            if self.mode == "full":
-                yield from receive_buckets(self._group, _WEIGHTS, self.traffic)
+            requests = self._requests
+            if requests is None and self.mode != "adapters":
+                requests = self._endpoint.requests(self._request)
+            if requests is None or self.mode != "sliced":
+                yield from receive_buckets(self._group, self.mode, self.traffic)
                 return
             exchange = self._endpoint.exchange(self._layout, requests)
             with contextlib.closing(exchange.run(None, self.traffic)) as parameters:
@@ -245,11 +217,7 @@ class ReceivedWeights:
         return self._layout.model.planned_layouts(self._request.rollout)
 
     def check_plans(self, failure: Exception | None) -> None:
-        """Raise this rank's failure, if any, on all members; plans are compared when they are made.
-
-        Raises:
-            WeightSyncError: on all members.
-        """
+        """Raise this rank's failure, if any, as a ``WeightSyncError`` of all members."""
         with self._group.abort_on_error():
             if failure is not None:
                 raise failure
@@ -257,3 +225,62 @@ class ReceivedWeights:
     def report(self, transfer: TransferStats) -> SyncReport:
         """Make this sync's report."""
         return SyncReport(self._endpoint.syncs, self.mode, self.traffic, transfer.nbytes, transfer)
+
+
+def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
+    """Broadcast tensors on trainer rank 0, with the headers of buckets published under ``name``; return the bytes."""
+    sent, pending = 0, None
+    for number, bucket in enumerate(itertools.chain(buckets_of(weights, limit, group.device), [None])):
+        group.publish(f"{name} bucket {number}", bucket and (bucket[0], bucket[1].numel()))
+        if pending is not None:
+            group.finish(pending)
+        if bucket is not None:
+            pending, sent = group.broadcast(bucket[1]), sent + bucket[1].numel()
+    return sent
+
+
+def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield the tensors on a rollout rank; receives all of them even if the consumer stops early."""
+    found = _received(group, name, traffic)
+    try:
+        for each in found:  # noqa: UP028  (`yield from` would close `found` with this generator)
+            yield each
+    finally:
+        for _ in found:
+            pass
+
+
+def _received(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
+    pending: tuple[Header, torch.Tensor, Any] | None = None
+    for number in itertools.count():
+        done, pending = pending, None
+        if (found := group.wait_for(f"{name} bucket {number}")) is not None:
+            bucket = torch.empty(found[1], dtype=torch.uint8, device=group.device)
+            pending = found[0], bucket, group.broadcast(bucket)
+        if done is not None:
+            header, bucket, work = done
+            group.finish(work)
+            traffic.received += bucket.numel()
+            for own, dtype, shape, at in header:
+                yield own, bucket[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        if pending is None:
+            return
+
+
+def buckets_of(
+    weights: Iterable[tuple[str, torch.Tensor]], limit: int, device: torch.device
+) -> Iterator[tuple[Header, torch.Tensor]]:
+    """Pack tensors in order into buckets of at most ``limit`` bytes; a larger tensor has one of its own."""
+    header: Header = []
+    bucket, used = torch.empty(0, dtype=torch.uint8, device=device), 0
+    for name, tensor in weights:
+        nbytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if used + nbytes > bucket.numel():
+            if header:
+                yield header, bucket[:used]
+            header, bucket, used = [], torch.empty(max(limit, nbytes), dtype=torch.uint8, device=device), 0
+        bucket[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        header.append((name, tensor.dtype, tuple(tensor.shape), used))
+        used += nbytes
+    if header:
+        yield header, bucket[:used]

@@ -1,14 +1,12 @@
 """The store of a sync's process group: it listens on one address, and an entry counts only with the run's signature.
 
-torch's ``TCPStore`` listens on every interface and takes what anybody writes. Here it gets a socket that is bound to
-one address, and each entry carries an HMAC (SHA-256) of its key and value under a token that trainer rank 0 draws and
-that the members receive through Ray. gloo's and NCCL's own addresses go through the same store, so members connect to
-members alone. Someone without the token can still remove entries, which ends a sync with an error.
+torch's ``TCPStore`` listens on every interface and takes what anybody writes. Here each entry carries an HMAC (SHA-256)
+of its key and value under a token that members receive through Ray. gloo's and NCCL's addresses go through this store,
+so members connect to members alone. Others can still remove entries, which ends a sync with an error.
 """
 
 import hashlib
 import hmac
-import secrets
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,49 +16,29 @@ import torch.distributed as dist
 
 from ..transport.watched_sockets import WeightSyncError
 
-__all__ = ["SignedStore", "connect_store", "new_token", "serve_store"]
+__all__ = ["SignedStore", "connect_store", "serve_store"]
 
 _DIGEST = hashlib.sha256().digest_size
 
 
-def new_token() -> str:
-    """Return a token that nobody can guess."""
-    return secrets.token_hex(32)
-
-
 def serve_store(host: str, timeout_seconds: float) -> dist.TCPStore:
-    """Start a store that others can connect to at ``host`` and the store's ``port``; it listens there alone.
-
-    Raises:
-        WeightSyncError: ``host`` is no address of this machine.
-    """
+    """Start a store that listens on one address of this machine alone; raises ``WeightSyncError`` for another host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, 0), family=family, backlog=1024)
     except OSError as error:
         raise WeightSyncError(f"the store of the weight sync can't listen on {host}: {error}") from error
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_seconds),
-        master_listen_fd=listener.detach(),
-    )
+    port, timeout = listener.getsockname()[1], timedelta(seconds=timeout_seconds)
+    return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
     """Connect to a store that another process serves."""
-    timeout = timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False)
 
 
 class SignedStore(dist.Store):
-    """A store whose entries are signed with a token; torch's backends call it as any other.
-
-    The object has to live as long as a backend that was made with it.
-    """
+    """A store whose entries are signed; it has to live as long as a backend of torch's that was made with it."""
 
     def __init__(self, store: dist.Store, token: str):
         super().__init__()
@@ -71,10 +49,7 @@ class SignedStore(dist.Store):
         self._store.set(key, self._signature(key, value) + value)
 
     def get(self, key: str) -> bytes:
-        """
-        Raises:
-            WeightSyncError: the entry was not written by a member of the run.
-        """
+        """Return an entry; raises ``WeightSyncError`` for one that no member of the run wrote."""
         entry = self._store.get(key)
         signature, value = entry[:_DIGEST], entry[_DIGEST:]
         if not hmac.compare_digest(signature, self._signature(key, value)):
@@ -99,8 +74,8 @@ class SignedStore(dist.Store):
         self._store.set_timeout(timeout)
 
     def clone(self) -> "SignedStore":
-        """Return a store of the same entries with a connection of its own, on which waits block nobody else."""
+        """Return a store of the same entries, with a connection of its own."""
         return SignedStore(self._store.clone(), self._token.decode())  # type: ignore[attr-defined]
 
     def _signature(self, key: str, value: bytes) -> bytes:
-        return hmac.digest(self._token, len(key).to_bytes(8) + key.encode() + value, "sha256")
+        return hmac.digest(self._token, len(key).to_bytes(8, "big") + key.encode() + value, "sha256")

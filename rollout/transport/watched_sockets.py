@@ -1,24 +1,23 @@
 """Waits of a weight sync that time out: of ZMQ sockets, remote calls and collectives.
 
-verl's bucketed sender and receiver take their socket from ``self.zmq_context`` and block on it without a time-out
-(verl 0.9.1, ``vllm_rollout/bucketed_weight_transfer.py``). Handing them a ``WatchedContext`` instead of the process's
-own context bounds every wait without patching verl.
+verl's bucketed sender and receiver block without a time-out on sockets of ``self.zmq_context`` (verl 0.9.1,
+``vllm_rollout/bucketed_weight_transfer.py``). A ``WatchedContext`` in its place bounds their waits.
 """
 
 import asyncio
 import contextlib
-import functools
+import io
 import os
 import pickle
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import zmq
-
-from .metadata import read_metadata
 
 __all__ = ["CHECK_SECONDS", "WatchedContext", "WeightSyncError", "await_result", "taking_part", "wait_for_work"]
 
@@ -26,11 +25,16 @@ _T = TypeVar("_T")
 
 _POLL_MILLISECONDS = 200
 # A worker often connects shortly before its trainer rank binds, and ZMQ retries only after 100 to 200 ms. A shorter
-# retry interval is unsafe: the socket of one sync could connect to the next one's before it is closed and take its
-# message.
+# interval is unsafe: before it is closed, a socket of one sync could connect to the next one's and take its message.
 _LISTENING_SECONDS, _LOOK_SECONDS = 1.0, 0.002
 # Between queries of a collective. They cost some microseconds; other ranks' failures cost a request to the one store.
 _PAUSE_SECONDS, CHECK_SECONDS = 0.0005, 0.25
+# What a bucket's metadata is made of, besides dtypes.
+_KNOWN = {
+    "torch": ("Size", "Tensor"),
+    "torch.multiprocessing.reductions": ("rebuild_cuda_tensor",),
+    "torch.storage": ("TypedStorage", "UntypedStorage"),
+}
 
 
 class WeightSyncError(RuntimeError):
@@ -38,40 +42,18 @@ class WeightSyncError(RuntimeError):
 
 
 async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any:
-    """Return the result of an awaitable, which is cancelled after the time-out.
-
-    Args:
-        failure: what the awaitable did not do in time, for the error's text.
-
-    Raises:
-        WeightSyncError: it took longer.
-    """
-
-    async def result() -> Any:
-        return await future
-
+    """Return the result of an awaitable; after the time-out cancel it, and raise a ``WeightSyncError``: ``failure``."""
     try:
-        return await asyncio.wait_for(result(), timeout_seconds)
+        return await asyncio.wait_for(future, timeout_seconds)
     except asyncio.TimeoutError:
         raise WeightSyncError(f"{failure} within {timeout_seconds:g} s") from None
 
 
-def wait_for_work(
-    work: dist.Work,
-    timeout_seconds: float,
-    check: Callable[[], None] = lambda: None,
-    failure: Callable[[], str] | None = None,
-) -> None:
-    """Wait until a collective has ended on this rank; its end is seen within a millisecond.
+def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
+    """Wait on the host, as NCCL's ``wait`` does not, until a collective has ended here, seen within a millisecond.
 
-    The host waits, since NCCL's ``wait`` neither does that nor raises.
-
-    Args:
-        check: called every ``CHECK_SECONDS`` while waiting, and at the time limit; raises when another rank has failed.
-        failure: returns the text of the error after the time limit.
-
-    Raises:
-        WeightSyncError: another rank took no part in time.
+    Raises ``WeightSyncError`` when another rank took no part in time, and what ``check`` raises, which is called every
+    ``CHECK_SECONDS`` and at the time limit.
     """
     now = time.monotonic()
     deadline, next_check = now + timeout_seconds, now + CHECK_SECONDS
@@ -81,92 +63,69 @@ def wait_for_work(
             check()
             next_check = now + CHECK_SECONDS
         if now > deadline:
-            text = f"another rank took no part in a collective within {timeout_seconds:g} s"
-            raise WeightSyncError(failure() if failure else text)
+            raise WeightSyncError(f"another rank took no part in a collective within {timeout_seconds:g} s")
         time.sleep(_PAUSE_SECONDS)
     work.wait()  # orders this rank's stream after it, and raises what the backend noticed
 
 
 @contextlib.contextmanager
 def taking_part(tensors: Generator[Any, None, None]) -> Iterator[None]:
-    """Close ``tensors`` after the block, which takes part in what is left of their exchange if the block raises.
-
-    They are begun before that, because closing a generator that has not begun does nothing, and other ranks would wait.
-    """
+    """Close ``tensors`` after the block, which takes part in what is left of their exchange if the block raises."""
     with contextlib.closing(tensors):
         try:
             yield
         except BaseException:
-            next(tensors, None)
+            next(tensors, None)  # closing a generator that has not begun does nothing, and other ranks would wait
             raise
 
 
+@dataclass(eq=False)
 class WatchedContext:
     """Replaces ``zmq.Context`` with one whose sockets raise where a plain one would block forever.
 
     Args:
-        context: the real context.
         timeout_seconds: longest wait of one send or receive.
         waits_for: name of the other end, for the error's text.
         check: called several times a second while waiting; raises when the other end has failed.
         linger_seconds: how long a closed socket keeps delivering messages that were already sent.
-
-    Attributes:
         waited_seconds: total time that its sockets waited.
+        shared_memory_name: the segment of a sender's first message, which verl's sender leaks if nobody answers that.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context,
-        timeout_seconds: float,
-        waits_for: str,
-        check: Callable[[], None] = lambda: None,
-        linger_seconds: float = 0.0,
-    ):
-        self._context = context
-        self._timeout_seconds = timeout_seconds
-        self._waits_for = waits_for
-        self._check = check
-        self._linger_seconds = linger_seconds
-        self.shared_memory_name: str | None = None
-        self.waited_seconds = 0.0
+    context: zmq.Context
+    timeout_seconds: float
+    waits_for: str
+    check: Callable[[], None] = lambda: None
+    linger_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    shared_memory_name: str | None = None
 
     def socket(self, kind: int) -> "_WatchedSocket":
         """Make a socket of a ZMQ type (``zmq.REQ``, ``zmq.REP``)."""
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, int(self._linger_seconds * 1000))
+        socket = self.context.socket(kind)
+        socket.setsockopt(zmq.LINGER, int(self.linger_seconds * 1000))
         return _WatchedSocket(socket, self)
 
-    def call(self, socket: zmq.Socket, event: int, method: Callable[..., _T]) -> _T:
-        """Wait until ``socket`` is ready for ``event`` and return ``method(flags=zmq.NOBLOCK)``.
-
-        The method may not block: the other end can disconnect after the socket was ready, and then it isn't any more.
-
-        Raises:
-            WeightSyncError: nothing happened for ``timeout_seconds``.
-        """
+    def call(self, socket: zmq.Socket, event: int, method: Callable[..., _T], *args: Any) -> _T:
+        """Call a socket's method when it is ready for ``event``; raises ``WeightSyncError`` if it never is."""
         started = time.monotonic()
         while True:
             if socket.poll(_POLL_MILLISECONDS, event):
-                with contextlib.suppress(zmq.Again):
-                    result = method(flags=zmq.NOBLOCK)
+                with contextlib.suppress(zmq.Again):  # the other end has disconnected since then
+                    result = method(*args, flags=zmq.NOBLOCK)
                     self.waited_seconds += time.monotonic() - started
                     return result
-            self._check()
-            if time.monotonic() >= started + self._timeout_seconds:
-                raise WeightSyncError(
-                    f"no answer from {self._waits_for} within {self._timeout_seconds:g} s; "
-                    "it was killed, raised, or hangs"
-                )
+            self.check()
+            if time.monotonic() >= started + self.timeout_seconds:
+                text = f"no answer from {self.waits_for} within {self.timeout_seconds:g} s"
+                raise WeightSyncError(f"{text}; it was killed, raised, or hangs")
 
 
 class _WatchedSocket:
-    """Implements the methods of ``zmq.Socket`` that verl's sender and receiver call."""
+    """The methods of ``zmq.Socket`` that verl's sender and receiver call."""
 
     def __init__(self, socket: zmq.Socket, context: WatchedContext):
-        self._socket = socket
-        self._context = context
-        self._address = ""
+        self._socket, self._context, self._address = socket, context, ""
 
     def bind(self, address: str) -> None:
         self._socket.bind(address)
@@ -174,7 +133,7 @@ class _WatchedSocket:
             os.chmod(address.removeprefix("ipc://"), 0o600)  # whatever the umask: others can't connect
 
     def connect(self, address: str) -> None:
-        """Connect as soon as the other end has bound an ipc address, at the latest after a second; ZMQ then retries."""
+        """Connect once the other end has bound an ipc address, at the latest after a second; ZMQ then retries."""
         path, until = Path(address.removeprefix("ipc://")), time.monotonic() + _LISTENING_SECONDS
         while address.startswith("ipc://") and not path.exists() and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
@@ -182,23 +141,18 @@ class _WatchedSocket:
         self._socket.connect(address)
 
     def send(self, message: bytes) -> None:
-        self._context.call(self._socket, zmq.POLLOUT, functools.partial(self._socket.send, message))
+        self._context.call(self._socket, zmq.POLLOUT, self._socket.send, message)
 
     def send_pyobj(self, message: Any) -> None:
-        # The first message names the segment, which verl's sender leaks if this message is never answered.
         if isinstance(message, dict) and "name" in message and "size" in message:
             self._context.shared_memory_name = message["name"]
-        self._context.call(self._socket, zmq.POLLOUT, functools.partial(self._socket.send_pyobj, message))
+        self._context.call(self._socket, zmq.POLLOUT, self._socket.send_pyobj, message)
 
     def recv(self) -> bytes:
         return self._context.call(self._socket, zmq.POLLIN, self._socket.recv)
 
     def recv_pyobj(self) -> Any:
-        """Receive what ``send_pyobj`` of the same user's other end has sent; no code of it is run.
-
-        Raises:
-            WeightSyncError: the socket is another user's, or the message is no metadata of a weight sync.
-        """
+        """Receive metadata, and run no code of it; raises ``WeightSyncError`` for another message or user's socket."""
         message = self.recv()
         if self._address.startswith("ipc://"):
             with contextlib.suppress(FileNotFoundError):
@@ -206,9 +160,24 @@ class _WatchedSocket:
                 if owner not in (os.getuid(), 0):
                     raise WeightSyncError(f"the socket {self._address} belongs to another user, {owner}")
         try:
-            return read_metadata(message)
-        except pickle.UnpicklingError as error:
-            raise WeightSyncError(f"{self._address} sent what is no metadata of a weight sync: {error}") from error
+            return _Unpickler(io.BytesIO(message)).load()
+        except Exception as error:  # what pickle raises for damaged data is not bounded
+            cause = f"{type(error).__name__}: {error}"
+            raise WeightSyncError(f"{self._address} sent what is no metadata of a weight sync: {cause}") from error
 
     def close(self) -> None:
         self._socket.close()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the pickled metadata of a bucket, and runs nothing of another message: anyone could bind the name first.
+
+    It has names, shapes, dtypes, offsets, and of a buffer in device memory what torch's ``reduce_tensor`` makes.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _KNOWN.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it would call {module}.{name}")

@@ -62,7 +62,7 @@ def _syncs(folder):
         check_equal(got, theirs)
 
     # A consumer that stops early blocks no rank, and the group is kept.
-    group = member.engine._group.process_group
+    group = member.engine._endpoint.group.process_group
     for wanted in ("auto", "full"):
         member.connect()
         if member.is_trainer:
@@ -73,7 +73,7 @@ def _syncs(folder):
                 pass
             received.close()
         member.finalize()
-    assert member.engine._group.process_group is group
+    assert member.engine._endpoint.group.process_group is group
 
     # Workers of which one has another config: all members raise, and make a new group.
     member.connect()
@@ -86,7 +86,7 @@ def _syncs(folder):
     if member.rank == TRAINERS:
         member.new_engine()
     got = member.sync()
-    assert member.engine._group.process_group is not group
+    assert member.engine._endpoint.group.process_group is not group
     if not member.is_trainer:
         check_equal(got, member.parameters(member.index % TP, 8))
 

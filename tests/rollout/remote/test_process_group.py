@@ -14,8 +14,8 @@ import torch.distributed as dist
 from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout import specs
-from epfsdp2.rollout.remote import buckets, process_group, remote_sync
 from epfsdp2.rollout.remote import messages as published
+from epfsdp2.rollout.remote import process_group, remote_sync
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from epfsdp2.rollout.sent_tensors import SentModel
 from epfsdp2.rollout.sync import SyncSettings
@@ -186,7 +186,7 @@ def test_sync_group_waits_on_the_host_for_rounds_and_buckets(together):
         list(exchange.run(lambda name: torch.ones(2, dtype=torch.bfloat16)))
     first.broadcast = lambda bucket: _LikeNccls()
     with pytest.raises(WeightSyncError, match="took no part"):
-        buckets.send_buckets(first, "bucket", iter({"a": torch.ones(4)}.items()), 8)
+        remote_sync.send_buckets(first, "bucket", iter({"a": torch.ones(4)}.items()), 8)
 
 
 def test_sync_group_of_nccl_when_constructed_sets_blocking_wait(monkeypatch):

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.remote.buckets import buckets_of
 from epfsdp2.rollout.remote.messages import TrainerLayout, WorkerRequest
-from epfsdp2.rollout.remote.remote_sync import Endpoint
+from epfsdp2.rollout.remote.remote_sync import Endpoint, buckets_of
 from epfsdp2.rollout.sync import SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.rollout.remote.peers import three_members

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import secrets
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,7 @@ import zmq
 from torch.multiprocessing import reductions
 
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
-from epfsdp2.rollout.remote.signed_store import SignedStore, connect_store, new_token, serve_store
-from epfsdp2.rollout.transport.metadata import read_metadata
+from epfsdp2.rollout.remote.signed_store import SignedStore, connect_store, serve_store
 from epfsdp2.rollout.transport.watched_sockets import WatchedContext, WeightSyncError
 
 SECONDS = 5.0
@@ -49,12 +49,12 @@ def test_store_of_an_address_that_is_not_this_machines_is_refused():
 
 @pytest.mark.parametrize("written", [b"", b"x" * 31, b"x" * 100, b'{"a": 1}', "another token", "another key"])
 def test_store_entry_without_the_runs_signature_is_refused(written):
-    inner, token = dist.HashStore(), new_token()
+    inner, token = dist.HashStore(), secrets.token_hex(32)
     store = SignedStore(inner, token)
     store.set("key", "value")
     assert store.get("key") == b"value"
     if written == "another token":
-        SignedStore(inner, new_token()).set("key", "value")
+        SignedStore(inner, secrets.token_hex(32)).set("key", "value")
     elif written == "another key":
         store.set("other", "value")
         inner.set("key", inner.get("other"))
@@ -70,7 +70,7 @@ def _join(store, token, rank, seconds=SECONDS):
 
 def test_sync_group_of_members_with_the_token_excludes_a_stranger(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    served, token = serve_store("127.0.0.1", SECONDS), new_token()
+    served, token = serve_store("127.0.0.1", SECONDS), secrets.token_hex(32)
     stores = [served, connect_store("127.0.0.1", served.port, SECONDS)]
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(_join, stores, [token] * 2, range(2))
@@ -81,7 +81,9 @@ def test_sync_group_of_members_with_the_token_excludes_a_stranger(monkeypatch):
         with pytest.raises(WeightSyncError, match="is not signed with this run's token"):
             second.wait_for("b")
         inner = dist.PrefixStore("another group", served)
-        failed = [pool.submit(_join, inner, each, rank, 2.0) for rank, each in enumerate((token, new_token()))]
+        failed = [
+            pool.submit(_join, inner, each, rank, 2.0) for rank, each in enumerate((token, secrets.token_hex(32)))
+        ]
         for one in failed:
             with pytest.raises(WeightSyncError, match="token|imed out|time"):
                 one.result()
@@ -119,9 +121,13 @@ METADATA = [
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_watched_socket_with_bucket_metadata_reads_it_as_it_was_sent(protocol):
-    for message in METADATA[: 3 if protocol > 2 else 2]:
-        assert read_metadata(pickle.dumps(message, protocol)) == message
+def test_watched_socket_with_bucket_metadata_reads_it_as_it_was_sent(tmp_path, protocol):
+    with _connected(tmp_path / "socket") as (sender, receiver):
+        for message in METADATA[: 3 if protocol > 2 else 2]:
+            sender.send(pickle.dumps(message, protocol))
+            assert receiver.recv_pyobj() == message
+            receiver.send(b"")
+            sender.recv()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import secrets
 import signal
 import statistics
 import threading
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
-from epfsdp2.rollout.remote.signed_store import SignedStore, connect_store, new_token, serve_store
+from epfsdp2.rollout.remote.signed_store import SignedStore, connect_store, serve_store
 from epfsdp2.rollout.transport.watched_sockets import CHECK_SECONDS, WeightSyncError, wait_for_work
 from tests.support import ranks  # noqa: F401 (what processes are forked from has imported torch)
 from tests.support.rollout.remote.peers import three_members
@@ -62,7 +63,11 @@ def _member(rank, port, token, first, errors):
     ],
 )
 def test_group_of_processes_of_which_one_does_not_end_its_set_up_raises_in_time_on_the_others(case, cause):
-    served, token, context = serve_store("127.0.0.1", SECONDS), new_token(), multiprocessing.get_context("forkserver")
+    served, token, context = (
+        serve_store("127.0.0.1", SECONDS),
+        secrets.token_hex(32),
+        multiprocessing.get_context("forkserver"),
+    )
     errors, first = context.SimpleQueue(), {"is killed": _is_killed, "hangs": _blocks}
     processes = [
         context.Process(target=_member, args=(rank, served.port, token, first.get(case) if rank == 2 else None, errors))
@@ -108,7 +113,7 @@ def test_broadcast_whose_set_up_blocks_for_ever_raises_in_time_and_closes_the_gr
     (_, _, member), _ = together
     member.timeout_seconds = 0.5
     started = time.monotonic()
-    member._store.set("from trainer 0 has all", "null")
+    member.publish("from trainer 0", [])  # all came, trainer rank 0 says
     never_ends = mock.patch.multiple(dist, broadcast=_blocks), mock.patch.object(member, "_make_group")
     raises = pytest.raises(WeightSyncError, match="trainer rank 0 did not come to the group's set-up within 0.5 s")
     with never_ends[0], never_ends[1], raises, member.abort_on_error():

@@ -265,7 +265,7 @@ def test_wall_of_sizes_holds_for_every_file_and_room():
         (downward, "engine/errors.py", "from epfsdp2.engine import config"),
         (rollout_of_engine, "rollout/layout/trainer_tensors.py", "from ...engine.fsdp import wrap_plan"),
         (rollout_of_engine, "rollout/sync.py", "from ..engine.moe.find import find_experts"),
-        (engine_of_rollout, "engine/config.py", "from ..rollout import cleanup"),
+        (engine_of_rollout, "engine/config.py", "from ..rollout import servers"),
         (engine_of_rollout, "engine/planner/memory.py", "import epfsdp2.rollout.sync"),
         (parallelize, "engine/integration/engine.py", "from ..parallelize import parallelize"),
         (parallelize, "engine/preflight/run.py", "from .. import parallelize"),

@@ -252,12 +252,14 @@ def make_transfer_plan(
         RoundTooSmallError: a row of a parameter, or a parameter that can't be divided by rows, exceeds the limit.
     """
     groups: list[tuple[str, list[TensorSpec]]] = []
-    known = set(layers)
+    known, of_layer = set(layers), {}
     for tensor in tensors:
         prefix = _layer_of(tensor.name, known)
-        if not groups or groups[-1][0] != prefix:
-            groups.append((prefix, []))
-        groups[-1][1].append(tensor)
+        # Buffers come after all parameters, and are sent with those of their layer.
+        if prefix not in of_layer or (not prefix and groups[-1][0]):
+            of_layer[prefix] = []
+            groups.append((prefix, of_layer[prefix]))
+        of_layer[prefix].append(tensor)
 
     templates: dict[tuple[TensorSpec, ...], int] = {}
     made: list[Template] = []

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from epfsdp2.engine import cleanup
 from epfsdp2.engine import config as engine_config_module
-from epfsdp2.rollout import cleanup
 
 _HOLD = """
 import mmap, os, sys, time

@@ -38,11 +38,7 @@ _KNOWN: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 def for_vllm(
     model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors under the names that vLLM's loader of this family takes: fused if it can, else the checkpoint's.
-
-    Args:
-        waiting: as in ``as_checkpoint``.
-    """
+    """Yield tensors under the names that vLLM's loader of this family takes; ``waiting`` as in ``as_checkpoint``."""
     fused = FUSED.get(model.config.model_type)
     if fused is None or not _takes_stacks():
         yield from as_singles(model, tensors, waiting)

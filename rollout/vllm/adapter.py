@@ -9,7 +9,6 @@ import inspect
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from functools import cache
 from multiprocessing import shared_memory
 from typing import Any
 
@@ -42,14 +41,9 @@ def __getattr__(name: str) -> Any:
     # Made on first use: verl's adapter imports Ray and vLLM, which a process that trains without a rollout may lack.
     if name != _ADAPTER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _adapter_class()
-
-
-@cache
-def _adapter_class() -> type:
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-    return type(_ADAPTER, (WatchedUpdates, ServerAdapter), {"__module__": __name__})
+    return globals().setdefault(name, type(name, (WatchedUpdates, ServerAdapter), {"__module__": __name__}))
 
 
 class WatchedUpdates:
@@ -104,10 +98,9 @@ class WatchedUpdates:
             rank=rank,
             future=future,
         )
-        if selected is not None:
-            report = selected.report(transfer)
-            if rank == 0:
-                print(f"[epfsdp2] {report}", flush=True)
+        report = None if selected is None else selected.report(transfer)
+        if report is not None and rank == 0:
+            print(f"[epfsdp2] {report}", flush=True)
 
     async def _check_layout(self: Any, weights: Any) -> None:
         """Compare the planned layout with that of vLLM's workers before the first sync; collective.
@@ -148,8 +141,6 @@ async def send_weights(
 
     Args:
         weights: named tensors, of a synchronous or asynchronous iterator.
-        zmq_handle: address of the socket, as verl names it for this rank.
-        bucket_megabytes: size of the bucket.
         use_shm: whether the bucket is shared memory; otherwise CUDA IPC.
         timeout_seconds: longest wait for one message.
         rank: this rank, for the error's text.
@@ -177,10 +168,9 @@ async def send_weights(
         sent = time.monotonic()
         if future is not None:
             await await_result(future, timeout_seconds, "vLLM received every tensor but did not finish the update")
-        load = context.waited_seconds + time.monotonic() - sent
-        wire = sent - started - progress.gather_seconds - context.waited_seconds
-        stats = progress.sent, progress.nbytes, progress.gather_seconds, wire, load
-        return TransferStats(*stats, is_verl_sender(sender))
+        gather, waited = progress.gather_seconds, context.waited_seconds
+        wire, load = sent - started - gather - waited, waited + time.monotonic() - sent
+        return TransferStats(progress.sent, progress.nbytes, gather, wire, load, is_verl_sender(sender))
     except Exception as error:
         if progress.failed_in_source:
             raise  # an error of the trainer, not of the transfer

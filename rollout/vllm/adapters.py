@@ -19,8 +19,8 @@ __all__ = ["load_adapters", "without_adapters"]
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     """Run the block with every layer in the place of the one that adds an adapter to it.
 
-    vLLM puts that one in the layer's place after it has loaded the model, which changes the names of parameters
-    (``<layer>.base_layer.weight``) and hides layers from their models' loaders.
+    vLLM puts that one there after loading, which renames parameters (``<layer>.base_layer.weight``) and hides layers
+    from their models' loaders.
     """
     children = [(parent, *child) for parent in model.modules() for child in parent._modules.items()]
     wrapped = [child for child in children if isinstance(child[2], BaseLayerWithLoRA)]
@@ -43,7 +43,6 @@ def load_adapters(worker: Any, config: dict[str, Any], tensors: Mapping[str, tor
     """Replace the adapters that a worker computes with.
 
     Args:
-        worker: vLLM's worker.
         config: peft's.
         tensors: under the names of ``engine/lora/rollout_names.py``; kept.
 

@@ -24,7 +24,7 @@ from ..layout.specs import Rollout
 __all__ = ["CLASSES", "CLASS_OF_SLICES", "FP8_FAMILIES", "KNOWN_LAYOUTS", "NOT_SERVED", "NOT_SPREAD", "WHOLE"]
 __all__ += ["check_sizes", "families", "known_families", "unknown_layout"]
 
-_TP = f"{ROLLOUT}.tensor_model_parallel_size"
+_TP, _EP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_size"
 # Releases with which all tests of rollout/ passed, of benchmarks/results/stacks.json: their layouts are known.
 KNOWN_LAYOUTS = ("0.24.0", "0.27.1", "0.29.0")
 
@@ -177,18 +177,14 @@ starts transformers' code, which it can't run: 0.24 finds no bias of the head, l
 CLASS_OF_SLICES = {"exaone_moe": ("<0.27", "ExaoneMoeForCausalLM")}
 """Families that these vLLM releases implement twice, and the class name of the one whose layout is known."""
 
+_FLAT = "vLLM's class reads the flat config of the published code, which transformers' class does not have."
+_STATELESS = (
+    "vLLM has dropped its class and runs transformers' instead, without the state of its attention: rollouts would "
+    "be of another model."
+)
 NOT_SERVED = {
-    "ernie4_5_vl_moe": (
-        "==0.27.*",
-        "vLLM's class reads the flat config of the published code, which transformers' class does not have.",
-        "moe_num_experts",
-    ),
-    "minimax": (
-        ">=0.23",
-        "vLLM has dropped its class and runs transformers' instead, without the state of its attention: rollouts would "
-        "be of another model.",
-        "",
-    ),
+    "ernie4_5_vl_moe": ("==0.27.*", _FLAT, "moe_num_experts"),
+    "minimax": (">=0.23", _STATELESS, ""),
 }
 """Families that vLLM can't start with or computes otherwise than transformers -> in which releases, why, and what
 an override of the config that vLLM reads has to name."""
@@ -237,11 +233,11 @@ def check_sizes(rollout: Rollout, model: Any) -> None:
     keys = heads if getattr(model, "kv_lora_rank", None) else getattr(model, "num_key_value_heads", None) or heads
     sizes = getattr(model, "ffn_config", model)  # DBRX
     experts = _first(sizes, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    spread, family = f"{ROLLOUT}.expert_parallel_size", getattr(model, "model_type", "")
+    family = getattr(model, "model_type", "")
     if rollout.expert_parallel and (family in NOT_SPREAD or not experts):
         no_experts = "vLLM spreads experts, and the model has none."
         rule = f"vLLM's loader of a {family} spreads no experts." if family in NOT_SPREAD else no_experts
-        raise SettingError(spread, rollout.workers, rule, f"{spread}=1")
+        raise SettingError(_EP, rollout.workers, rule, f"{_EP}=1")
     # Under expert parallelism experts are not sharded; without it data-parallel workers shard them too.
     dp, whose = (rollout.dp, " of an expert") if experts else (1, "")
     size = _first(sizes, "moe_intermediate_size", "ffn_hidden_size", "intermediate_size")
@@ -259,7 +255,7 @@ def check_sizes(rollout: Rollout, model: Any) -> None:
 
     if wrong := reasons(rollout.tp):
         works = [tp for tp in divisors(heads) if not reasons(tp)]
-        best = f"{_TP} one of {works}" if works else f"{spread}={rollout.workers}"
+        best = f"{_TP} one of {works}" if works else f"{_EP}={rollout.workers}"
         raise SettingError(_TP, rollout.tp, f"vLLM can't cut {wrong[0]} so.", best)
 
 

@@ -1,10 +1,8 @@
 """Reads back the weights that a running vLLM model computes with.
 
-On a GPU these are its parameters. On vLLM's CPU build they are not: a linear layer keeps a packed copy in a closure and
-drops its parameter, and an experts layer packs its parameters. Both are read back exactly through vLLM's own operators:
-a linear layer is applied to the identity matrix (each output is 1 * w plus zeros), and the permutation by which an
-experts layer packs its weights is found by packing indices. Imports torch only; vLLM's objects are recognized by their
-attributes.
+On a GPU these are its parameters. vLLM's CPU build packs linear layers and experts, which are read back exactly through
+its own operators: a linear layer is applied to the identity matrix (each output is 1 * w plus zeros), and the
+permutation that packs experts is found by packing indices. vLLM's objects are recognized by their attributes.
 """
 
 import functools
@@ -31,10 +29,8 @@ def running_weights(model: torch.nn.Module, packed_linears: bool = True) -> Iter
 
     Names are vLLM's, with experts at ``<moe>.experts.w13_weight`` ``[E, 2 I / tp, D]`` and ``...w2_weight``
     ``[E, D, I / tp]`` whatever the version calls the module in between. The language-model head is the matrix that
-    multiplies the hidden states, even if it is tied to the embedding.
-
-    Experts whose kernel has a layout that is not known here, such as FlashInfer's TRT-LLM blocks on Blackwell, are left
-    out with a warning.
+    multiplies the hidden states, even if it is tied to the embedding. Experts whose kernel has a layout that is not
+    known here, such as FlashInfer's TRT-LLM blocks on Blackwell, are left out with a warning.
 
     Args:
         packed_linears: whether to include linear layers that can only be read by applying them to an identity matrix.

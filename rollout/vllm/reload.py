@@ -1,9 +1,9 @@
 """A layer-wise reload of the models in a vLLM worker that checks that every element is received.
 
-vLLM's reload (``vllm/model_executor/model_loader/reload``) collects the tensors of a layer until they are complete,
-then loads and processes the layer as at start-up and copies the result into the memory that kernels and CUDA graphs
-use. It only warns of missing elements, and a loader silently skips a name that it does not know. This one counts what
-each call of a loader brings, and accepts units of a worker's parameters (``layout/slice_names.py``) besides tensors.
+vLLM's (``vllm/model_executor/model_loader/reload``) collects a layer's tensors until they are complete, processes the
+layer as at start-up and copies the result into the memory that kernels and CUDA graphs use. It only warns of missing
+elements, and loaders silently skip unknown names. This one counts what each call of a loader brings, and also loads
+units of a worker's parameters (``layout/slice_names.py``).
 """
 
 import math
@@ -29,23 +29,13 @@ __all__ = ["Reload"]
 
 
 class LayerRecord:
-    """The elements that one layer expects and has received; made right after its reload was initialized.
-
-    Args:
-        name: the layer's name in the model.
-        layer: the layer, with its tensors on meta in the checkpoint's layout.
-
-    Attributes:
-        shapes: of the layer's parameters, without padding.
-        expected: the number of elements of each parameter that vLLM waits for.
-        received: the number of elements that each tensor has received, for those that a loader was called for.
-        units: memory that collects the units of a parameter, by its name in the layer.
-    """
+    """The elements that one layer, on meta in the checkpoint's layout, expects and has received."""
 
     def __init__(self, name: str, layer: torch.nn.Module):
         self.name, self.layer, self.info = name, layer, get_layerwise_info(layer)
         self.kernel_parameters = list(self.info.kernel_tensors[0].values())
         parameters = {own: parameter for own, parameter in layer._parameters.items() if parameter is not None}
+        # By a tensor's name: its shape without padding, the elements to come, those that came, memory of its units.
         self.shapes = {own: unpadded_shape(layer, own, parameter) for own, parameter in parameters.items()}
         self.expected = {own: math.prod(shape) for own, shape in self.shapes.items() if own not in SKIP_LOAD_TENSORS}
         self.received = Counter[str]()
@@ -75,19 +65,16 @@ class LayerRecord:
 class _Calls(list):
     """Replaces vLLM's list of a layer's deferred loader calls, and counts each call that is appended."""
 
-    def __init__(self, record: LayerRecord, reload: "Reload"):
-        super().__init__()
-        self._record, self._reload = record, reload
+    record: LayerRecord
+    reload: "Reload"
 
     def append(self, call) -> None:
         own, arguments = call
-        self._record.count_call(own)
-        self._record.received[own] += 0
-        used = self._reload.used
-        used.add(self._reload.offered)
-        for value in arguments.arguments.values():
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                used.add(value.untyped_storage().data_ptr())
+        self.record.count_call(own)
+        self.record.received[own] += 0
+        given = [value for value in arguments.arguments.values() if isinstance(value, torch.Tensor)]
+        storages = [tensor.untyped_storage().data_ptr() for tensor in given if not tensor.is_meta]
+        self.reload.used.update([self.reload.offered, *storages])
         super().append(call)
 
 
@@ -97,10 +84,6 @@ class Reload:
     Args:
         models: pairs of a model and its vLLM model config.
         verify: whether to compare loaded slices with the weights that the model computes with afterwards.
-
-    Attributes:
-        offered: name of the tensor that the models' loaders have taken last; empty once they have taken all.
-        used: of the bucket, the names at which a parameter's loader was called, and the storages that one was given.
     """
 
     def __init__(self, models: list[tuple[Any, Any]], parallel_config: Any, verify: bool = False):
@@ -116,6 +99,7 @@ class Reload:
         self._received_buffers: dict[str, torch.Tensor] = {}
         self._names: set[str] = set()
         self._unused: list[str] = []
+        # Name of the tensor that a model has taken last; at which names, and with which storages, loaders were called.
         self.offered, self.used = "", set[str | int]()
 
     def start(self) -> None:
@@ -135,7 +119,8 @@ class Reload:
                 # vLLM starts a layer that two models share (a draft model's embedding) only once.
                 if id(layer) not in known and not isinstance(layer, ATTENTION):
                     record = LayerRecord(name, layer)
-                    record.info.loaded_weights = _Calls(record, self)
+                    record.info.loaded_weights = calls = _Calls()
+                    calls.record, calls.reload = record, self
                     self._layers.append(record)
                     self._owners |= {prefix_of(name) + own: (record, own) for own in record.shapes}
 
@@ -170,11 +155,7 @@ class Reload:
         self.offered = ""
 
     def _load_unit(self, name: str, values: torch.Tensor) -> None:
-        """Load some rows of one of this worker's parameters, and process its layer once that is complete.
-
-        Raises:
-            WeightSyncError: there is no such parameter, or the rows do not fit.
-        """
+        """Load some rows of one of this worker's parameters, and process its layer once that is complete."""
         parameter, part = parse_slice(name, values)
         if parameter in self._buffer_shapes:
             if parameter not in self._received_buffers:
@@ -246,12 +227,10 @@ class Reload:
         # vLLM overwrites a buffer that no loader filled with uninitialized memory, and versions before 0.27 lose track
         # of non-persistent buffers and of those that are views of parameters (which are not in `renewed`).
         buffers = {name: buffer for name, buffer in layer._buffers.items() if buffer is not None}
-        non_persistent, renewed = set(layer._non_persistent_buffers_set), {}
-        if any(parameter is not None for parameter in layer._parameters.values()):
-            renewed = get_layerwise_info(layer).restore_metadata[1]
-        left = non_persistent if compat.LEAVES_NON_PERSISTENT_BUFFERS else ()
-        saved = {name: buffer.clone() for name, buffer in buffers.items() if name in renewed and name not in left}
-        self._buffers.append((layer, buffers, non_persistent, saved))
+        has_parameters = any(parameter is not None for parameter in layer._parameters.values())
+        renewed = get_layerwise_info(layer).restore_metadata[1] if has_parameters else {}
+        saved = {name: buffer.clone() for name, buffer in buffers.items() if name in renewed}
+        self._buffers.append((layer, buffers, set(layer._non_persistent_buffers_set), saved))
 
     def _check(self) -> list[LayerRecord]:
         """Raise unless all is complete and used; return the layers that share all parameters with complete layers."""
@@ -300,9 +279,9 @@ class Reload:
 def _memory_for_units(record: LayerRecord, own: str) -> torch.Tensor:
     """Return memory that collects the units of a parameter until its layer is complete, with zeros for padding rows.
 
-    It is the running parameter's memory if that has the same shape, strides and dtype and is not shared with other
-    tensors of the layer: vLLM processes the complete layer into new memory, or in place (FlashInfer's blocks in 0.32),
-    and only then copies it into the running parameters. Otherwise it is newly allocated.
+    It is the running parameter's if that has the same layout and dtype and is not shared with other tensors of the
+    layer: vLLM processes the complete layer into new memory, or in place (FlashInfer's blocks in 0.32), and only then
+    copies it into the running parameters.
     """
     target, info = getattr(record.layer, own), record.info
     running = info.kernel_tensors[0].get(own)
@@ -323,10 +302,7 @@ def _memory_for_units(record: LayerRecord, own: str) -> torch.Tensor:
 
 
 def _process(record: LayerRecord) -> None:
-    """Have vLLM process a layer whose units are complete, and copy the result into the running parameters.
-
-    Its deferred loaders do the same, but sum up what all layers wait for in each call.
-    """
+    """Have vLLM process a layer whose units are complete; its loaders would sum up all layers' tensors in each call."""
     compat.materialize_layer(record.layer, record.info)
     for own, memory in record.units.items():
         getattr(record.layer, own).data = memory

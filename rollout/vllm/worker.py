@@ -1,10 +1,8 @@
 """verl's vLLM worker extension that receives and loads the weights of a sync inside a vLLM worker process.
 
-verl's own extension calls ``model.load_weights`` in place and then post-processes the model once more. That is correct
-only where a kernel's layout equals the checkpoint's: vLLM's CPU build drops the linear weights that it packed, and
-several GPU kernels permute theirs. This one loads weights by vLLM's layer-wise reload (``reload.py``).
-
-Select it with ``actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls``.
+verl's own calls ``model.load_weights`` in place and post-processes the model again, which is correct only where a
+kernel's layout equals the checkpoint's: vLLM's CPU build drops what it packed, and several GPU kernels permute. This
+one uses vLLM's layer-wise reload (``reload.py``). Select it with ``engine_kwargs.vllm.worker_extension_cls``.
 """
 
 import contextlib
@@ -102,11 +100,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
                 raise
 
     def _receive(self, load: _Load, use_shm: bool, timeout: float) -> None:
-        """Receive the buckets of a sync and call ``load`` with each; its memory is reused once that returns.
-
-        Raises:
-            WeightSyncError: the sender stopped sending, or ``load`` has raised.
-        """
+        """Receive the buckets of a sync and call ``load`` with each; its memory is reused once that returns."""
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
         if self.device is None:
@@ -146,8 +140,8 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         rollout = Rollout(group.world_size, parallel.data_parallel_size, parallel.enable_expert_parallel)
         worker = parallel.data_parallel_rank * group.world_size + group.rank_in_group
         if len(layouts) != rollout.workers:
-            said = f"the trainer plans for {len(layouts)} workers per replica; vLLM has {rollout.workers}"
-            raise WeightSyncError(said)
+            has = f"vLLM has {rollout.workers}"
+            raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; {has}")
         model, config = next(iter(self._iter_all_models_with_config()))
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
 

@@ -1,9 +1,8 @@
-"""Shim that lets vLLM's CPU build run float32 experts on a CPU that has AMX.
+"""Shim that lets vLLM's CPU build run float32 experts on a CPU that has AMX, by its vector kernel.
 
 vLLM 0.27 and 0.28 refuse every MoE there that is not bfloat16. Earlier versions use a loop over experts, which fails
-because it makes an activation module during a forward, where vLLM has no config. Their vector kernel supports float32
-on the same CPU and is what a CPU without AMX uses (``fused_moe/cpu_fused_moe.py``, ``check_grouped_gemm``), so the shim
-selects it. ``test_vllm_shims.py`` fails once vLLM no longer needs the shim.
+because it makes an activation module during a forward, where vLLM has no config (``fused_moe/cpu_fused_moe.py``,
+``check_grouped_gemm``). ``test_vllm_shims.py`` fails once vLLM no longer needs the shim.
 """
 
 from collections.abc import Callable

@@ -37,10 +37,7 @@ def install() -> None:
 
 
 def _adding_bias(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Let vLLM add the bias of Phi-3.5-MoE's head, which its class loads and then leaves out of the logits.
-
-    The head's linear adds the bias that it is given, and never its own. Source: ``PhiMoEForCausalLM.compute_logits``.
-    """
+    """Let vLLM add the bias of Phi-3.5-MoE's head, whose linear adds what it is given and never its own."""
 
     def compute_logits(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.logits_processor(self.lm_head, hidden_states, self.lm_head.bias)
@@ -49,10 +46,7 @@ def _adding_bias(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finding_experts(load: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
-    """Let vLLM load DBRX at all: 0.27 looks for its experts' parameters where it has none (``KeyError``).
-
-    Source: ``DbrxModel.load_weights``, which makes a parameter's name of that of a checkpoint's tensor.
-    """
+    """Let vLLM load DBRX at all: 0.27 looks for its experts' parameters where it has none (``KeyError``)."""
 
     def load_weights(self: torch.nn.Module, weights: _Weights) -> Iterable[str]:
         if any(f".{_NESTED}." in name for name, _ in self.named_parameters()):
@@ -66,8 +60,7 @@ def _loading_by_parameters(load: Callable[..., Iterable[str]]) -> Callable[..., 
     """Let experts load by their parameters' loaders, and the correction bias that Laguna's checkpoints have among them.
 
     vLLM 0.24 calls the module's loader, so that a reload, which counts by the parameters', loses the experts of what it
-    runs by transformers' code; 0.27 drops the bias without a word and routes with zeros. Source:
-    ``fused_moe/routed_experts.py``.
+    runs by transformers' code; 0.27 drops the bias without a word and routes with zeros.
     """
     calls_the_modules = "self.weight_loader(" in inspect.getsource(load)
 
@@ -99,11 +92,7 @@ def _call_loader_of_parameter(*, param: Any, **arguments: Any) -> Any:
 
 
 def prepare_layer(layer: Any) -> Any:
-    """Prepare a layer for ``initialize_layerwise_reload``.
-
-    Returns:
-        The kernel that was removed from ``layer.quant_method``, to be restored if the reload makes no new one.
-    """
+    """Prepare a layer for a reload; return the kernel that was removed, to be restored where none is made anew."""
     method = getattr(layer, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None) if current_platform.is_cpu() else None
     if method is not None and kernel is not None:
@@ -118,10 +107,7 @@ def prepare_layer(layer: Any) -> Any:
 
 
 def prepare_model(model: torch.nn.Module) -> None:
-    """Prepare a model whose loader copies directly into parameters, so that the reload counts these copies.
-
-    Without this, a reload of gpt-oss loses its experts and attention sinks: their copies go to the meta device.
-    """
+    """Have a reload count direct copies into parameters; those of gpt-oss would go to the meta device and be lost."""
     for part in model.modules():
         names = _DIRECT_COPIES.get(type(part).__name__, ())
         for layer in part.modules() if names else ():
@@ -133,11 +119,10 @@ def prepare_model(model: torch.nn.Module) -> None:
 
 
 def finish_model(model: torch.nn.Module) -> None:
-    """Renew what vLLM has made of the first weights and then keeps.
+    """Renew in place what vLLM has made of the first weights and then keeps, which CUDA graphs have the address of.
 
     These are the float32 attention sinks of FlashInfer, which vLLM 0.27.1 renews itself, and the convolution's weights
-    beside those that the CPU build has packed (``MambaMixer2``). They keep their memory, which CUDA graphs have the
-    address of.
+    beside those that the CPU build has packed (``MambaMixer2``).
     """
     for part in model.modules():
         unpacked = getattr(getattr(part, "conv1d", None), "_cpu_unpacked_conv_weight", None)

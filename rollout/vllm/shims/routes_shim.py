@@ -1,8 +1,7 @@
 """Shim that makes vLLM return the routed experts of tokens where its CPU kernel computes the routing itself.
 
 Versions from 0.27 on refuse to start the server ("monolithic MoE kernel"); earlier ones report expert 0 for all tokens.
-The kernel computes its routing in one Python function (``select_experts``), whose result the shim captures.
-``test_vllm_shims.py`` fails once vLLM no longer needs the shim.
+The shim captures what ``select_experts`` returns. ``test_vllm_shims.py`` fails once vLLM no longer needs it.
 """
 
 import functools

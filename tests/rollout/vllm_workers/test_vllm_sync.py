@@ -164,7 +164,7 @@ def test_send_weights_raises_the_sources_own_error(engine, checkpoints):
 
 
 def test_receiving_call_ends_when_the_trainer_rank_is_killed(engine, checkpoints):
-    from epfsdp2.rollout import cleanup
+    from epfsdp2.engine import cleanup
 
     script = Path(__file__).parent / "sender_process.py"
     socket = Path(engine.handle().removeprefix("ipc://"))

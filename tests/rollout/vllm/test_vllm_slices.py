@@ -122,7 +122,9 @@ def test_reload_of_wrong_units_raises(start_engine, checkpoints):
     ):
         engine.sync(changed(lambda name, values: [] if name == slice_name(w13, 1, 2) else [(name, values)]))
     with pytest.raises(WeightSyncError, match=r"model.norm.weight/0/3/0 \[48\] was sent for what is \[96\] on"):
-        engine.sync(changed(lambda name, values: [(name.replace("norm.weight/0/2", "norm.weight/0/3"), values)]))
+        engine.sync(
+            changed(lambda name, values: [(name.replace("model.norm.weight/0/2", "model.norm.weight/0/3"), values)])
+        )
     for twice in (w13, w2):
         with pytest.raises(WeightSyncError, match=f"elements of {twice} were sent twice in one weight sync"):
             whole = (slice_name(twice), dict(_units(checkpoint, 1, 0))[slice_name(twice)])

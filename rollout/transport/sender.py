@@ -1,7 +1,7 @@
 """verl's bucketed sender (verl 0.9.1), which waits for its own stream and not for the whole device.
 
-The next round of an exchange is under way on other streams while a bucket is sent, and verl's wait for the device would
-undo the overlap. If verl's class has another source than the known one, it is used unchanged.
+The next round of an exchange is under way on other streams meanwhile, and a wait for the device would undo the overlap.
+If verl's class has another source than the known one, it is used unchanged.
 """
 
 import hashlib
@@ -39,11 +39,6 @@ def _class() -> type:
 
     class StreamSender(BucketedWeightSender):
         async def async_send_weights(self, weights: AsyncIterable[tuple[str, torch.Tensor]]) -> None:
-            """Send all weights.
-
-            Raises:
-                ValueError: one is larger than the bucket, which is shared memory.
-            """
             try:
                 self._init_socket()
                 self._init_buffer()
@@ -59,8 +54,8 @@ def _class() -> type:
                         continue
                     where = {"shape": tensor.shape, "dtype": tensor.dtype, "offset": at, "handle": None}
                     entries[name] = {"name": name, **where}
-                    into = self.buffer[at : at + tensor.nbytes]
-                    into.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+                    into = self.buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                    into.copy_(tensor.detach(), non_blocking=True)
                     at += tensor.nbytes
                 self._send(entries, is_last=True)
             finally:
@@ -84,9 +79,8 @@ def _class() -> type:
 
     if fingerprint() in _KNOWN:
         return StreamSender
-    logger.warning(
-        "epfsdp2: verl's BucketedWeightSender is not that of verl 0.9.1; weights are sent by it, without overlap"
-    )
+    said = "epfsdp2: verl's BucketedWeightSender is not that of verl 0.9.1; weights are sent by it, without overlap"
+    logger.warning(said)
     return BucketedWeightSender
 
 

@@ -1,16 +1,14 @@
 """verl's vLLM server adapter with bounded waits: sends a trainer rank's weights to its vLLM worker.
 
-verl's own adapter blocks in ``BucketedWeightSender`` until the vLLM worker answers; a worker that was killed never
-does, and the run hangs (seen with verl 0.9.1). This one sends the same way and raises the cause as soon as the
-receiving remote call has failed, or after a time-out.
+verl's own blocks in ``BucketedWeightSender`` until the worker answers, so that a killed worker hangs the run (verl
+0.9.1). This one raises the cause as soon as the receiving remote call has failed, or after a time-out.
 """
 
 import contextlib
 import inspect
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from functools import cache
+from collections.abc import AsyncIterator, Callable
 from multiprocessing import shared_memory
 from typing import Any
 
@@ -27,17 +25,11 @@ __all__ = ["WeightSyncError", "install"]
 
 _ADAPTER = "WatchedServerAdapter"
 
-Weights = Iterable[tuple[str, torch.Tensor]]
-
 _timeout_seconds = 300.0
 
 
 def install(timeout_seconds: float) -> None:
-    """Make verl build the watched adapter in this process. Call it before verl builds the rollout.
-
-    Args:
-        timeout_seconds: longest wait for one message of a weight sync, on both sides.
-    """
+    """Make verl build the watched adapter in this process; see ``Server.install``."""
     from verl.workers.rollout import base
 
     global _timeout_seconds
@@ -49,35 +41,18 @@ def __getattr__(name: str) -> Any:
     # Made on first use: verl's adapter imports Ray and vLLM, which a process that trains without a rollout may lack.
     if name != _ADAPTER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _adapter_class()
-
-
-@cache
-def _adapter_class() -> type:
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-    return type(_ADAPTER, (WatchedUpdates, ServerAdapter), {"__module__": __name__})
+    return globals().setdefault(name, type(name, (WatchedUpdates, ServerAdapter), {"__module__": __name__}))
 
 
 class WatchedUpdates:
-    """Mix-in for verl's ``ServerAdapter`` that replaces how named tensors are sent."""
+    """Mix-in for verl's ``ServerAdapter`` (``self``) that replaces how named tensors are sent."""
 
-    # Provided by verl's class.
-    config: Any
-    rollout_rank: int
-    server_handle: Any
-    use_shm: bool
-    zmq_handle: str
-    _execute_method: Callable[..., Any]
-    _has_server: bool
-    _checked_mode = ""
+    _checked_mode = ""  # of the last sync, whose layout the workers have compared
 
     async def update_weights(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        global_steps: int | None = None,
-        wire_format: str = "named_tensors",
-        **kwargs,
+        self: Any, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs
     ) -> None:
         """Send ``weights`` to this rank's vLLM worker. Arguments as in verl's method.
 
@@ -85,10 +60,11 @@ class WatchedUpdates:
             WeightSyncError: the worker raised, died or stopped answering; names this rank, its progress and the cause.
         """
         if wire_format != "named_tensors":
-            stock = super().update_weights  # type: ignore[misc]
-            return await stock(weights, global_steps, wire_format=wire_format, **kwargs)
+            return await super().update_weights(weights, global_steps, wire_format=wire_format, **kwargs)  # type: ignore[misc]
 
-        for stage, arguments in self._stages(weights):
+        # What the worker loads one after the other; another engine's weights are sent unchanged.
+        ours = hasattr(weights, "stages")
+        for stage, arguments in weights.stages(self.config, self.rollout_rank) if ours else [(None, {})]:
             await self._update(stage, weights, {**kwargs, **arguments})
         if self._has_server:
             # Cached keys and values are of the old weights.
@@ -97,30 +73,24 @@ class WatchedUpdates:
             if global_steps is not None:
                 await await_result(self.server_handle.set_global_steps.remote(global_steps), _timeout_seconds, failure)
 
-    def _stages(self, weights: Any) -> Iterable[tuple[Any, dict[str, Any]]]:
-        """Return what the worker loads one after the other; None for another engine's weights, sent unchanged."""
-        if hasattr(weights, "stages"):
-            return weights.stages(self.config, self.rollout_rank)
-        return [(weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None, {})]
-
-    async def _update(self, selected: Any, weights: Weights, kwargs: dict[str, Any]) -> None:
+    async def _update(self: Any, selected: Any, weights: Any, kwargs: dict[str, Any]) -> None:
         """Have the worker receive and load one stage, and send it."""
         kwargs["use_shm"] = self.use_shm
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
-        tensors: Any = weights
+        is_ours = has_our_extension(self.config)  # verl's takes neither of these arguments
+        if is_ours:
+            kwargs["sync_timeout_seconds"] = _timeout_seconds
         if selected is not None:
             await self._check_layout(selected)
-            tensors = selected.tensors()
-            if has_our_extension(self.config) and selected.has_checksums:
+            weights = selected.tensors()
+            if is_ours and selected.has_checksums:
                 kwargs["verify"] = True
-                tensors = with_checksums(tensors)
-            if getattr(selected, "is_quantised_here", False):  # adapters never are
+                weights = with_checksums(weights)
+            if selected.is_quantised_here:
                 kwargs["is_quantised"] = True
-        if has_our_extension(self.config):  # verl's extension has no such argument
-            kwargs["sync_timeout_seconds"] = _timeout_seconds
         future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=kwargs)
         transfer = await send_weights(
-            tensors,
+            weights,
             zmq_handle=self.zmq_handle,
             bucket_megabytes=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
@@ -128,12 +98,11 @@ class WatchedUpdates:
             rank=rank,
             future=future,
         )
-        if selected is not None:
-            report = selected.report(transfer)
-            if rank == 0:
-                print(f"[epfsdp2] {report}", flush=True)
+        report = None if selected is None else selected.report(transfer)
+        if report is not None and rank == 0:
+            print(f"[epfsdp2] {report}", flush=True)
 
-    async def _check_layout(self, weights: Any) -> None:
+    async def _check_layout(self: Any, weights: Any) -> None:
         """Compare the planned layout with that of vLLM's workers before the first sync; collective.
 
         verl builds the rollout before its server, so the first sync is the earliest call that can reach the workers.
@@ -145,9 +114,8 @@ class WatchedUpdates:
             return
         failure: Exception | None = None
         try:
-            future = await self._execute_method(
-                "epfsdp2_check_layout", non_block=True, kwargs={"layouts": weights.planned_layouts()}
-            )
+            layouts = {"layouts": weights.planned_layouts()}
+            future = await self._execute_method("epfsdp2_check_layout", non_block=True, kwargs=layouts)
             if future is not None:
                 await await_result(future, _timeout_seconds, "vLLM did not compare its layout with the trainer's plan")
         except Exception as error:
@@ -173,47 +141,40 @@ async def send_weights(
 
     Args:
         weights: named tensors, of a synchronous or asynchronous iterator.
-        zmq_handle: address of the socket, as verl names it for this rank.
-        bucket_megabytes: size of the bucket.
         use_shm: whether the bucket is shared memory; otherwise CUDA IPC.
         timeout_seconds: longest wait for one message.
         rank: this rank, for the error's text.
         future: awaitable of the receiving remote call; None on ranks that did not make the call.
         failure_of: returns the exception with which ``future`` ended, or None, without waiting; Ray's by default.
 
-    Returns:
-        The number of tensors and bytes sent, and how long each stage took.
-
     Raises:
         WeightSyncError: see ``WatchedUpdates.update_weights``.
     """
-    failure_of = failure_of or _failure_of_ray_call
-    started = time.monotonic()
+    started, progress = time.monotonic(), _Progress()
+
+    def failure() -> BaseException | None:
+        return None if future is None else (failure_of or _failure_of_ray_call)(future)
 
     def check() -> None:
-        if future is not None and (cause := failure_of(future)) is not None:
+        if (cause := failure()) is not None:
             raise cause
 
+    waits_for = f"the vLLM worker behind {zmq_handle}"
+    context = WatchedContext(zmq.Context.instance(), timeout_seconds, waits_for, check)
     sender = new_sender(zmq_handle, bucket_size_mb=bucket_megabytes, use_shm=use_shm)
-    sender.zmq_context = context = WatchedContext(
-        zmq.Context.instance(), timeout_seconds, waits_for=f"the vLLM worker behind {zmq_handle}", check=check
-    )
-    progress = _Progress(weights)
+    sender.zmq_context = context
     try:
-        await sender.async_send_weights(progress.iterate())
+        await sender.async_send_weights(progress.of(weights))
         sent = time.monotonic()
         if future is not None:
             await await_result(future, timeout_seconds, "vLLM received every tensor but did not finish the update")
-        finishing = time.monotonic() - sent
-        wire = sent - started - progress.gather_seconds - context.waited_seconds
-        load = context.waited_seconds + finishing
-        return TransferStats(
-            progress.sent, progress.nbytes, progress.gather_seconds, wire, load, is_verl_sender(sender)
-        )
+        gather, waited = progress.gather_seconds, context.waited_seconds
+        wire, load = sent - started - gather - waited, waited + time.monotonic() - sent
+        return TransferStats(progress.sent, progress.nbytes, gather, wire, load, is_verl_sender(sender))
     except Exception as error:
         if progress.failed_in_source:
             raise  # an error of the trainer, not of the transfer
-        cause = (failure_of(future) if future is not None else None) or error
+        cause = failure() or error
         raise WeightSyncError(
             f"weight sync failed on trainer rank {rank} after {progress.sent} tensors "
             f"(last: {progress.last or 'none'}): {_describe(cause)}"
@@ -224,21 +185,19 @@ async def send_weights(
 
 
 class _Progress:
-    """Iterates the weights for the sender; counts them, times the gathers and records whether the source raised."""
+    """Counts the weights that the sender takes, times the gathers and records whether the source raised."""
 
-    def __init__(self, weights: Any):
-        self._weights = weights
-        self.sent, self.last, self.failed_in_source = 0, "", False
-        self.nbytes, self.gather_seconds = 0, 0.0
+    sent = nbytes = 0
+    gather_seconds, last, failed_in_source = 0.0, "", False
 
-    async def iterate(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def of(self, weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
         from verl.workers.rollout.utils import ensure_async_iterator
 
-        iterator = ensure_async_iterator(self._weights)
+        iterator = ensure_async_iterator(weights)
         while True:
             started = time.monotonic()
             try:
-                name, tensor = await anext(iterator)
+                self.last, tensor = await anext(iterator)
             except StopAsyncIteration:
                 return
             except BaseException:
@@ -246,8 +205,7 @@ class _Progress:
                 raise
             finally:
                 self.gather_seconds += time.monotonic() - started
-            self.last = name
-            yield name, tensor
+            yield self.last, tensor
             self.sent += 1
             self.nbytes += tensor.nbytes
 
@@ -255,10 +213,9 @@ class _Progress:
 def _failure_of_ray_call(reference: Any) -> Exception | None:
     import ray
 
-    if not ray.wait([reference], timeout=0)[0]:
-        return None
     try:
-        ray.get(reference, timeout=0)
+        if ray.wait([reference], timeout=0)[0]:
+            ray.get(reference, timeout=0)
     except Exception as error:  # any exception of the remote call is the answer
         return error
     return None
@@ -288,8 +245,8 @@ def _release(zmq_handle: str, shared_memory_name: str | None) -> None:
     """Remove the socket file, and the segment that verl's sender leaks if its first message is never answered."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(zmq_handle.removeprefix("ipc://"))
-    if shared_memory_name is not None:
-        with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):
+        if shared_memory_name is not None:
             segment = shared_memory.SharedMemory(name=shared_memory_name)
             segment.close()
             segment.unlink()

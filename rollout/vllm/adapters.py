@@ -19,16 +19,12 @@ __all__ = ["load_adapters", "without_adapters"]
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     """Run the block with every layer in the place of the one that adds an adapter to it.
 
-    vLLM puts that one in the layer's place after it has loaded the model, which changes the names of parameters
-    (``<layer>.base_layer.weight``) and hides layers from their models' loaders.
+    vLLM puts that one there after loading, which renames parameters (``<layer>.base_layer.weight``) and hides layers
+    from their models' loaders.
     """
-    wrapped = [
-        (parent, name, layer)
-        for parent in model.modules()
-        for name, layer in parent._modules.items()
-        if isinstance(layer, BaseLayerWithLoRA)
-    ]
-    experts = [part for _, _, layer in wrapped for part in layer.modules() if hasattr(part, "lora_base_layer_prefix")]
+    children = [(parent, *child) for parent in model.modules() for child in parent._modules.items()]
+    wrapped = [child for child in children if isinstance(child[2], BaseLayerWithLoRA)]
+    experts = [part for *_, layer in wrapped for part in layer.modules() if hasattr(part, "lora_base_layer_prefix")]
     prefixes = [part.lora_base_layer_prefix for part in experts]
     for parent, name, layer in wrapped:
         parent._modules[name] = layer.base_layer
@@ -47,7 +43,6 @@ def load_adapters(worker: Any, config: dict[str, Any], tensors: Mapping[str, tor
     """Replace the adapters that a worker computes with.
 
     Args:
-        worker: vLLM's worker.
         config: peft's.
         tensors: under the names of ``engine/lora/rollout_names.py``; kept.
 
@@ -55,19 +50,11 @@ def load_adapters(worker: Any, config: dict[str, Any], tensors: Mapping[str, tor
         WeightSyncError: the model has no layer for some of them, which vLLM would drop without a word.
     """
     worker.remove_lora(VLLM_LORA_INT_ID)
-    worker.add_lora(
-        TensorLoRARequest(
-            lora_name=VLLM_LORA_NAME,
-            lora_int_id=VLLM_LORA_INT_ID,
-            lora_path=VLLM_LORA_PATH,
-            peft_config=config,
-            lora_tensors=tensors,
-        )
-    )
+    own = {"peft_config": config, "lora_tensors": tensors}
+    worker.add_lora(TensorLoRARequest(VLLM_LORA_NAME, VLLM_LORA_INT_ID, VLLM_LORA_PATH, **own))
     manager = worker.model_runner.model.lora_manager
     held = manager.get_adapter(VLLM_LORA_INT_ID).loras
-    unknown = sorted(name for name in held if name.removesuffix(".base_layer") not in manager.modules)
-    if unknown:
+    if unknown := sorted(name for name in held if name.removesuffix(".base_layer") not in manager.modules):
         raise WeightSyncError(
             f"{len(unknown)} adapters were sent that vLLM's model has no layers for: {listed(unknown)}. "
             "actor_rollout_ref.rollout.engine_kwargs.vllm.lora_target_modules leaves them out, or vLLM does not adapt "

@@ -3,26 +3,16 @@
 They exist in vLLM 0.24.0, 0.27.1, 0.29.0 and 0.32.0. A missing name raises an error unless a fallback stands here.
 """
 
-import dataclasses
+import contextlib
 import importlib
 from functools import partial
 from types import ModuleType
 
 from ...engine.compat.private_names import look_up
 
-__all__ = [
-    "ATTENTION",
-    "LEAVES_NON_PERSISTENT_BUFFERS",
-    "SKIP_LOAD_TENSORS",
-    "SKIP_TENSORS",
-    "cpu_experts_module",
-    "finalize_layerwise_reload",
-    "get_layer_tensors",
-    "get_layerwise_info",
-    "initialize_layerwise_reload",
-    "materialize_layer",
-    "process_layer",
-]
+__all__ = ["ATTENTION", "SKIP_LOAD_TENSORS", "SKIP_TENSORS", "cpu_experts_module", "finalize_layerwise_reload"]
+__all__ += ["get_layer_tensors", "get_layerwise_info", "initialize_layerwise_reload", "materialize_layer"]
+__all__ += ["process_layer"]
 
 _LAYERS = "vllm.model_executor.layers"
 _RELOAD = "vllm.model_executor.model_loader.reload"
@@ -47,12 +37,6 @@ get_layer_tensors = _find(f"{_RELOAD}.utils:get_layer_tensors")
 SKIP_TENSORS = _find(f"{_RELOAD}.meta:SKIP_TENSORS")
 SKIP_LOAD_TENSORS = _find(f"{_RELOAD}.meta:SKIP_LOAD_TENSORS", f"{_RELOAD}.meta:SKIP_TENSORS")
 
-# Before 0.27 a reload also overwrites non-persistent buffers with uninitialized memory.
-LEAVES_NON_PERSISTENT_BUFFERS = "kernel_non_persistent_buffers" in {
-    field.name for field in dataclasses.fields(_find(f"{_RELOAD}.types:LayerReloadingInfo"))
-}
-
-
 # Layers whose own parameters are quantization scales, which checkpoints of trained weights lack.
 ATTENTION = (_find(f"{_LAYERS}.attention:Attention"), _find(f"{_LAYERS}.attention:MLAAttention"))
 
@@ -60,8 +44,6 @@ ATTENTION = (_find(f"{_LAYERS}.attention:Attention"), _find(f"{_LAYERS}.attentio
 def cpu_experts_module() -> ModuleType | None:
     """Return vLLM's module that routes and computes experts on a CPU (``select_experts``); None if there is none."""
     for place in ("cpu_fused_moe", "experts.cpu_moe"):
-        try:
+        with contextlib.suppress(ImportError):
             return importlib.import_module(f"{_LAYERS}.fused_moe.{place}")
-        except ImportError:
-            continue
     return None

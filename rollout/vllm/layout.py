@@ -21,29 +21,17 @@ from ..layout.rules import Family, named_rules, padded_vocabulary
 from ..layout.slices import TOWER
 from ..layout.specs import Rollout
 
-__all__ = [
-    "CLASSES",
-    "CLASS_OF_SLICES",
-    "FP8_FAMILIES",
-    "KNOWN_LAYOUTS",
-    "NOT_SERVED",
-    "NOT_SPREAD",
-    "WHOLE",
-    "check_sizes",
-    "families",
-    "known_families",
-    "unknown_layout",
-]
+__all__ = ["CLASSES", "CLASS_OF_SLICES", "FP8_FAMILIES", "KNOWN_LAYOUTS", "NOT_SERVED", "NOT_SPREAD", "WHOLE"]
+__all__ += ["check_sizes", "families", "known_families", "unknown_layout"]
 
-_TP = f"{ROLLOUT}.tensor_model_parallel_size"
+_TP, _EP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_size"
 # Releases with which all tests of rollout/ passed, of benchmarks/results/stacks.json: their layouts are known.
 KNOWN_LAYOUTS = ("0.24.0", "0.27.1", "0.29.0")
 
 _LINEAR_ATTENTION = named_rules(
-    (r"\.linear_attn\.(conv1d)\.weight", rules.linear_qkv),
+    (r"\.linear_attn\.(conv1d|in_proj_qkv)\.weight", rules.linear_qkv),
     (r"\.linear_attn\.(A_log|dt_bias|in_proj_qkvz\.weight|in_proj_ba\.weight)", rules.columns),
     (r"\.linear_attn\.(out)_proj\.weight", rules.row_parallel),
-    (r"\.linear_attn\.(in_proj_qkv)\.weight", rules.linear_qkv),
     (r"\.linear_attn\.(in_proj_z)\.weight", rules.linear_output_gate),
     (r"\.linear_attn\.in_proj_(b|a)\.weight", rules.linear_gate_or_decay),
 )
@@ -58,24 +46,34 @@ _QWEN_TOWER = named_rules(
     (r"\.visual\..*\.linear_(fc1)\.(?:weight|bias)", rules.columns),
     (r"\.visual\..*\.(?:attn\.proj|linear_(fc2))\.weight", rules.row_parallel),
 )
-_GEMMA_EXPERTS = ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale"))
 _GLM_TOWER = (*_QWEN_TOWER, *named_rules((r"\.visual\.merger\.(proj)\.weight", rules.columns)))
+_GEMMA_EXPERTS = ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale"))
+_GEMMA_TOWER = named_rules((r"\.(vision_tower|embed_vision)\..*", rules.replicated))  # transformers' own module
+_MAMBA1 = named_rules(
+    (r"\.mamba\.(in_proj)\.(?:weight|bias)", rules.stacked_halves),
+    (r"\.mamba\.(conv1d\.weight|conv1d\.bias|dt_proj\.weight|dt_proj\.bias|D)", rules.columns),
+    (r"\.mamba\.(A_log)", rules.decay),
+    (r"\.mamba\.(x|out)_proj\.weight", rules.row_parallel),
+)
 _MAMBA2 = named_rules(
     (r"\.(?:mamba|mixer)\.(conv1d|in_proj)\.(?:weight|bias)", rules.state_columns),
     (r"\.(?:mamba|mixer)\.(dt_bias|D|norm\.weight)", rules.columns),
     (r"\.(?:mamba|mixer)\.(A_log)", rules.decay),
     (r"\.(?:mamba|mixer)\.(out)_proj\.weight", rules.row_parallel),
 )
-_GRANITE = Family(
-    ((".router.layer.", ".gate."),),
-    (
-        *named_rules(
-            (r"\.shared_mlp\.(input)_linear\.weight", rules.stacked_halves),
-            (r"\.shared_mlp\.(output)_linear\.weight", rules.row_parallel),
-        ),
-        *_MAMBA2,
-    ),
-    is_stacked=True,
+_GRANITE = named_rules(
+    (r"\.shared_mlp\.(input)_linear\.weight", rules.stacked_halves),
+    (r"\.shared_mlp\.(output)_linear\.weight", rules.row_parallel),
+)
+_NEMOTRON = named_rules(
+    (r"\.mixer\.(q|k|v)_proj\.weight", rules.qkv_projection),
+    (r"\.mixer\.(up_proj|shared_experts\.up_proj)\.(?:weight|bias)", rules.columns),
+)
+_LFM2 = named_rules(
+    (r"\.conv\.(conv)\.(?:weight|bias)", rules.columns),
+    (r"\.conv\.(in_proj)\.(?:weight|bias)", rules.stacked_thirds),
+    (r"\.feed_forward\.(w1|w3)\.weight", rules.gate_or_up),
+    (r"\.(out_proj|feed_forward\.w2)\.weight", rules.row_parallel),
 )
 _LLAMA4 = named_rules(
     (r"^vision_model\..*\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.as_many_heads),
@@ -86,87 +84,43 @@ _LLAMA4 = named_rules(
     (r"\.experts\.(gate_up_proj)", rules.transposed_gate_up),
     (r"\.experts\.(down_proj)", rules.transposed_experts),
 )
+_DBRX = named_rules((r"\.attn\.(Wqkv)\.weight", rules.fused_qkv), (r"\.attn\.(out)_proj\.weight", rules.row_parallel))
+_ERNIE = named_rules((r"\.moe_statics\.(e_score_correction_bias)", rules.without_first_dim))
+_INDEXER = named_rules((r"\.self_attn\.indexer\.(wk|weights_proj)\.weight", rules.indexer))
+_LAGUNA = named_rules((r"\.(?:self_attn|mlp|shared_experts)\.(g|gate|up)_proj\.weight", rules.columns))
+_MINIMAX = named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.attention_norm))
 _FAMILIES = {
     **dict.fromkeys(("dots1", "flex_olmo", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
     **dict.fromkeys(("cohere2_moe", "solar_open"), Family()),
     **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), Family()),  # dense
-    "dbrx": Family(
-        rules=named_rules(
-            (r"\.attn\.(Wqkv)\.weight", rules.fused_qkv),
-            (r"\.attn\.(out)_proj\.weight", rules.row_parallel),
-        ),
-        is_stacked=True,
-    ),
+    "dbrx": Family(rules=_DBRX, is_stacked=True),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), Family(rules=rules.LATENT_ATTENTION)),
     "afmoe": Family(((".router.gate.", ".gate."),), named_rules((r"\.self_attn\.(gate)_proj\.weight", rules.columns))),
-    "ernie4_5_moe": Family(
-        ((".gate.moe_statics.", ".gate."),),
-        named_rules((r"\.moe_statics\.(e_score_correction_bias)", rules.without_first_dim)),
-    ),
+    "ernie4_5_moe": Family(((".gate.moe_statics.", ".gate."),), _ERNIE),
     "exaone_moe": Family(((".gate.e_score_correction_bias", ".e_score_correction_bias"),)),
-    "gemma4": Family(
-        (*_BESIDE_A_TOWER, *_GEMMA_EXPERTS),
-        named_rules((r"\.(vision_tower|embed_vision)\..*", rules.replicated)),  # transformers' own module
-        is_stacked=True,
-    ),
+    "gemma4": Family((*_BESIDE_A_TOWER, *_GEMMA_EXPERTS), _GEMMA_TOWER, is_stacked=True),
     "gemma4_text": Family(_GEMMA_EXPERTS, is_stacked=True),
     "glm4v_moe": Family(_BESIDE_A_TOWER, _GLM_TOWER),
-    "glm_moe_dsa": Family(
-        rules=(
-            *rules.LATENT_ATTENTION,
-            *named_rules((r"\.self_attn\.indexer\.(wk|weights_proj)\.weight", rules.indexer)),
-        )
-    ),
+    "glm_moe_dsa": Family(rules=(*rules.LATENT_ATTENTION, *_INDEXER)),
     "gpt_oss": Family(
         ((".self_attn.", ".attn."), ("model.embed_tokens.", "model.embedding.")),
         rules.TRANSPOSED_EXPERTS,
         is_stacked=True,
         is_transposed=True,
     ),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
+        Family(((".router.layer.", ".gate."),), (*_GRANITE, *_MAMBA2), is_stacked=True),
+    ),
     "hy_v3": Family(((".shared_experts.", ".shared_mlp."), (".e_score_correction_bias", ".expert_bias"))),
     "hunyuan_v1_moe": Family(((".mlp.gate.wg.", ".mlp.gate."),)),
-    "jamba": Family(
-        ((".self_attn.", "."),),
-        named_rules(
-            (r"\.mamba\.(in_proj)\.(?:weight|bias)", rules.stacked_halves),
-            (r"\.mamba\.(conv1d\.weight|conv1d\.bias|dt_proj\.weight|dt_proj\.bias|D)", rules.columns),
-            (r"\.mamba\.(A_log)", rules.decay),
-            (r"\.mamba\.(x|out)_proj\.weight", rules.row_parallel),
-        ),
-    ),
-    "laguna": Family(
-        ((".mlp.gate.e_score", ".mlp.experts.e_score"), (".shared_experts.", ".shared_expert.")),
-        named_rules(
-            (r"\.self_attn\.(g)_proj\.weight", rules.columns),
-            (r"\.(?:mlp|shared_experts)\.(gate|up)_proj\.weight", rules.columns),
-        ),
-    ),
-    "lfm2_moe": Family(
-        ((".conv.", ".short_conv."), (".expert_bias", ".gate.e_score_correction_bias")),
-        named_rules(
-            (r"\.conv\.(conv)\.(?:weight|bias)", rules.columns),
-            (r"\.conv\.(in_proj)\.(?:weight|bias)", rules.stacked_thirds),
-            (r"\.feed_forward\.(w1|w3)\.weight", rules.gate_or_up),
-            (r"\.(out_proj|feed_forward\.w2)\.weight", rules.row_parallel),
-        ),
-    ),
+    "jamba": Family(((".self_attn.", "."),), _MAMBA1),
+    "laguna": Family(((".mlp.gate.e_score", ".mlp.experts.e_score"), (".shared_experts.", ".shared_expert.")), _LAGUNA),
+    "lfm2_moe": Family(((".conv.", ".short_conv."), (".expert_bias", ".gate.e_score_correction_bias")), _LFM2),
     **dict.fromkeys(("llama4", "llama4_text"), Family(rules=_LLAMA4, is_stacked=True, is_transposed=True)),
-    "minimax_m2": Family(
-        ((".mlp.", ".block_sparse_moe."),),
-        named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.attention_norm)),
-    ),
+    "minimax_m2": Family(((".mlp.", ".block_sparse_moe."),), _MINIMAX),
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
-    "nemotron_h": Family(
-        (("model.embeddings.", "model.embed_tokens."),),
-        (
-            *named_rules(
-                (r"\.mixer\.(q|k|v)_proj\.weight", rules.qkv_projection),
-                (r"\.mixer\.(up_proj|shared_experts\.up_proj)\.(?:weight|bias)", rules.columns),
-            ),
-            *_MAMBA2,
-        ),
-    ),
+    "nemotron_h": Family((("model.embeddings.", "model.embed_tokens."),), (*_NEMOTRON, *_MAMBA2)),
     "phimoe": Family(((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe."))),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), Family(rules=_LINEAR_ATTENTION)),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
@@ -174,10 +128,7 @@ _FAMILIES = {
 }
 # vLLM before 0.27 runs these by transformers' code and fuses nothing of it. Of K-EXAONE and Solar Open it keeps shared
 # experts whole, which transformers' plan of tensor parallelism does not name.
-_APART = named_rules(
-    (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.columns),
-    (r"\.(gate|up)_proj\.weight", rules.columns),
-)
+_APART = named_rules((r"\.(?:self_attn\.(q|k|v)_proj\.(?:weight|bias)|(gate|up)_proj\.weight)", rules.columns))
 _WHOLE_SHARED = named_rules((r"\.(shared_experts)\..*", rules.replicated))
 _BEFORE_0_27 = {
     "dots1": Family(rules=_APART),
@@ -217,11 +168,7 @@ FP8_FAMILIES: dict[str, re.Pattern[str]] = {
 # granitemoeshared, nor Laguna's correction bias, nor a Qwen3.5 without its vision tower, and its CPU build can't run
 # one with it. The CPU build of 0.29 has no experts without a gate (nemotron_h).
 _SINCE_0_27 = ("gpt_oss", "granitemoeshared", "laguna", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
-_RELEASES = {
-    "hunyuan_v1_moe": "<0.29",
-    "nemotron_h": "<0.28",
-    **dict.fromkeys(_SINCE_0_27, ">=0.27"),
-}
+_RELEASES = {"hunyuan_v1_moe": "<0.29", "nemotron_h": "<0.28", **dict.fromkeys(_SINCE_0_27, ">=0.27")}
 
 CLASSES = {"phimoe": "PhiMoEForCausalLM"}
 """Families that vLLM knows by the class that their published checkpoints name. For the one that transformers writes it
@@ -230,36 +177,29 @@ starts transformers' code, which it can't run: 0.24 finds no bias of the head, l
 CLASS_OF_SLICES = {"exaone_moe": ("<0.27", "ExaoneMoeForCausalLM")}
 """Families that these vLLM releases implement twice, and the class name of the one whose layout is known."""
 
+_FLAT = "vLLM's class reads the flat config of the published code, which transformers' class does not have."
+_STATELESS = (
+    "vLLM has dropped its class and runs transformers' instead, without the state of its attention: rollouts would "
+    "be of another model."
+)
 NOT_SERVED = {
-    "ernie4_5_vl_moe": (
-        "==0.27.*",
-        "vLLM's class reads the flat config of the published code, which transformers' class does not have.",
-        "moe_num_experts",
-    ),
-    "minimax": (
-        ">=0.23",
-        "vLLM has dropped its class and runs transformers' instead, without the state of its attention: rollouts would "
-        "be of another model.",
-        "",
-    ),
+    "ernie4_5_vl_moe": ("==0.27.*", _FLAT, "moe_num_experts"),
+    "minimax": (">=0.23", _STATELESS, ""),
 }
 """Families that vLLM can't start with or computes otherwise than transformers -> in which releases, why, and what
 an override of the config that vLLM reads has to name."""
 
-WHOLE = {
-    "mistral4": ("<0.28", "vLLM runs transformers' class, whose plan for tensor parallelism has no attention."),
-}
+WHOLE = {"mistral4": ("<0.28", "vLLM runs transformers' class, whose plan for tensor parallelism has no attention.")}
 """Families that vLLM can't shard, in which of its releases, and why."""
 
 
 @cache
 def _families(is_latent: bool) -> dict[str, Family]:
     found = _FAMILIES if versions.vllm_in(">=0.27") else _FAMILIES | _BEFORE_0_27
-    return found if is_latent else {name: _compressed_apart(family) for name, family in found.items()}
-
-
-def _compressed_apart(family: Family) -> Family:
-    return replace(family, rules=tuple(rule for rule in family.rules if rule is not rules.LATENT_ATTENTION[1]))
+    if is_latent:
+        return found
+    first = rules.LATENT_ATTENTION[1]
+    return {name: replace(f, rules=tuple(rule for rule in f.rules if rule is not first)) for name, f in found.items()}
 
 
 def families() -> dict[str, Family]:
@@ -270,10 +210,7 @@ def families() -> dict[str, Family]:
 
 @cache
 def known_families() -> frozenset[str]:
-    """Return the families (``model_type``) whose layout in the installed vLLM these rules describe.
-
-    Tests compare it with what vLLM's own loaders do.
-    """
+    """Return the families (``model_type``) whose layout in the installed vLLM these rules describe."""
     return frozenset(f for f in _FAMILIES if f not in _RELEASES or versions.vllm_in(_RELEASES[f]))
 
 
@@ -296,18 +233,15 @@ def check_sizes(rollout: Rollout, model: Any) -> None:
     keys = heads if getattr(model, "kv_lora_rank", None) else getattr(model, "num_key_value_heads", None) or heads
     sizes = getattr(model, "ffn_config", model)  # DBRX
     experts = _first(sizes, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    if rollout.expert_parallel and getattr(model, "model_type", "") in NOT_SPREAD:
-        setting, rule = f"{ROLLOUT}.expert_parallel_size", f"vLLM's loader of a {model.model_type} spreads no experts."
-        raise SettingError(setting, rollout.workers, rule, f"{setting}=1")
-    if rollout.expert_parallel and not experts:
-        setting = f"{ROLLOUT}.expert_parallel_size"
-        raise SettingError(setting, rollout.workers, "vLLM spreads experts, and the model has none.", f"{setting}=1")
+    family = getattr(model, "model_type", "")
+    if rollout.expert_parallel and (family in NOT_SPREAD or not experts):
+        no_experts = "vLLM spreads experts, and the model has none."
+        rule = f"vLLM's loader of a {family} spreads no experts." if family in NOT_SPREAD else no_experts
+        raise SettingError(_EP, rollout.workers, rule, f"{_EP}=1")
     # Under expert parallelism experts are not sharded; without it data-parallel workers shard them too.
-    dp = rollout.dp if experts else 1
-    whose = " of an expert" if experts else ""
-    size = (
-        0 if rollout.expert_parallel else _first(sizes, "moe_intermediate_size", "ffn_hidden_size", "intermediate_size")
-    )
+    dp, whose = (rollout.dp, " of an expert") if experts else (1, "")
+    size = _first(sizes, "moe_intermediate_size", "ffn_hidden_size", "intermediate_size")
+    size = 0 if rollout.expert_parallel else size
 
     def reasons(tp: int) -> list[str]:
         found = {
@@ -321,10 +255,8 @@ def check_sizes(rollout: Rollout, model: Any) -> None:
 
     if wrong := reasons(rollout.tp):
         works = [tp for tp in divisors(heads) if not reasons(tp)]
-        spread = f"{ROLLOUT}.expert_parallel_size={rollout.workers}"
-        raise SettingError(
-            _TP, rollout.tp, f"vLLM can't cut {wrong[0]} so.", f"{_TP} one of {works}" if works else spread
-        )
+        best = f"{_TP} one of {works}" if works else f"{_EP}={rollout.workers}"
+        raise SettingError(_TP, rollout.tp, f"vLLM can't cut {wrong[0]} so.", best)
 
 
 def _first(model: Any, *names: str) -> int:

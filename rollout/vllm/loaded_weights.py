@@ -1,10 +1,8 @@
 """Reads back the weights that a running vLLM model computes with.
 
-On a GPU these are its parameters. On vLLM's CPU build they are not: a linear layer keeps a packed copy in a closure and
-drops its parameter, and an experts layer packs its parameters. Both are read back exactly through vLLM's own operators:
-a linear layer is applied to the identity matrix (each output is 1 * w plus zeros), and the permutation by which an
-experts layer packs its weights is found by packing indices. Imports torch only; vLLM's objects are recognized by their
-attributes.
+On a GPU these are its parameters. vLLM's CPU build packs linear layers and experts, which are read back exactly through
+its own operators: a linear layer is applied to the identity matrix (each output is 1 * w plus zeros), and the
+permutation that packs experts is found by packing indices. vLLM's objects are recognized by their attributes.
 """
 
 import functools
@@ -31,10 +29,8 @@ def running_weights(model: torch.nn.Module, packed_linears: bool = True) -> Iter
 
     Names are vLLM's, with experts at ``<moe>.experts.w13_weight`` ``[E, 2 I / tp, D]`` and ``...w2_weight``
     ``[E, D, I / tp]`` whatever the version calls the module in between. The language-model head is the matrix that
-    multiplies the hidden states, even if it is tied to the embedding.
-
-    Experts whose kernel has a layout that is not known here, such as FlashInfer's TRT-LLM blocks on Blackwell, are left
-    out with a warning.
+    multiplies the hidden states, even if it is tied to the embedding. Experts whose kernel has a layout that is not
+    known here, such as FlashInfer's TRT-LLM blocks on Blackwell, are left out with a warning.
 
     Args:
         packed_linears: whether to include linear layers that can only be read by applying them to an identity matrix.
@@ -45,22 +41,23 @@ def running_weights(model: torch.nn.Module, packed_linears: bool = True) -> Iter
         if hasattr(layer, "w13_weight"):
             yield from _experts(prefix, layer)
             continue
-        for tensor_name, tensor in _own_tensors(layer):
+        for own, tensor in _own_tensors(layer):
             is_table = hasattr(layer, "shard_indices") and id(layer) not in heads
-            if tensor_name == "weight" and hasattr(layer, "_cpu_unpacked_conv_weight"):
+            if own == "weight" and hasattr(layer, "_cpu_unpacked_conv_weight"):
                 # The CPU build packs a convolution of linear attention on processors with AMX, and keeps this beside.
                 tensor = layer._cpu_unpacked_conv_weight[:, None]
+            elif tensor.dtype == torch.float8_e4m3fn and tensor.device.type == "cpu":
+                tensor = unpack_by_index(tensor, torch.ops._C.convert_weight_packed)
             elif tensor.dtype == torch.float8_e4m3fn:
-                if (values := _unpacked_fp8(tensor)) is None:
-                    continue
-                tensor = values
-            elif tensor_name.endswith("weight_scale_inv") and tensor.device.type != "cpu":
+                _warn_of("FP8")
+                continue
+            elif own.endswith("weight_scale_inv") and tensor.device.type != "cpu":
                 continue  # its kernel may have packed them with the values
-            elif tensor_name == "weight" and hasattr(layer, "cpu_linear") and not is_table:
+            elif own == "weight" and hasattr(layer, "cpu_linear") and not is_table:
                 if not packed_linears:
                     continue
                 tensor = _packed_linear(layer)
-            yield prefix + tensor_name, tensor.detach()
+            yield prefix + own, tensor
     for name, layer in model.named_modules(remove_duplicate=False) if packed_linears else ():
         # A tied embedding was read above as a table; here the packed copy that it holds as the head is read.
         if name.endswith("lm_head") and hasattr(layer, "cpu_linear") and type(layer).__name__ != "ParallelLMHead":
@@ -68,13 +65,11 @@ def running_weights(model: torch.nn.Module, packed_linears: bool = True) -> Iter
 
 
 def _own_tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in layer._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-    for name, buffer in layer._buffers.items():
-        # A leading underscore marks vLLM's own state (expert maps, attention scales), which checkpoints lack.
-        if buffer is not None and name not in layer._non_persistent_buffers_set and not name.startswith("_"):
-            yield name, buffer
+    # A leading underscore marks vLLM's own state (expert maps, attention scales), which checkpoints lack.
+    left_out = {name for name in layer._buffers if name.startswith("_")} | layer._non_persistent_buffers_set
+    for name, tensor in (layer._parameters | layer._buffers).items():
+        if tensor is not None and name not in left_out:
+            yield name, tensor.detach()
 
 
 def _packed_linear(layer: Any) -> torch.Tensor:
@@ -84,67 +79,47 @@ def _packed_linear(layer: Any) -> torch.Tensor:
     return layer.quant_method.apply(layer, torch.eye(size, dtype=dtype)).t().contiguous()
 
 
-def _unpacked_fp8(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return FP8 values as they were loaded, ``[E, N, K]`` or ``[N, K]``; None on a GPU, where kernels reorder them."""
-    if weight.device.type != "cpu":
-        _warn_of("FP8")
-        return None
-    stack = weight.detach().view(-1, *weight.shape[-2:])
-    return unpack_by_index(stack, torch.ops._C.convert_weight_packed).view(weight.shape)
-
-
 def _experts(prefix: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    weights = _expert_weights(layer)
-    if weights is None:
+    if (weights := _expert_weights(layer)) is None:
         return
     w13, w2 = weights
     size, padded = layer.moe_config.intermediate_size_per_partition, w2.shape[2]
     if size != padded:
-        w13 = torch.cat([w13[:, :size], w13[:, padded : padded + size]], dim=1)
-        w2 = w2[:, :, :size]
+        w13, w2 = torch.cat([w13[:, :size], w13[:, padded : padded + size]], dim=1), w2[:, :, :size]
     yield prefix + "w13_weight", w13
     yield prefix + "w2_weight", w2
     for name, tensor in _own_tensors(layer):
         is_packed = name.endswith("_scale_inv") and tensor.device.type != "cpu"
         if name not in ("w13_weight", "w2_weight") and not is_packed:
-            yield prefix + name, tensor.detach()
+            yield prefix + name, tensor
 
 
 def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    method = layer.quant_method
-    if layer.w13_weight.dtype == torch.float8_e4m3fn:
-        w13, w2 = _unpacked_fp8(layer.w13_weight), _unpacked_fp8(layer.w2_weight)
-        return None if w13 is None or w2 is None else (w13, w2)
-    kernel = getattr(method, "cpu_fused_moe", None)
+    """Return both weights as they were loaded; None if their kernel's layout is not known."""
+    method, moe, w13, w2 = layer.quant_method, layer.moe_config, layer.w13_weight.detach(), layer.w2_weight.detach()
+    kernel, is_fp8 = getattr(method, "cpu_fused_moe", None), w13.dtype == torch.float8_e4m3fn
     # From 0.29 on the kernel is another object, with one class per instruction set.
     isa = getattr(getattr(getattr(method, "moe_kernel", None), "fused_experts", None), "isa", None)
-    if kernel is None and isa is not None:
-        pack: Callable[..., torch.Tensor] = functools.partial(_prepack, isa=isa)
-    elif kernel is None:
-        backend = getattr(getattr(method, "unquantized_backend", None), "name", "NONE")
-        w13, w2 = layer.w13_weight.detach(), layer.w2_weight.detach()
-        if backend in _PLAIN_EXPERT_BACKENDS:
+    pack: Callable[[torch.Tensor], torch.Tensor]
+    if (is_fp8 and w13.device.type == "cpu") or type(kernel).__name__ == "SGLFusedMOE":
+        pack = torch.ops._C.convert_weight_packed
+    elif kernel is None and isa is None:
+        backend = "FP8" if is_fp8 else getattr(getattr(method, "unquantized_backend", None), "name", "NONE")
+        if backend in _SWAPPED_EXPERT_BACKENDS and moe.is_act_and_mul:
+            return torch.cat(w13.chunk(2, dim=1)[::-1], dim=1), w2
+        if backend in _PLAIN_EXPERT_BACKENDS + _SWAPPED_EXPERT_BACKENDS:
             return w13, w2
-        if backend in _SWAPPED_EXPERT_BACKENDS:
-            return torch.cat(w13.chunk(2, dim=1)[::-1], dim=1) if layer.moe_config.is_act_and_mul else w13, w2
         _warn_of(backend)
         return None
-    elif type(kernel).__name__ == "SGLFusedMOE":
-        pack = torch.ops._C.convert_weight_packed
-    elif kernel.forward_method.__name__ == "forward_grouped_gemm":
-        pack = functools.partial(_prepack, isa=kernel.isa)
-    else:
-        # One closure per expert, applied to the identity like any linear layer.
-        dtype, moe = layer.moe_config.in_dtype, layer.moe_config
-        up, down = (
-            torch.stack([linear(torch.eye(size, dtype=dtype)).t() for linear in linears])
-            for linears, size in (
-                (layer.gate_up_linear, moe.hidden_dim),
-                (layer.down_linear, moe.intermediate_size_per_partition),
-            )
+    elif kernel is None or kernel.forward_method.__name__ == "forward_grouped_gemm":
+        pack = functools.partial(_prepack, isa=isa if kernel is None else kernel.isa)
+    else:  # one closure per expert, applied to the identity like any linear layer
+        up, down = torch.eye(moe.hidden_dim), torch.eye(moe.intermediate_size_per_partition)
+        return (
+            torch.stack([linear(up.to(moe.in_dtype)).t() for linear in layer.gate_up_linear]),
+            torch.stack([linear(down.to(moe.in_dtype)).t() for linear in layer.down_linear]),
         )
-        return up, down
-    return unpack_by_index(layer.w13_weight.detach(), pack), unpack_by_index(layer.w2_weight.detach(), pack)
+    return unpack_by_index(w13, pack), unpack_by_index(w2, pack)
 
 
 @functools.cache
@@ -164,16 +139,16 @@ def _prepack(weight: torch.Tensor, isa: str) -> torch.Tensor:
 
 
 def unpack_by_index(packed: torch.Tensor, pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Invert a packing that permutes the elements within each expert.
+    """Invert a packing that permutes the elements within each matrix.
 
     Args:
-        packed: ``[E, N, K]``, the output of ``pack``.
+        packed: ``[E, N, K]`` or ``[N, K]``, the output of ``pack``.
         pack: the packing, ``[E, N, K] -> [E, N, K]``; called on one expert whose elements are their own indices.
 
     Raises:
         RuntimeError: ``pack`` is not a permutation within an expert.
     """
-    experts, rows, columns = packed.shape
+    rows, columns = packed.shape[-2:]
     index = torch.arange(rows * columns)
     source = torch.zeros_like(index)
     base = 1
@@ -187,6 +162,6 @@ def unpack_by_index(packed: torch.Tensor, pack: Callable[[torch.Tensor], torch.T
         base *= 256
     if not torch.equal(source.sort().values, index):
         raise RuntimeError(f"this packing of a {rows} x {columns} expert is not a permutation")
-    plain = torch.empty_like(packed).view(experts, -1)
-    plain[:, source] = packed.reshape(experts, -1)
-    return plain.view(experts, rows, columns)
+    plain = torch.empty_like(packed).view(-1, rows * columns)
+    plain[:, source] = packed.reshape(-1, rows * columns)
+    return plain.view(packed.shape)

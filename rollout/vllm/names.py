@@ -1,7 +1,6 @@
 """The names under which vLLM's loaders take weights: the checkpoint's always, and for some families the fused ones too.
 
-Fused names are faster: Qwen3-30B-A3B is 531 tensors instead of 18,867, and vLLM's loader scans its whole expert mapping
-for each.
+Fused ones are faster: Qwen3-30B-A3B is 531 tensors instead of 18,867, each of which scans the whole expert mapping.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,11 +20,8 @@ _LETTERED = {"gate_up_proj": "w13", "down_proj": "w2"}
 # Bit-exactly in the CPU builds of vLLM 0.27 and 0.30 (tested). vLLM silently drops unknown fused names, so nothing is
 # assumed: a family that is not here gets its checkpoint's names (which are fused ones for gpt_oss and gemma4), and so
 # does every family before 0.27: vLLM 0.24 drops the stacks of Qwen3-MoE and fails on Mixtral's.
-FUSED: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "dots1", "ernie4_5_moe"), _OWN),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _OWN),
-    **dict.fromkeys(("mixtral", "minimax_m2"), _LETTERED),
-}
+FUSED = dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "dots1", "ernie4_5_moe", "qwen3_next"), _OWN)
+FUSED |= {"qwen3_5_moe_text": _OWN, "mixtral": _LETTERED, "minimax_m2": _LETTERED}
 """Families whose stacks of experts vLLM loads, and the names that it loads them under."""
 
 ADAPTED_AS_STACKS = frozenset({"gpt_oss", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"})
@@ -38,11 +34,7 @@ _KNOWN: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
 def for_vllm(
     model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors under the names that vLLM's loader of this family takes: fused if it can, else the checkpoint's.
-
-    Args:
-        waiting: as in ``as_checkpoint``.
-    """
+    """Yield tensors under the names that vLLM's loader of this family takes; ``waiting`` as in ``as_checkpoint``."""
     fused = FUSED.get(model.config.model_type)
     if fused is None or not _takes_stacks():
         yield from as_singles(model, tensors, waiting)
@@ -61,7 +53,6 @@ def _takes_stacks() -> bool:
 
 
 def _fused_name(model: Any, name: str, tensor: torch.Tensor, stacks: Mapping[str, str]) -> str:
-    """Return vLLM's name for a whole tensor of a family with fused names."""
     parts = [part for part, _ in as_checkpoint(model, [(name, tensor.to("meta"))])]
     module, _, own = name.rpartition(".")
     if own in stacks and module.endswith(".experts"):

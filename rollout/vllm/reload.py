@@ -1,37 +1,81 @@
 """A layer-wise reload of the models in a vLLM worker that checks that every element is received.
 
-vLLM's reload (``vllm/model_executor/model_loader/reload``) collects the tensors of a layer until they are complete,
-then loads and processes the layer as at start-up and copies the result into the memory that kernels and CUDA graphs
-use. This one also tracks every call of a weight loader, so that an error can name the tensor that is missing, unknown
-or lost, and it accepts the units of a worker's parameters (``layout/slice_names.py``) besides full tensors.
+vLLM's (``vllm/model_executor/model_loader/reload``) collects a layer's tensors until they are complete, processes the
+layer as at start-up and copies the result into the memory that kernels and CUDA graphs use. It only warns of missing
+elements, and loaders silently skip unknown names. This one counts what each call of a loader brings, and also loads
+units of a worker's parameters (``layout/slice_names.py``).
 """
 
+import math
 import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
 
 from ...engine.errors import listed
-from ..layout.layout_check import prefix_of
+from ..layout.layout_check import prefix_of, unpadded_shape
 from ..layout.slice_names import is_slice, parse_slice
 from ..transport.checksums import PlacedChecksums
 from ..transport.watched_sockets import WeightSyncError
-from .accounting import CountingCallList, LayerRecord
-from .compat import (
-    ATTENTION,
-    LEAVES_NON_PERSISTENT_BUFFERS,
-    SKIP_LOAD_TENSORS,
-    finalize_layerwise_reload,
-    get_layerwise_info,
-    initialize_layerwise_reload,
-    materialize_layer,
-    process_layer,
-)
+from . import compat
+from .compat import ATTENTION, SKIP_LOAD_TENSORS, get_layerwise_info
 from .loaded_weights import running_weights
 from .shims import reload_shims
 
 __all__ = ["Reload"]
+
+
+class LayerRecord:
+    """The elements that one layer, on meta in the checkpoint's layout, expects and has received."""
+
+    def __init__(self, name: str, layer: torch.nn.Module):
+        self.name, self.layer, self.info = name, layer, get_layerwise_info(layer)
+        self.kernel_parameters = list(self.info.kernel_tensors[0].values())
+        parameters = {own: parameter for own, parameter in layer._parameters.items() if parameter is not None}
+        # By a tensor's name: its shape without padding, the elements to come, those that came, memory of its units.
+        self.shapes = {own: unpadded_shape(layer, own, parameter) for own, parameter in parameters.items()}
+        self.expected = {own: math.prod(shape) for own, shape in self.shapes.items() if own not in SKIP_LOAD_TENSORS}
+        self.received = Counter[str]()
+        self.units: dict[str, torch.Tensor] = {}
+        self._last, self._counted = "", 0
+
+    def count_call(self, own: str) -> None:
+        """Count a call for this tensor. vLLM counts one after it is listed, so this adds the elements of the last."""
+        if self._last:
+            self.received[self._last] += self.info.load_numel - self._counted
+        self._last, self._counted = own, self.info.load_numel
+
+    def counts(self) -> tuple[int, int]:
+        """Return the elements of parameters received and expected; equal once vLLM has loaded the layer."""
+        expected = sum(self.expected.values())
+        if not self.info.can_load():
+            return expected, expected
+        self.count_call("")
+        return sum(min(self.received[own], most) for own, most in self.expected.items()), expected
+
+    @property
+    def is_complete(self) -> bool:
+        received, expected = self.counts()
+        return received == expected
+
+
+class _Calls(list):
+    """Replaces vLLM's list of a layer's deferred loader calls, and counts each call that is appended."""
+
+    record: LayerRecord
+    reload: "Reload"
+
+    def append(self, call) -> None:
+        own, arguments = call
+        self.record.count_call(own)
+        self.record.received[own] += 0
+        given = [value for value in arguments.arguments.values() if isinstance(value, torch.Tensor)]
+        storages = [tensor.untyped_storage().data_ptr() for tensor in given if not tensor.is_meta]
+        self.reload.used.update([self.reload.offered, *storages])
+        super().append(call)
 
 
 class Reload:
@@ -43,23 +87,20 @@ class Reload:
     """
 
     def __init__(self, models: list[tuple[Any, Any]], parallel_config: Any, verify: bool = False):
-        self._models = models
-        self._verify = verify
+        self._models, self._parallel, self._verify = models, parallel_config, verify
         self._checksums = PlacedChecksums()
-        self._parallel = parallel_config
         self._layers: list[LayerRecord] = []
-        self._buffer_shapes: dict[str, torch.Size] = {}
-        self._excluded_modules: set[str] = set()
-        self._buffer_updates: list[tuple[str, torch.Tensor]] = []
-        self._buffer_units: dict[str, torch.Tensor] = {}
-        self._buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor], set[str]]] = []
-        self._kernels: list[tuple[Any, Any]] = []
-        self._saved_buffers: list[tuple[str, torch.nn.Module, torch.Tensor, torch.Tensor]] = []
-        self.names: set[str] = set()
-        self.unused: list[str] = []
-        self.loader_calls = 0
-        self.touched_storages: set[int] = set()
         self._owners: dict[str, tuple[LayerRecord, str]] = {}
+        self._excluded_modules: set[str] = set()
+        self._kernels: list[tuple[Any, Any]] = []
+        # Of each layer: its buffers, the names of those that are not persistent, and copies of those to restore.
+        self._buffers: list[tuple[torch.nn.Module, dict[str, Any], set[str], dict[str, torch.Tensor]]] = []
+        self._buffer_shapes: dict[str, torch.Size] = {}
+        self._received_buffers: dict[str, torch.Tensor] = {}
+        self._names: set[str] = set()
+        self._unused: list[str] = []
+        # Name of the tensor that a model has taken last; at which names, and with which storages, loaders were called.
+        self.offered, self.used = "", set[str | int]()
 
     def start(self) -> None:
         """Put every layer's tensors on meta and start to collect new ones."""
@@ -70,16 +111,18 @@ class Reload:
                 if (kernel := reload_shims.prepare_layer(layer)) is not None:
                     self._kernels.append((layer.quant_method, kernel))
                 self._save_buffers(layer)
-            initialize_layerwise_reload(model)
+            compat.initialize_layerwise_reload(model)
             known = {id(record.layer) for record in self._layers}
             for name, layer in model.named_modules():
                 if type(layer).__name__ == "StageMissingLayer":  # an encoder of inputs that the user has disabled
                     self._excluded_modules.add(name)
                 # vLLM starts a layer that two models share (a draft model's embedding) only once.
                 if id(layer) not in known and not isinstance(layer, ATTENTION):
-                    record = LayerRecord(name, layer, get_layerwise_info(layer), SKIP_LOAD_TENSORS)
-                    record.info.loaded_weights = CountingCallList(record, self)
+                    record = LayerRecord(name, layer)
+                    record.info.loaded_weights = calls = _Calls()
+                    calls.record, calls.reload = record, self
                     self._layers.append(record)
+                    self._owners |= {prefix_of(name) + own: (record, own) for own in record.shapes}
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load one bucket; its memory may be reused once this returns.
@@ -89,40 +132,36 @@ class Reload:
         """
         kept: list[tuple[str, torch.Tensor]] = []
         for name, tensor in weights:
-            if name in self.names:
+            if name in self._names:
                 raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
-            self.names.add(name)
+            self._names.add(name)
             if is_slice(name):
                 self._load_unit(name, tensor)
-                continue
-            # vLLM keeps tensors until their layer is complete, and the bucket is reused before that: copy them.
-            (self._buffer_updates if name in self._buffer_shapes else kept).append((name, tensor.clone()))
+            elif name in self._buffer_shapes:
+                self._received_buffers[name] = tensor.clone()
+            else:  # vLLM keeps tensors until their layer is complete, and the bucket is reused before that
+                kept.append((name, tensor.clone()))
         if not kept:  # models list all their parameters in each call
             return
-        self.touched_storages.clear()
-        used: set[str] = set()
+        self.used.clear()
         for model, _ in self._models:
-            model.load_weights(self._tracked(kept, used))
-        for name, tensor in kept:
-            if name not in used and tensor.untyped_storage().data_ptr() not in self.touched_storages:
-                self.unused.append(name)
+            model.load_weights(self._offer(kept))
+        self._unused += [name for name, values in kept if not self.used & {name, values.untyped_storage().data_ptr()}]
+
+    def _offer(self, weights: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self.offered = name
+            yield name, tensor
+        self.offered = ""
 
     def _load_unit(self, name: str, values: torch.Tensor) -> None:
-        """Load some rows of one of this worker's parameters, and process its layer once that is complete.
-
-        Raises:
-            WeightSyncError: there is no such parameter, or the rows do not fit.
-        """
+        """Load some rows of one of this worker's parameters, and process its layer once that is complete."""
         parameter, part = parse_slice(name, values)
         if parameter in self._buffer_shapes:
-            if parameter not in self._buffer_units:
-                self._buffer_units[parameter] = values.new_empty(self._buffer_shapes[parameter])
-            self._buffer_units[parameter][part].copy_(values)
+            if parameter not in self._received_buffers:
+                self._received_buffers[parameter] = values.new_empty(self._buffer_shapes[parameter])
+            self._received_buffers[parameter][part].copy_(values)
             return
-        if not self._owners:
-            self._owners = {
-                prefix_of(record.name) + own: (record, own) for record in self._layers for own in record.shapes
-            }
         if parameter not in self._owners:
             raise WeightSyncError(f"a slice of {parameter} was sent, which vLLM's model does not have on this worker")
         record, own = self._owners[parameter]
@@ -141,33 +180,25 @@ class Reload:
         if own in record.expected and record.is_complete:
             _process(record)
 
-    def _tracked(self, weights, used: set[str]):
-        """Yield the tensors and add to ``used`` the names of those for which a weight loader was called."""
-        for name, tensor in weights:
-            before = self.loader_calls
-            yield name, tensor
-            if self.loader_calls > before:
-                used.add(name)
-
     def finish(self) -> None:
         """Process the remaining layers and end the reload.
 
         Raises:
             WeightSyncError: a layer did not receive every element, no parameter took a tensor, or a slice was lost.
         """
-        tied = self._check_complete()
-        self._check_unused()
+        tied = self._check()
         self._finalize()
         for record in tied:
             # A tied layer shares the parameter but may hold a packed copy of it, which only this refreshes.
             record.layer.quant_method.process_weights_after_loading(record.layer)
-        loaded = {(id(record.layer), name) for record in self._layers for name in record.called}
-        for name, layer, buffer, before in self._saved_buffers:
-            if (id(layer), name) not in loaded:
-                buffer.copy_(before)
+        loaded = {(id(record.layer), own) for record in self._layers for own in record.received}
+        for layer, buffers, _, saved in self._buffers:
+            for name, before in saved.items():
+                if (id(layer), name) not in loaded:
+                    buffers[name].copy_(before)
         for model, _ in self._models:
             reload_shims.finish_model(model)
-            apply_buffer_updates(model, [*self._buffer_updates, *self._buffer_units.items()])
+            apply_buffer_updates(model, list(self._received_buffers.items()))
         # Without packed linear layers: reading them back takes a matrix product each.
         if wrong := self._checksums.difference(running_weights(self._models[0][0], packed_linears=False)):
             raise WeightSyncError(wrong)
@@ -175,18 +206,18 @@ class Reload:
     def abandon(self) -> None:
         """End a failed reload so that nothing stays on meta; loaded values stay, even those of an incomplete layer."""
         for record in self._layers:
-            if not record.is_loaded:
+            if record.info.can_load():
                 record.info.load_numel = 0
                 record.info.loaded_weights.clear()
         self._finalize()
 
     def _finalize(self) -> None:
         for model, config in self._models:
-            finalize_layerwise_reload(model, config)
+            compat.finalize_layerwise_reload(model, config)
         for method, kernel in self._kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
-        for layer, buffers, non_persistent in self._buffers:
+        for layer, buffers, non_persistent, _ in self._buffers:
             for name, buffer in buffers.items():
                 if layer._buffers.get(name) is not buffer:
                     layer.register_buffer(name, buffer)
@@ -196,104 +227,84 @@ class Reload:
         # vLLM overwrites a buffer that no loader filled with uninitialized memory, and versions before 0.27 lose track
         # of non-persistent buffers and of those that are views of parameters (which are not in `renewed`).
         buffers = {name: buffer for name, buffer in layer._buffers.items() if buffer is not None}
-        self._buffers.append((layer, buffers, set(layer._non_persistent_buffers_set)))
-        if not any(parameter is not None for parameter in layer._parameters.values()):
-            return
-        renewed = get_layerwise_info(layer).restore_metadata[1]
-        for name, buffer in buffers.items():
-            is_left = LEAVES_NON_PERSISTENT_BUFFERS and name in layer._non_persistent_buffers_set
-            if name in renewed and not is_left:
-                self._saved_buffers.append((name, layer, buffer, buffer.clone()))
+        has_parameters = any(parameter is not None for parameter in layer._parameters.values())
+        renewed = get_layerwise_info(layer).restore_metadata[1] if has_parameters else {}
+        saved = {name: buffer.clone() for name, buffer in buffers.items() if name in renewed}
+        self._buffers.append((layer, buffers, set(layer._non_persistent_buffers_set), saved))
 
-    def _check_complete(self) -> list[LayerRecord]:
-        """Raise unless all layers are complete; return those that share all parameters with complete layers."""
-        owners: dict[int, list[LayerRecord]] = {}
+    def _check(self) -> list[LayerRecord]:
+        """Raise unless all is complete and used; return the layers that share all parameters with complete layers."""
+        owners: defaultdict[int, list[LayerRecord]] = defaultdict(list)
         for record in self._layers:
             for parameter in record.kernel_parameters:
-                owners.setdefault(id(parameter), []).append(record)
+                owners[id(parameter)].append(record)
         tied, missing = [], []
         for record in self._layers:
-            if record.is_loaded:
-                continue
             received, expected = record.counts()
-            if received >= expected:
+            if received == expected:
                 continue
-            others = [[o for o in owners[id(p)] if o is not record] for p in record.kernel_parameters]
-            if received == 0 and all(any(o.is_complete for o in found) for found in others):
+            if not received and all(any(o.is_complete for o in owners[id(p)]) for p in record.kernel_parameters):
                 tied.append(record)
             else:
                 missing.append(f"{record.name or type(record.layer).__name__} ({received} of {expected})")
+        ignored, said = [name for name in self._unused if not self._may_be_unused(name)], ""
+        if ignored:
+            said = f"{len(ignored)} tensors were sent that vLLM's model silently ignored, because it does not know "
+            said += f"their names: {listed(ignored)}."
         if missing:
             raise WeightSyncError(
                 f"{len(missing)} layers of vLLM's model did not receive every element in this weight sync of "
-                f"{len(self.names)} tensors; elements received of expected: {listed(missing)}. "
-                f"{self._unused_text()}"
+                f"{len(self._names)} tensors; elements received of expected: {listed(missing)}. "
+                + (said or "Every tensor that was sent was loaded into a parameter.")
             )
+        if said and self._parallel.pipeline_parallel_size == 1:  # a pipeline stage drops the other stages' tensors
+            raise WeightSyncError(said)
         return tied
 
-    def _check_unused(self) -> None:
-        if self._parallel.pipeline_parallel_size > 1:
-            return  # a pipeline stage drops the other stages' tensors
-        if any(not self._may_be_unused(name) for name in self.unused):
-            raise WeightSyncError(self._unused_text())
-
-    def _unused_text(self) -> str:
-        names = [name for name in self.unused if not self._may_be_unused(name)]
-        if not names:
-            return "Every tensor that was sent was loaded into a parameter."
-        return (
-            f"{len(names)} tensors were sent that vLLM's model silently ignored, because it does not know their names: "
-            f"{listed(names)}."
-        )
-
     def _may_be_unused(self, name: str) -> bool:
-        config = self._models[0][1].hf_text_config
-        last = name.rpartition(".")[2]
-        # Loaded without the counting wrappers (as is a correction bias that LFM2's checkpoints name so), or computed.
-        if last in SKIP_LOAD_TENSORS or last in ("expert_bias", "inv_freq"):
-            return True
-        if name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False):
-            return True
-        if self._parallel.enable_expert_parallel and ".experts." in name:
-            return True  # other ranks' experts are ignored once this rank's are complete
-        if any(f".{module}." in f".{name}" for module in self._excluded_modules):
-            return True
-        # Multi-token-prediction layers follow the model's own; without a draft model no parameter takes them.
-        numbers = re.findall(r"(?:^|\.)layers\.(\d+)\.", name)
-        return name.startswith("mtp.") or any(int(n) >= config.num_hidden_layers for n in numbers)
+        config, own = self._models[0][1].hf_text_config, name.rpartition(".")[2]
+        return (
+            # Loaded without the counting wrappers (as LFM2's correction bias, by its checkpoints' name), or computed.
+            own in {*SKIP_LOAD_TENSORS, "expert_bias", "inv_freq"}
+            or (name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False))
+            # Other ranks' experts are ignored once this rank's are complete.
+            or (self._parallel.enable_expert_parallel and ".experts." in name)
+            or any(f".{module}." in f".{name}" for module in self._excluded_modules)
+            # Multi-token-prediction layers follow the model's own; without a draft model no parameter takes them.
+            or name.startswith("mtp.")
+            or any(int(n) >= config.num_hidden_layers for n in re.findall(r"(?:^|\.)layers\.(\d+)\.", name))
+        )
 
 
 def _memory_for_units(record: LayerRecord, own: str) -> torch.Tensor:
     """Return memory that collects the units of a parameter until its layer is complete, with zeros for padding rows.
 
-    It is the running parameter's memory if that has the same shape, strides and dtype and is not shared with other
-    tensors of the layer: vLLM processes the complete layer into new memory, or in place (FlashInfer's blocks in 0.32),
-    and only then copies it into the running parameters. Otherwise it is newly allocated.
+    It is the running parameter's if that has the same layout and dtype and is not shared with other tensors of the
+    layer: vLLM processes the complete layer into new memory, or in place (FlashInfer's blocks in 0.32), and only then
+    copies it into the running parameters.
     """
-    target, memory = getattr(record.layer, own), None
+    target, info = getattr(record.layer, own), record.info
+    running = info.kernel_tensors[0].get(own)
+    storages = [t.untyped_storage().data_ptr() for kept in info.kernel_tensors for t in kept.values()]
     if not target.is_meta:  # a bias: vLLM waits for it, but leaves it where it is
         memory = target.data
+    elif (
+        running is not None
+        and storages.count(running.untyped_storage().data_ptr()) == 1
+        and (running.shape, running.stride(), running.dtype) == (target.shape, target.stride(), target.dtype)
+    ):
+        memory = running.data
     else:
-        running = record.info.kernel_tensors[0].get(own)
-        storages = [t.untyped_storage().data_ptr() for kept in record.info.kernel_tensors for t in kept.values()]
-        if running is not None and storages.count(running.untyped_storage().data_ptr()) == 1:
-            own_layout, target_layout = ((t.shape, t.stride(), t.dtype) for t in (running, target))
-            if own_layout == target_layout:
-                memory = running.data
-    if memory is None:
-        memory = torch.empty_like(target, device=record.info.restore_device, requires_grad=False)
+        memory = torch.empty_like(target, device=info.restore_device, requires_grad=False)
     if hasattr(record.layer, "shard_indices"):
         memory[record.shapes[own][0] :].zero_()
     return memory
 
 
 def _process(record: LayerRecord) -> None:
-    """Have vLLM process a layer whose units are complete, and copy the result into the running parameters.
-
-    Its deferred loaders do the same, but sum up what all layers wait for in each call.
-    """
-    materialize_layer(record.layer, record.info)
+    """Have vLLM process a layer whose units are complete; its loaders would sum up all layers' tensors in each call."""
+    compat.materialize_layer(record.layer, record.info)
     for own, memory in record.units.items():
         getattr(record.layer, own).data = memory
     record.units.clear()
-    process_layer(record.layer, record.info)
+    compat.process_layer(record.layer, record.info)

@@ -24,10 +24,8 @@ EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
 _VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 _OVERRIDES = f"{_VLLM}.hf_overrides.quantization_config"
 _COMPRESSED = "compressed-tensors"
-_QUANTIZATION = f"{ROLLOUT}.quantization"
 _BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
-_TP = f"{ROLLOUT}.tensor_model_parallel_size"
-_LENGTH = f"{ROLLOUT}.max_model_len"
+_TP, _EP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_size"
 # From here on mla_attention.py copies into W_UV and W_UK_T (replace_parameter, vllm#48251); in 0.24 it assigns them.
 _KEEPS_LATENT_MATRICES = ">=0.27.1"
 # What vLLM's kinds of quantisation call the layers that they leave alone, and what vLLM fuses layers to.
@@ -51,36 +49,32 @@ class _Vllm(Server):
 
     def rollout_of(self, config: Any) -> Rollout:
         block = BLOCK if config.get("quantization") == "fp8" else 0
-        quantization = None if block else _overridden(config).get("quantization_config")
-        tower, channels = _tower(_arguments(config)), _compressed_kind(quantization)[0]
-        return replace(super().rollout_of(config), tower=tower, block=block, channels=channels)
+        channels = _compressed_kind(None if block else _overridden(config).get("quantization_config"))[0]
+        return replace(super().rollout_of(config), tower=_tower(_arguments(config)), block=block, channels=channels)
 
     def quantisation_settings(self, config: Any) -> list[tuple[str, object]]:
-        own = {
-            f"{_VLLM}.quantization": _arguments(config).get("quantization"),
-            _OVERRIDES: _overridden(config).get("quantization_config"),
-        }
-        return [*super().quantisation_settings(config), *((setting, value) for setting, value in own.items() if value)]
+        found = super().quantisation_settings(config)
+        found += [(f"{_VLLM}.quantization", _arguments(config).get("quantization"))]
+        found += [(_OVERRIDES, _overridden(config).get("quantization_config"))]
+        return [(setting, value) for setting, value in found if value]
 
     def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
-        vllm = _arguments(config)
+        vllm, pipeline = _arguments(config), size_of(config, "pipeline_model_parallel_size")
         if not has_our_extension(config):
             reason = "only this package's extension can load slices."
             return Obstacle(f"{_VLLM}.worker_extension_cls", vllm.get("worker_extension_cls"), reason, EXTENSION)
-        pipeline = size_of(config, "pipeline_model_parallel_size")
         if pipeline > 1:
             reason = "transfer plans do not support pipeline-parallel rollouts."
             return Obstacle(f"{ROLLOUT}.pipeline_model_parallel_size", pipeline, reason, "1")
         if found := disaggregated(config):
             return found
         for setting, value in self.quantisation_settings(config):
-            if (setting, value) != (_QUANTIZATION, "fp8"):
-                kind, reason = _compressed_kind(value)
-                if not kind or setting != _OVERRIDES:
-                    return Obstacle(setting, value, reason, "null")
-            if family is not None and family not in FP8_FAMILIES:
+            kind, reason = _compressed_kind(value)
+            is_known = (setting, value) == (f"{ROLLOUT}.quantization", "fp8") or (setting == _OVERRIDES and kind)
+            if is_known and family is not None and family not in FP8_FAMILIES:
                 known = ", ".join(sorted(FP8_FAMILIES))
-                reason = f"which weights of a {family} vLLM quantises is not known (known: {known})."
+                reason, is_known = f"which weights of a {family} vLLM quantises is not known (known: {known}).", False
+            if not is_known:
                 return Obstacle(setting, value, reason, "null")
         placement = vllm.get("expert_placement_strategy") or "linear"
         if placement != "linear":
@@ -89,13 +83,13 @@ class _Vllm(Server):
         return self.unknown_family(family, "is not known here")
 
     def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:
-        own: Any = None if model is None else model.config
+        if model is None:
+            return check_parallelism(config, ranks, None)
+        own: Any = model.config
         check_graphs(config, own, device)
-        if own is not None:
-            _check_family(own, config, requested)
-        check_parallelism(config, ranks, None if own is None else own.get_text_config())
-        if model is not None:
-            _check_ignored(dict(self.quantisation_settings(config)).get(_OVERRIDES), model)
+        _check_family(own, config, requested)
+        check_parallelism(config, ranks, own.get_text_config())
+        _check_ignored(dict(self.quantisation_settings(config)).get(_OVERRIDES), model)
 
     def check_mode(self, config: Any, mode: SyncMode, reason: str, backend: str) -> None:
         quantised = self.quantisation_settings(config)
@@ -111,21 +105,19 @@ class _Vllm(Server):
         if mode == "full" and isinstance(compressed, Mapping) and compressed.get("quant_method") == _COMPRESSED:
             why = _compressed_kind(compressed)[1] or reason or "its values and scales are sent in slices alone."
             rule = f"vLLM quantises nothing for {_COMPRESSED}, and full tensors have no scales: {why}"
-            raise SettingError(_OVERRIDES, compressed, rule, f"{_QUANTIZATION}=fp8")
+            raise SettingError(_OVERRIDES, compressed, rule, f"{ROLLOUT}.quantization=fp8")
 
     def longest_start(self, config: Any) -> Any:
-        """See ``Server``; ``max_model_len``, where 0 stands for the model's ``max_position_embeddings``, which verl
-        0.9.1 takes where the setting is null."""
+        # 0 stands for the model's max_position_embeddings, which verl 0.9.1 takes where the setting is null.
         own = _arguments(config).get("max_model_len")
         return (config.get("max_model_len") if own is None else own) or 0
 
     def check_rotations(self, kind: str, parameters: Mapping[str, Any], most: int, config: Any) -> int:
-        """See ``Server``. vLLM 0.24 to 0.29 chooses longrope's frequencies once, by its ``max_model_len``, and never
-        changes those of dynamic NTK."""
+        # vLLM 0.24 to 0.29 chooses longrope's frequencies once, by this, and never changes those of dynamic NTK.
         limit = self.longest_start(config)
         if not isinstance(limit, int) or not 0 <= limit <= most:
             rule = f"frequencies of {kind} depend on it, so it has to be a number, and vLLM has {most} positions."
-            raise SettingError(f"{_VLLM}.max_model_len", limit, rule, f"{_LENGTH}={most}, or less")
+            raise SettingError(f"{_VLLM}.max_model_len", limit, rule, f"{ROLLOUT}.max_model_len={most}, or less")
         return limit or most
 
 
@@ -133,11 +125,7 @@ VLLM = _Vllm("vllm", "vLLM")
 
 
 def _compressed_kind(config: Any) -> tuple[Channels, str]:
-    """Return what a config of compressed-tensors has weights held in; where slices can't serve it, "" and the reason.
-
-    Args:
-        config: vLLM's ``quantization_config``.
-    """
+    """Return what vLLM's ``quantization_config`` has weights held in, or "" and why slices can't serve it."""
     if isinstance(config, str) and "_per_" in config:  # of vLLM's own
         return "", "each worker quantises what it has fused and cut, in parameters that are in bfloat16 until then."
     if not isinstance(config, Mapping) or config.get("quant_method") != _COMPRESSED:
@@ -160,7 +148,7 @@ def _compressed_kind(config: Any) -> tuple[Channels, str]:
 
 def _tower(vllm: Mapping[str, Any]) -> Tower:
     limits = vllm.get("limit_mm_per_prompt") or {}
-    if vllm.get("language_model_only") or all(limits.get(kind) == 0 for kind in ("image", "video")):
+    if vllm.get("language_model_only") or (limits.get("image") == 0 and limits.get("video") == 0):
         return "none"
     return "whole" if vllm.get("mm_encoder_tp_mode") == "data" else "sharded"
 
@@ -183,22 +171,16 @@ def _arguments(config: Any) -> Mapping[str, Any]:
 def check_graphs(config: Any, model: Any, device: str) -> None:
     """Check that CUDA graphs compute with the weights of the last sync.
 
-    Args:
-        model: the model's config; None skips the check.
-
     Raises:
-        SettingError: the model has multi-head latent attention, whose matrices the installed vLLM puts elsewhere in
-            every sync.
+        SettingError: the installed vLLM puts the matrices of this model's latent attention elsewhere in every sync.
     """
-    latent = model is not None and getattr(model.get_text_config(), "kv_lora_rank", None)
-    if device != "cuda" or not latent or config.get("enforce_eager"):
-        return
-    if not versions.vllm_in(_KEEPS_LATENT_MATRICES):
+    is_latent = model is not None and getattr(model.get_text_config(), "kv_lora_rank", None)
+    if device == "cuda" and is_latent and not (config.get("enforce_eager") or versions.vllm_in(_KEEPS_LATENT_MATRICES)):
         rule = (
             f"vllm {versions.installed('vllm')} allocates the matrices of latent attention anew in every weight sync, "
             "and CUDA graphs go on with the old memory, so rollouts would be silently wrong."
         )
-        setting = "actor_rollout_ref.rollout.enforce_eager"
+        setting = f"{ROLLOUT}.enforce_eager"
         raise SettingError(setting, False, rule, f"{setting}=True, or vllm{_KEEPS_LATENT_MATRICES}")
 
 
@@ -213,45 +195,37 @@ def check_parallelism(config: Any, ranks: int, model: Any) -> None:
         SettingError: names the first such setting and a value that works.
     """
     vllm, rollout = _arguments(config), VLLM.rollout_of(config)
-    pipeline = size_of(config, "pipeline_model_parallel_size")
-    for name, own, size in (
-        ("tensor_parallel_size", "tensor_model_parallel_size", rollout.tp),
-        ("data_parallel_size", "data_parallel_size", rollout.dp),
-        ("pipeline_parallel_size", "pipeline_model_parallel_size", pipeline),
-    ):
+    pipeline, experts = (size_of(config, f"{kind}_parallel_size") for kind in ("pipeline_model", "expert"))
+    sizes = {"tensor_model": rollout.tp, "data": rollout.dp, "pipeline_model": pipeline}
+    for kind, size in sizes.items():
+        own, name = f"{ROLLOUT}.{kind}_parallel_size", f"{kind.removesuffix('_model')}_parallel_size"
         if size < 1:
-            raise SettingError(f"{ROLLOUT}.{own}", size, "has to be at least 1.", f"{ROLLOUT}.{own}=1")
+            raise SettingError(own, size, "has to be at least 1.", f"{own}=1")
         given = vllm.get(name)
         if given is not None and given != size:
-            rule = f"verl finds each rank's worker by {ROLLOUT}.{own}={size}, so another value feeds the wrong ones."
-            raise SettingError(f"{_VLLM}.{name}", given, rule, f"{ROLLOUT}.{own}={given}, and no {_VLLM}.{name}")
+            rule = f"verl finds each rank's worker by {own}={size}, so another value feeds the wrong ones."
+            raise SettingError(f"{_VLLM}.{name}", given, rule, f"{own}={given}, and no {_VLLM}.{name}")
     if vllm.get("enable_eplb"):
         rule = (
             "vLLM's loaders place experts in their start-up order while the router uses the rebalanced one, so after a "
             "sync the weights would be silently wrong."
         )
         raise SettingError(f"{_VLLM}.enable_eplb", True, rule, f"{_VLLM}.enable_eplb=False")
-    experts = size_of(config, "expert_parallel_size")
     if experts not in (1, rollout.workers):
         rule = f"vLLM spreads experts over all {rollout.workers} workers of a replica (tensor x data parallel)."
-        setting = f"{ROLLOUT}.expert_parallel_size"
-        raise SettingError(setting, experts, rule, f"{setting}={rollout.workers}, or 1")
+        raise SettingError(_EP, experts, rule, f"{_EP}={rollout.workers}, or 1")
     replica = rollout.workers * pipeline
     if ranks % replica and not is_disaggregated(config):
         rule = f"a replica of vLLM takes {replica} workers, and the {ranks} trainer ranks are not a multiple of that."
         works = [tp for tp in divisors(ranks) if ranks % (rollout.dp * pipeline * tp) == 0]
-        others = f"{ROLLOUT}.data_parallel_size=1"
-        raise SettingError(_TP, rollout.tp, rule, f"{_TP} one of {works}" if works else others)
+        best = f"{_TP} one of {works}" if works else f"{ROLLOUT}.data_parallel_size=1"
+        raise SettingError(_TP, rollout.tp, rule, best)
     if model is not None:
         check_sizes(rollout, model)
 
 
 def _check_family(config: Any, rollout: Any, requested: str) -> None:
-    """Check that the installed vLLM can serve the model's family, in this sync mode and on so many workers.
-
-    Raises:
-        SettingError: it can't, unless the user overrides the config that vLLM reads.
-    """
+    """Check that the installed vLLM, with its overrides, can serve the family in this sync mode on so many workers."""
     family, overrides = config.model_type, _overridden(rollout)
     releases, rule, named = layout.NOT_SERVED.get(family, ("", "", ""))
     if rule and named not in overrides and versions.vllm_in(releases):
@@ -272,11 +246,7 @@ def _check_family(config: Any, rollout: Any, requested: str) -> None:
 
 
 def _check_ignored(quantization: Any, model: nn.Module) -> None:
-    """Check that layers which vLLM is not to quantise are there; it takes any names, and quantises what they miss.
-
-    Raises:
-        SettingError: for the first that is not.
-    """
+    """Check that layers which vLLM is not to quantise are there; it takes any names, and quantises what they miss."""
     modules = dict(model.named_modules())
     for key in _IGNORED if isinstance(quantization, Mapping) else ():
         for name in quantization.get(key) or ():

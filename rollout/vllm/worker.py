@@ -1,10 +1,8 @@
 """verl's vLLM worker extension that receives and loads the weights of a sync inside a vLLM worker process.
 
-verl's own extension calls ``model.load_weights`` in place and then post-processes the model once more. That is correct
-only where a kernel's layout equals the checkpoint's: vLLM's CPU build drops the linear weights that it packed, and
-several GPU kernels permute theirs. This one loads weights by vLLM's layer-wise reload (``reload.py``).
-
-Select it with ``actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls``.
+verl's own calls ``model.load_weights`` in place and post-processes the model again, which is correct only where a
+kernel's layout equals the checkpoint's: vLLM's CPU build drops what it packed, and several GPU kernels permute. This
+one uses vLLM's layer-wise reload (``reload.py``). Select it with ``engine_kwargs.vllm.worker_extension_cls``.
 """
 
 import contextlib
@@ -32,23 +30,20 @@ __all__ = ["WeightSyncExtension"]
 
 logger = logging.getLogger(__name__)
 
-# For a sender that passes no time-out; longer than any gather between two buckets.
-_DEFAULT_TIMEOUT_SECONDS = 300.0
+_Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
 class WeightSyncExtension(vLLMColocateWorkerExtension):
     """verl's worker extension with a checked layer-wise reload; see the module's docstring.
 
-    Models that are quantised or trained with quantisation are passed on to verl's class, unless their weights come
-    quantised.
+    Models that are quantised, or trained so, are passed on to verl's class, unless their weights come quantised.
     """
 
     device: torch.device | None  # set by vLLM's worker
 
     def __new__(cls, **kwargs):
-        amx_shim.install()
-        routes_shim.install()
-        reload_shims.install()
+        for shim in (amx_shim, routes_shim, reload_shims):
+            shim.install()
         return super().__new__(cls, **kwargs)
 
     def update_weights_from_ipc(
@@ -56,7 +51,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         peft_config: dict | None = None,
         base_sync_done: bool = False,
         use_shm: bool = False,
-        sync_timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS,
+        sync_timeout_seconds: float = 300.0,
         verify: bool = False,
         is_quantised: bool = False,
     ) -> None:
@@ -66,7 +61,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             peft_config: peft's, where the worker computes with adapters.
             base_sync_done: whether it is these that come.
             use_shm: as in verl's method.
-            sync_timeout_seconds: longest wait for one message of the sender.
+            sync_timeout_seconds: longest wait for one message, longer than a gather between two buckets.
             verify: whether to compare the sender's checksums, which come last, with the received tensors, and slices
                 with the weights that the model then computes with.
             is_quantised: whether values and scales come, as the model's parameters hold them.
@@ -79,59 +74,47 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         if quantises and not is_quantised:
             return super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
         received = ReceivedChecksums(verify)
-        if peft_config is not None and base_sync_done:
-            adapters: dict[str, torch.Tensor] = {}
 
-            def keep(weights: list[tuple[str, torch.Tensor]]) -> None:
-                adapters.update((name, tensor.clone()) for name, tensor in received.record(weights))
-
-            self._receive(keep, use_shm, sync_timeout_seconds)
+        def receive(load: _Load) -> None:
+            self._receive(lambda weights: load(received.record(weights)), use_shm, sync_timeout_seconds)
             if wrong := received.difference():
                 raise WeightSyncError(wrong)
-            load_adapters(self, peft_config, adapters)
-            return None
 
-        models = list(self._iter_all_models_with_config())
-        reload = Reload(models, self.model_runner.vllm_config.parallel_config, verify)
+        if peft_config is not None and base_sync_done:
+            adapters: dict[str, torch.Tensor] = {}
+            receive(lambda weights: adapters.update((name, tensor.clone()) for name, tensor in weights))
+            load_adapters(self, peft_config, adapters)
+            return
+        models, config = list(self._iter_all_models_with_config()), self.model_runner.vllm_config
+        reload = Reload(models, config.parallel_config, verify)
         with contextlib.ExitStack() as entered:
-            entered.enter_context(set_current_vllm_config(self.model_runner.vllm_config))
-            entered.enter_context(torch.no_grad())
-            for model, _ in models:
-                entered.enter_context(without_adapters(model))
+            adapters_off = [without_adapters(model) for model, _ in models]
+            for context in (set_current_vllm_config(config), torch.no_grad(), *adapters_off):
+                entered.enter_context(context)
             try:
                 reload.start()
-                self._receive(lambda weights: reload.load(received.record(weights)), use_shm, sync_timeout_seconds)
-                if wrong := received.difference():
-                    raise WeightSyncError(wrong)
+                receive(reload.load)
                 reload.finish()
             except BaseException:
                 reload.abandon()
                 raise
 
-    def _receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], use_shm: bool, timeout: float) -> None:
-        """Receive the buckets of a sync and call ``load`` with each; its memory is reused once that returns.
-
-        Raises:
-            WeightSyncError: the sender stopped sending, or ``load`` has raised.
-        """
+    def _receive(self, load: _Load, use_shm: bool, timeout: float) -> None:
+        """Receive the buckets of a sync and call ``load`` with each; its memory is reused once that returns."""
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
         if self.device is None:
             self.device = torch.device(f"{get_device_name()}:{self.local_rank}")
         receiver = BucketedWeightReceiver(self._get_zmq_handle(), device=self.device, use_shm=use_shm)
-        receiver.zmq_context = WatchedContext(
-            receiver.zmq_context,
-            timeout,
-            waits_for=f"the trainer rank behind {receiver.zmq_handle}",
-            # The last acknowledgement is sent right before the socket is closed.
-            linger_seconds=5.0,
-        )
+        waits_for = f"the trainer rank behind {receiver.zmq_handle}"
+        # It lingers, because the last acknowledgement is sent right before the socket is closed.
+        receiver.zmq_context = WatchedContext(receiver.zmq_context, timeout, waits_for, linger_seconds=5.0)
         failure: str | None = None
 
         def on_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
-            # An error must not leave this function: its traceback would keep views of the shared memory alive, so that
-            # releasing it would fail and hide the cause. Instead the remaining buckets are received and dropped, which
-            # also lets the trainer ranks finish their collectives before the cause reaches them.
+            # An error must not leave this function: its traceback would keep views of the shared memory alive, whose
+            # release would fail and hide the cause. The other buckets are received and dropped, so that the trainer's
+            # ranks finish their collectives before the cause reaches them.
             nonlocal failure
             if failure is None:
                 try:
@@ -157,9 +140,8 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         rollout = Rollout(group.world_size, parallel.data_parallel_size, parallel.enable_expert_parallel)
         worker = parallel.data_parallel_rank * group.world_size + group.rank_in_group
         if len(layouts) != rollout.workers:
-            raise WeightSyncError(
-                f"the trainer plans for {len(layouts)} workers per replica; vLLM has {rollout.workers}"
-            )
+            has = f"vLLM has {rollout.workers}"
+            raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; {has}")
         model, config = next(iter(self._iter_all_models_with_config()))
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
 
@@ -174,9 +156,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             return {**unchanged, **parameters, **buffers}
 
         with without_adapters(model):
-            layers = [
-                (name, layer, built(layer)) for name, layer in model.named_modules() if not isinstance(layer, ATTENTION)
-            ]
+            layers = [(name, m, built(m)) for name, m in model.named_modules() if not isinstance(m, ATTENTION)]
         held = actual_layout(layers, rank_entry(group.rank_in_group, rollout), is_expected)
         if wrong := difference(layouts[worker], held):
             raise WeightSyncError(

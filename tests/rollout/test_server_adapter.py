@@ -200,7 +200,9 @@ def test_adapter_calls_the_worker_sends_and_clears_the_cache(handle, monkeypatch
 
 
 class FakeWorkerWeights:
-    """Fakes the parts of ``WorkerWeights`` that the adapter uses."""
+    """Fakes the parts of ``RolloutWeights`` that the adapter uses."""
+
+    is_quantised_here = False
 
     def __init__(self, mode: str = "sliced", has_checksums: bool = True):
         self.mode, self.has_checksums, self.transfer, self.failures = mode, has_checksums, None, []
@@ -222,7 +224,7 @@ class FakeWorkerWeights:
 
 
 def sync(adapter, weights):
-    asyncio.run(adapter.update_weights(SimpleNamespace(for_rollout=lambda config, worker: weights)))
+    asyncio.run(adapter.update_weights(SimpleNamespace(stages=lambda config, worker: [(weights, {})])))
 
 
 def test_adapter_checks_layouts_before_the_first_sync_and_prints_reports(handle, monkeypatch, capsys):

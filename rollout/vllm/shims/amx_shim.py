@@ -1,33 +1,32 @@
-"""Shim that lets vLLM's CPU build run float32 experts on a CPU that has AMX.
+"""Shim that lets vLLM's CPU build run float32 experts on a CPU that has AMX, by its vector kernel.
 
 vLLM 0.27 and 0.28 refuse every MoE there that is not bfloat16. Earlier versions use a loop over experts, which fails
-because it makes an activation module during a forward, where vLLM has no config. Their vector kernel supports float32
-on the same CPU and is what a CPU without AMX uses (``fused_moe/cpu_fused_moe.py``, ``check_grouped_gemm``), so the shim
-selects it. ``test_vllm_shims.py`` fails once vLLM no longer needs the shim.
+because it makes an activation module during a forward, where vLLM has no config (``fused_moe/cpu_fused_moe.py``,
+``check_grouped_gemm``). ``test_vllm_shims.py`` fails once vLLM no longer needs the shim.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
 from ..compat import cpu_experts_module
+from . import wrap
 
 __all__ = ["install"]
 
 
 def install() -> None:
     """Wrap the check, once per process; no-op on other platforms and on versions without the check."""
-    if not current_platform.is_cpu():
-        return
     module = cpu_experts_module()
     kernel: Any = getattr(module, "CPUFusedMOE", None)
-    refusing = getattr(kernel, "check_grouped_gemm", None)
-    if refusing is None or hasattr(refusing, "__wrapped__"):
-        return
+    if current_platform.is_cpu() and hasattr(kernel, "check_grouped_gemm"):
+        wrap(kernel, "check_grouped_gemm", _checking)
+        _use_plain_silu(module)
 
-    @functools.wraps(refusing)
+
+def _checking(refusing: Callable[[Any, Any], tuple[bool, str]]) -> Callable[[Any, Any], tuple[bool, str]]:
     def check_grouped_gemm(self, layer):
         is_bfloat16 = layer.w13_weight.dtype == torch.bfloat16
         try:
@@ -41,8 +40,7 @@ def install() -> None:
         aligned = layer.w13_weight.size(1) % 32 == 0 and layer.w2_weight.size(1) % 32 == 0
         return (True, "vec") if aligned and torch.cpu._is_amx_tile_supported() else answer
 
-    kernel.check_grouped_gemm = check_grouped_gemm
-    _use_plain_silu(module)
+    return check_grouped_gemm
 
 
 def _use_plain_silu(module: Any) -> None:

@@ -3,13 +3,14 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 
 from ..compat import get_layerwise_info
+from . import wrap
 
 __all__ = ["finish_model", "install", "prepare_layer", "prepare_model"]
 
@@ -18,77 +19,55 @@ _DIRECT_COPIES = {"GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bia
 _BIAS = "e_score_correction_bias"
 _NESTED = "routed_experts"
 
+_Weights = Iterable[tuple[str, torch.Tensor]]
+
 
 def install() -> None:
     """Let vLLM load and compute with what its own classes lose or do not find, once per process."""
-    _mend_loader_of_experts()
-    _find_experts_of_dbrx()
-    _add_bias_of_phimoe()
+    for module, owner, name, make, unless in (
+        ("layers.fused_moe.routed_experts", "RoutedExperts", "load_weights", _loading_by_parameters, ""),
+        ("models.dbrx", "DbrxModel", "load_weights", _finding_experts, _NESTED),
+        ("models.phimoe", "PhiMoEForCausalLM", "compute_logits", _adding_bias, "bias"),
+    ):
+        try:
+            found = getattr(importlib.import_module(f"vllm.model_executor.{module}"), owner)
+        except (ImportError, AttributeError):
+            continue
+        wrap(found, name, make, unless)
 
 
-def _add_bias_of_phimoe() -> None:
-    """Let vLLM add the bias of Phi-3.5-MoE's head, which its class loads and then leaves out of the logits.
+def _adding_bias(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Let vLLM add the bias of Phi-3.5-MoE's head, whose linear adds what it is given and never its own."""
 
-    The head's linear adds the bias that it is given, and never its own. Source: ``PhiMoEForCausalLM.compute_logits``.
-    """
-    try:
-        model: Any = importlib.import_module("vllm.model_executor.models.phimoe").PhiMoEForCausalLM
-        compute = model.compute_logits
-    except (ImportError, AttributeError):
-        return
-    if hasattr(compute, "__wrapped__") or "bias" in inspect.getsource(compute):
-        return
-
-    @functools.wraps(compute)
     def compute_logits(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.logits_processor(self.lm_head, hidden_states, self.lm_head.bias)
 
-    model.compute_logits = compute_logits
+    return compute_logits
 
 
-def _find_experts_of_dbrx() -> None:
-    """Let vLLM load DBRX at all: 0.27 looks for its experts' parameters where it has none (``KeyError``).
+def _finding_experts(load: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
+    """Let vLLM load DBRX at all: 0.27 looks for its experts' parameters where it has none (``KeyError``)."""
 
-    Source: ``DbrxModel.load_weights``, which makes a parameter's name of that of a checkpoint's tensor.
-    """
-    try:
-        model: Any = importlib.import_module("vllm.model_executor.models.dbrx").DbrxModel
-        load = model.load_weights
-    except (ImportError, AttributeError):
-        return
-    if hasattr(load, "__wrapped__") or _NESTED in inspect.getsource(load):
-        return
-
-    @functools.wraps(load)
-    def load_weights(self: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+    def load_weights(self: torch.nn.Module, weights: _Weights) -> Iterable[str]:
         if any(f".{_NESTED}." in name for name, _ in self.named_parameters()):
             weights = ((name.replace(".experts.mlp.", f".experts.{_NESTED}.mlp."), values) for name, values in weights)
         return load(self, weights)
 
-    model.load_weights = load_weights
+    return load_weights
 
 
-def _mend_loader_of_experts() -> None:
+def _loading_by_parameters(load: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
     """Let experts load by their parameters' loaders, and the correction bias that Laguna's checkpoints have among them.
 
     vLLM 0.24 calls the module's loader, so that a reload, which counts by the parameters', loses the experts of what it
-    runs by transformers' code; 0.27 drops the bias without a word and routes with zeros. Source:
-    ``fused_moe/routed_experts.py``.
+    runs by transformers' code; 0.27 drops the bias without a word and routes with zeros.
     """
-    try:
-        experts: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.routed_experts").RoutedExperts
-        load = experts.load_weights
-    except (ImportError, AttributeError):
-        return
-    if hasattr(load, "__wrapped__"):
-        return
     calls_the_modules = "self.weight_loader(" in inspect.getsource(load)
 
-    @functools.wraps(load)
-    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+    def load_weights(self: Any, weights: _Weights) -> Iterable[str]:
         biases: list[str] = []
 
-        def others() -> Iterable[tuple[str, torch.Tensor]]:
+        def others() -> _Weights:
             for name, values in weights:
                 if name != _BIAS or (own := self._parameters.get(_BIAS)) is None:
                     yield name, values
@@ -105,7 +84,7 @@ def _mend_loader_of_experts() -> None:
                 del self.weight_loader
         yield from biases
 
-    experts.load_weights = load_weights
+    return load_weights
 
 
 def _call_loader_of_parameter(*, param: Any, **arguments: Any) -> Any:
@@ -113,11 +92,7 @@ def _call_loader_of_parameter(*, param: Any, **arguments: Any) -> Any:
 
 
 def prepare_layer(layer: Any) -> Any:
-    """Prepare a layer for ``initialize_layerwise_reload``.
-
-    Returns:
-        The kernel that was removed from ``layer.quant_method``, to be restored if the reload makes no new one.
-    """
+    """Prepare a layer for a reload; return the kernel that was removed, to be restored where none is made anew."""
     method = getattr(layer, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None) if current_platform.is_cpu() else None
     if method is not None and kernel is not None:
@@ -132,10 +107,7 @@ def prepare_layer(layer: Any) -> Any:
 
 
 def prepare_model(model: torch.nn.Module) -> None:
-    """Prepare a model whose loader copies directly into parameters, so that the reload counts these copies.
-
-    Without this, a reload of gpt-oss loses its experts and attention sinks: their copies go to the meta device.
-    """
+    """Have a reload count direct copies into parameters; those of gpt-oss would go to the meta device and be lost."""
     for part in model.modules():
         names = _DIRECT_COPIES.get(type(part).__name__, ())
         for layer in part.modules() if names else ():
@@ -147,11 +119,10 @@ def prepare_model(model: torch.nn.Module) -> None:
 
 
 def finish_model(model: torch.nn.Module) -> None:
-    """Renew what vLLM has made of the first weights and then keeps.
+    """Renew in place what vLLM has made of the first weights and then keeps, which CUDA graphs have the address of.
 
     These are the float32 attention sinks of FlashInfer, which vLLM 0.27.1 renews itself, and the convolution's weights
-    beside those that the CPU build has packed (``MambaMixer2``). They keep their memory, which CUDA graphs have the
-    address of.
+    beside those that the CPU build has packed (``MambaMixer2``).
     """
     for part in model.modules():
         unpacked = getattr(getattr(part, "conv1d", None), "_cpu_unpacked_conv_weight", None)

@@ -7,7 +7,6 @@ import torch
 
 from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-from epfsdp2.rollout.vllm.accounting import LayerRecord
 
 pytestmark = pytest.mark.e2e
 
@@ -20,7 +19,7 @@ def _buffer(running):
     layer.weight = torch.nn.Parameter(TARGET, requires_grad=False)
     info = get_layerwise_info(layer)
     info.kernel_tensors, info.restore_device = (running, {}), torch.device("cpu")
-    return reload._memory_for_units(LayerRecord("", layer, info, ()), "weight")
+    return reload._memory_for_units(reload.LayerRecord("", layer), "weight")
 
 
 TARGET = torch.empty(4, 6, dtype=torch.bfloat16, device="meta")

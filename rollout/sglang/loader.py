@@ -83,9 +83,8 @@ class _Update:
         self._parameters = {
             prefix_of(name) + own: (layer, tensor) for name, layer, tensors in layers for own, tensor in tensors.items()
         }
-        self._received = ReceivedChecksums(verify)
+        self._received, self._names = ReceivedChecksums(verify), set[str]()
         self._placed = PlacedChecksums() if verify else None
-        self._names: set[str] = set()
         self._counts = dict.fromkeys(self._parameters, 0)
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

@@ -30,8 +30,8 @@ class Obstacle:
 class Server:
     """A rollout engine that takes full tensors under the names of checkpoints, as every one of verl's does.
 
-    A folder that knows more of its engine derives from this. Checks raise ``SettingError``, with the first setting that
-    the server would refuse after its start, or by which rollouts would be wrong, and a value that works.
+    A folder that knows more of its engine derives from this. Checks raise ``SettingError`` with the first setting that
+    the server would refuse, or by which rollouts would be wrong, and a value that works.
 
     Attributes:
         name: verl's name of it, of its distribution, and of its folder here.

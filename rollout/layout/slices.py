@@ -1,18 +1,15 @@
 """Computes which elements of a model each trainer rank holds and which each worker of a rollout keeps.
 
-This module is arithmetic without torch, so a layout can be computed for any cluster on any machine. The trainer's side
-follows from how each parameter is sharded (``engine/topology/index_ranges.py``). The workers' side follows how a server
-shards a model under tensor, expert and data parallelism:
+The trainer's side follows from how each parameter is sharded (``engine/topology/index_ranges.py``), the workers' from
+how a server shards a model under tensor, expert and data parallelism:
 
-* a column-parallel weight is sharded along its outputs, a row-parallel one along its inputs, a vocabulary along its
-  rows, padded to a multiple of 64;
-* attention is sharded by heads; with more ranks than key-value heads, neighbouring ranks hold the same head;
-* under tensor parallelism every expert is sharded along its intermediate dim; under expert parallelism a worker keeps
-  whole experts in linear order, and the first workers keep one more where the number does not divide;
+* a column-parallel weight along its outputs, a row-parallel one along its inputs, a vocabulary along its rows, padded;
+* attention by heads; with more ranks than key-value heads, neighbouring ranks hold the same head;
+* under tensor parallelism every expert along its intermediate dim; under expert parallelism a worker keeps whole
+  experts in linear order, and the first workers keep one more where the number does not divide;
 * everything else is replicated on each worker.
 
-The rules are in ``rules.py``; which of them a family has, and its names, stand in each server's ``layout.py``. Tests
-compare the result with the layout that they trace from the server's own loaders.
+Tests compare the result with the layout that they trace from the server's own loaders.
 """
 
 import re

@@ -224,11 +224,7 @@ class SlicedUpdates:
             raise WeightSyncError(f"weight sync failed on trainer rank {rank}: {failed[0]}") from failure
 
     def _of_replica(self, mine: Any) -> list[Any]:
-        """Gather a value from each rank of a replica.
-
-        Raises:
-            WeightSyncError: a rank took no part within twice the time-out, once for what it waits for itself.
-        """
+        """Gather a value from each rank of a replica; raise if one takes no part in twice the time-out."""
         mesh = self.device_mesh["infer_tp"]
         everyone: list[Any] = [None] * mesh.size()
         ready = dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=mesh.get_group(), async_op=True)

@@ -63,14 +63,7 @@ def _check(model: Any, layers: list[tuple[str, Any, dict[str, torch.Tensor]]], l
 
 
 class _Update:
-    """One update of a worker's model.
-
-    Args:
-        layouts: of each worker, to compare the model's with; None in later syncs.
-
-    Raises:
-        WeightSyncError: the model is laid out otherwise than the trainer plans.
-    """
+    """One update of a worker's model; ``layouts`` are to compare it with, None in later syncs."""
 
     def __init__(self, model: Any, layouts: list[dict[str, str]] | None, verify: bool):
         layers = [
@@ -88,12 +81,7 @@ class _Update:
         self._counts = dict.fromkeys(self._parameters, 0)
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load the tensors of a bucket.
-
-        Raises:
-            ValueError: a name is not that of a worker's parameter.
-            WeightSyncError: a name was sent twice, or a slice does not fit.
-        """
+        """Load the tensors of a bucket; raise if a name is unknown or was sent twice, or its values do not fit."""
         for name, values in self._received.record(tensors):
             if name in self._names:
                 raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
@@ -112,11 +100,7 @@ class _Update:
                 self._placed.add(parameter, part, values.to(target.dtype))
 
     def finish(self) -> None:
-        """Check that everything has come, and compute what follows from it.
-
-        Raises:
-            WeightSyncError: elements are missing, or values differ from those that were sent.
-        """
+        """Compute what follows from the weights; raise if elements are missing, or differ from those that were sent."""
         missing = []
         for parameter, (layer, tensor) in self._parameters.items():
             shape = torch.Size(unpadded_shape(layer, parameter.rpartition(".")[2], tensor))

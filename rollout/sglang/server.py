@@ -58,9 +58,9 @@ class _SGLang(Server):
 
     def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
         tp, experts = size_of(config, "tensor_model_parallel_size"), size_of(config, "expert_parallel_size")
-        for size in ("data_parallel_size", "pipeline_model_parallel_size"):
-            if size_of(config, size) > 1:
-                return Obstacle(f"{ROLLOUT}.{size}", size_of(config, size), _CUTS, "1")
+        for name in ("data_parallel_size", "pipeline_model_parallel_size"):
+            if (size := size_of(config, name)) > 1:
+                return Obstacle(f"{ROLLOUT}.{name}", size, _CUTS, "1")
         if experts not in (1, tp):
             reason = "slices know a part of every expert on each worker, or whole ones spread over all of them."
             return Obstacle(f"{ROLLOUT}.expert_parallel_size", experts, reason, "1")

@@ -16,22 +16,9 @@ from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .sglang.server import SGLANG
 from .vllm.server import VLLM
 
-__all__ = [
-    "BACKEND",
-    "DEFAULT",
-    "SERVERS",
-    "choose_mode",
-    "install",
-    "is_quantised",
-    "planned_layout",
-    "planned_layouts",
-    "quantisation_settings",
-    "rollout_of",
-    "server_named",
-    "server_of",
-    "slices_of_scales",
-    "target_slices",
-]
+__all__ = ["BACKEND", "DEFAULT", "SERVERS", "choose_mode", "install", "is_quantised", "quantisation_settings"]
+__all__ += ["planned_layout", "planned_layouts", "rollout_of", "server_named", "server_of"]
+__all__ += ["slices_of_scales", "target_slices"]
 
 DEFAULT: Server = VLLM
 SERVERS: dict[str, Server] = {server.name: server for server in (VLLM, SGLANG)}
@@ -97,13 +84,10 @@ def _obstacle(server: Server, config: Any, family: str | None, untested: str, ba
     if server.name not in SERVERS:
         return Obstacle(f"{ROLLOUT}.name", server.name, "it takes full tensors alone.", DEFAULT.name)
     if backend not in _SLICE_BACKENDS:
-        reason = "this backend sends full tensors."
-        return Obstacle(f"{ROLLOUT}.checkpoint_engine.backend", backend, reason, "naive")
-    if found := server.obstacle(config, family):
-        return found
-    if untested:
-        return Obstacle(server.name, "installed", f"{untested}, and a layout may have changed.", "")
-    return None
+        setting = f"{ROLLOUT}.checkpoint_engine.backend"
+        return Obstacle(setting, backend, "this backend sends full tensors.", "naive")
+    unknown = Obstacle(server.name, "installed", f"{untested}, and a layout may have changed.", "")
+    return server.obstacle(config, family) or (unknown if untested else None)
 
 
 def target_slices(
@@ -140,20 +124,15 @@ def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int,
     Raises:
         ValueError: the server could not shard a tensor by this tensor-parallel size.
     """
-    placed: dict[str, list[TargetSlice]] = {}
+    ends: dict[str, tuple[int, ...]] = {}
     first: dict[str, int] = {}
     for tensor in tensors:
         slices = target_slices(tensor, rollout, worker, heads)
-        slices += slices_of_scales(tensor, slices, rollout, heads.family)
-        for part in slices:
-            placed.setdefault(part.parameter, []).append(part)
-            if has_known_rows(tensor.name):
-                first[part.parameter] = part.block.low[0]
-    found = {RANK: rank_entry(worker % rollout.tp, rollout)}
-    for parameter, parts in placed.items():
-        ends = zip(*(part.end for part in parts), strict=True)
-        found[parameter] = entry((max(end) for end in ends), first.get(parameter, 0))
-    return found
+        for part in (*slices, *slices_of_scales(tensor, slices, rollout, heads.family)):
+            ends[part.parameter] = tuple(map(max, part.end, ends.get(part.parameter, part.end)))
+            first[part.parameter] = part.block.low[0] if has_known_rows(tensor.name) else 0
+    layout = {parameter: entry(end, first[parameter]) for parameter, end in ends.items()}
+    return {RANK: rank_entry(worker % rollout.tp, rollout)} | layout
 
 
 def planned_layouts(tensors: Sequence[TensorSpec], rollout: Rollout, heads: Heads) -> list[dict[str, str]]:

@@ -12,18 +12,9 @@ import torch
 
 from .specs import Rollout
 
-__all__ = [
-    "RANK",
-    "difference",
-    "actual_layout",
-    "entry",
-    "prefix_of",
-    "rank_entry",
-    "unpadded_shape",
-]
+__all__ = ["RANK", "difference", "actual_layout", "entry", "prefix_of", "rank_entry", "unpadded_shape"]
 
-# The key of the entry that identifies the worker; no parameter has such a name.
-RANK = "worker"
+RANK = "worker"  # the key of the entry that identifies the worker; no parameter has such a name
 
 
 def entry(shape: Iterable[int], first: int | str = 0) -> str:
@@ -37,17 +28,12 @@ def rank_entry(tp_rank: int, rollout: Rollout) -> str:
 
 
 def prefix_of(layer: str) -> str:
-    """Return the prefix of the names of a layer's tensors, given the layer's name in vLLM's model.
-
-    Some versions of vLLM put a module between an experts layer and its weights; the names leave it out.
-    """
+    """Return the prefix of the names of a layer's tensors, without the module that some vLLMs put between experts."""
     return layer.replace(".routed_experts", "") + "." if layer else ""
 
 
 def actual_layout(
-    layers: Iterable[tuple[str, Any, Mapping[str, Any]]],
-    rank: str,
-    is_expected: Callable[[str, str, bool], bool],
+    layers: Iterable[tuple[str, Any, Mapping[str, Any]]], rank: str, is_expected: Callable[[str, str, bool], bool]
 ) -> dict[str, str]:
     """Return the entry of each parameter that a vLLM model has, in the form of ``planned_layout``.
 
@@ -79,10 +65,9 @@ def _first_row(layer: Any, own: str) -> int | str:
     experts = getattr(layer, "_expert_map", None)
     if experts is None or not own.startswith(("w13_", "w2_")):
         return 0
-    by_local_index = {local: expert for expert, local in enumerate(experts.tolist()) if local >= 0}
-    order = [by_local_index[local] for local in sorted(by_local_index)]
-    in_order = order == list(range(order[0], order[0] + len(order))) if order else True
-    return (order[0] if order else 0) if in_order else f"experts {order}"
+    order = [expert for local, expert in sorted((at, expert) for expert, at in enumerate(experts.tolist()) if at >= 0)]
+    first = order[0] if order else 0
+    return first if order == list(range(first, first + len(order))) else f"experts {order}"
 
 
 def difference(planned: Mapping[str, str], actual: Mapping[str, str]) -> str:

@@ -30,8 +30,8 @@ class Obstacle:
 class Server:
     """A rollout engine that takes full tensors under the names of checkpoints, as every one of verl's does.
 
-    A folder that knows more of its engine derives from this. Checks raise ``SettingError``, with the first setting that
-    the server would refuse after its start, or by which rollouts would be wrong, and a value that works.
+    A folder that knows more of its engine derives from this. Checks raise ``SettingError`` with the first setting that
+    the server would refuse, or by which rollouts would be wrong, and a value that works.
 
     Attributes:
         name: verl's name of it, of its distribution, and of its folder here.
@@ -90,26 +90,17 @@ class Server:
     def quantisation_settings(self, config: Any) -> list[tuple[str, object]]:
         """Return the settings, with their values, that make the server quantise the weights that it receives."""
         qat = config.get("qat")
-        asked = [
-            (f"{ROLLOUT}.quantization", config.get("quantization")),
-            (f"{ROLLOUT}.qat.enable", qat is not None and qat.get("enable")),
-        ]
-        return [(setting, value) for setting, value in asked if value]
+        asked = {"quantization": config.get("quantization"), "qat.enable": qat is not None and qat.get("enable")}
+        return [(f"{ROLLOUT}.{setting}", value) for setting, value in asked.items() if value]
 
     def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
-        """Return the first setting that leaves ``full`` as the only mode.
-
-        Args:
-            family: ``model_type`` of the model; None where it is not known yet.
-        """
+        """Return the first setting that leaves ``full`` as the only mode; ``family`` is None if not known yet."""
 
     def unknown_family(self, family: str | None, what: str) -> Obstacle | None:
         """Return the obstacle of a family whose layout is not known, ``what`` of which was not done."""
         known = self.known_families()
-        if family is None or family in known:
-            return None
         reason = f"how {self.title} cuts it {what} (known: {', '.join(sorted(known))})."
-        return Obstacle("actor_rollout_ref.model", family, reason, "")
+        return None if family is None or family in known else Obstacle("actor_rollout_ref.model", family, reason, "")
 
     def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:
         """Check settings and sizes.
@@ -128,15 +119,12 @@ class Server:
         """Return the tokens of a sequence by which the server chooses rotations when it starts; None if it does not."""
 
     def check_rotations(self, kind: str, parameters: Mapping[str, Any], most: int, config: Any) -> int:
-        """Check that the server rotates by frequencies that depend on a sequence's length as the trainer does.
+        """Check that the server rotates by frequencies of a sequence's length as the trainer does; return that length.
 
         Args:
             kind: ``dynamic`` or ``longrope``.
             parameters: ``rope_parameters`` of the model.
             most: the model's ``max_position_embeddings``.
-
-        Returns:
-            The length by which it chooses frequencies.
         """
         return most
 

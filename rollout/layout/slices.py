@@ -1,38 +1,43 @@
 """Computes which elements of a model each trainer rank holds and which each worker of a rollout keeps.
 
-This module is arithmetic without torch, so a layout can be computed for any cluster on any machine. The trainer's side
-follows from how each parameter is sharded (``engine/topology/index_ranges.py``). The workers' side follows how a server
-shards a model under tensor, expert and data parallelism:
+The trainer's side follows from how each parameter is sharded (``engine/topology/index_ranges.py``), the workers' from
+how a server shards a model under tensor, expert and data parallelism:
 
-* a column-parallel weight is sharded along its outputs, a row-parallel one along its inputs, a vocabulary along its
-  rows, padded to a multiple of 64;
-* attention is sharded by heads; with more ranks than key-value heads, neighbouring ranks hold the same head;
-* under tensor parallelism every expert is sharded along its intermediate dim; under expert parallelism a worker keeps
-  whole experts in linear order, and the first workers keep one more where the number does not divide;
+* a column-parallel weight along its outputs, a row-parallel one along its inputs, a vocabulary along its rows, padded;
+* attention by heads; with more ranks than key-value heads, neighbouring ranks hold the same head;
+* under tensor parallelism every expert along its intermediate dim; under expert parallelism a worker keeps whole
+  experts in linear order, and the first workers keep one more where the number does not divide;
 * everything else is replicated on each worker.
 
-The rules are in ``rules.py``; which of them a family has, and its names, stand in each server's ``layout.py``. Tests
-compare the result with the layout that they trace from the server's own loaders.
+Tests compare the result with the layout that they trace from the server's own loaders.
 """
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from ...engine.topology.index_ranges import IndexRange, shard_ranges
 from . import rules
 from .rules import Family, NamedRules, named_rules
 from .specs import Heads, Rollout, TargetSlice, TensorSpec, TrainerTopology
 
-__all__ = [
-    "TOWER",
-    "channel_slices",
-    "has_known_rows",
-    "holders",
-    "is_experts",
-    "kept_slices",
-    "scale_slices",
-    "whole_slice",
-]
+__all__ = ["TOWER", "channel_slices", "has_known_rows", "holders", "is_experts", "kept_slices", "scale_slices"]
+__all__ += ["whole_slice"]
+
+TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "vision_model.", "multi_modal_projector.")
+_EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
+_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head|(?<=^model\.)embeddings)\.(?:weight|bias)$")
+_RULES: NamedRules = (
+    *named_rules(
+        (r"\.experts\.(gate_up_proj)", rules.cut(1, parts=2)),
+        (r"\.experts\.(up_proj)", rules.cut(1)),  # of experts that have no gate
+        (r"\.experts\.(down_proj)", rules.cut(2)),
+        (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
+        (r"\.(gate|up)_proj\.(?:weight|bias)", rules.gate_or_up),
+        (r"\.(o|down)_proj\.weight", rules.row_parallel),
+    ),
+    (_VOCABULARY, rules.vocabulary),
+)
 
 
 def holders(tensor: TensorSpec, topology: TrainerTopology) -> dict[IndexRange, list[int]]:
@@ -62,26 +67,45 @@ def kept_slices(
     Raises:
         ValueError: the server could not shard the tensor by this tensor-parallel size either.
     """
-    family, of_experts = families.get(heads.family, Family()), is_experts(tensor.name)
-    in_tower = tensor.name.startswith(TOWER)
-    if in_tower and rollout.tower == "none":
+    if rollout.tower == "none" and tensor.name.startswith(TOWER):
         return []
+    family = families.get(heads.family, Family())
+    found = _slices(tensor, family, rollout, worker, heads)
+    return [replace(part, parameter=_renamed(part.parameter, family)) for part in found if part.block.numel]
+
+
+def _slices(tensor: TensorSpec, family: Family, rollout: Rollout, worker: int, heads: Heads) -> Iterable[TargetSlice]:
+    of_experts = is_experts(tensor.name)
     if of_experts and rollout.expert_parallel:
-        return family.renamed_slices(rules.own_experts(tensor, rollout.workers, worker, family.is_transposed))
+        return rules.own_experts(tensor, rollout.workers, worker, family.is_transposed)
     # Experts are cut over data-parallel workers too (vLLM's ``FusedMoEParallelConfig.flatten_tp_across_dp_and_pcp``).
     size, rank = (rollout.workers, worker) if of_experts else (rollout.tp, worker % rollout.tp)
-    if in_tower and rollout.tower == "whole" and not tensor.name.startswith("multi_modal_projector."):  # Llama 4's
+    if rollout.tower == "whole" and tensor.name.startswith(TOWER[:-1]):  # all but Llama 4's projector
         size, rank = 1, 0
     for pattern, rule in (*family.rules, *_RULES):
-        found = pattern.search(tensor.name)
-        if found:
-            return family.renamed_slices(rule(tensor, size, rank, heads.of_layer(tensor.name), found[1]))
-    return family.renamed_slices([whole_slice(tensor)])
+        if found := pattern.search(tensor.name):
+            return rule(tensor, size, rank, heads.of_layer(tensor.name), found[1])
+    return [whole_slice(tensor)]
+
+
+def _renamed(parameter: str, family: Family) -> str:
+    if is_experts(parameter):
+        module, _, own = parameter.rpartition(".")
+        kind = "bias" if own.endswith("bias") else "weight"
+        parameter = f"{module}.w2_{kind}" if own.startswith("down") else f"{module}.w13_{kind}"
+    for own, theirs in family.renamed:
+        parameter = parameter.replace(own, theirs)
+    return parameter
 
 
 def is_experts(name: str) -> bool:
     """Tell whether this is a stack of experts' weights."""
     return _EXPERTS.search(name) is not None
+
+
+def has_known_rows(name: str) -> bool:
+    """Tell whether a worker records which rows of this tensor it holds: those of vocabularies and experts."""
+    return is_experts(name) or _VOCABULARY.search(name) is not None
 
 
 def scale_slices(tensor: TensorSpec, slices: Iterable[TargetSlice], block: int) -> list[TargetSlice]:
@@ -113,24 +137,3 @@ def channel_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
         scales = IndexRange((*part.block.low[:-1], 0), (*part.block.high[:-1], 1))
         found.append(TargetSlice(scales, f"{part.parameter}_scale", (*part.at[:-1], 0)))
     return found
-
-
-def has_known_rows(name: str) -> bool:
-    """Tell whether a worker records which rows of this tensor it holds: those of vocabularies and experts."""
-    return is_experts(name) or _VOCABULARY.search(name) is not None
-
-
-_EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
-TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "vision_model.", "multi_modal_projector.")
-_VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head|(?<=^model\.)embeddings)\.(?:weight|bias)$")
-_RULES: NamedRules = (
-    *named_rules(
-        (r"\.experts\.(gate_up_proj)", rules.gate_up_experts),
-        (r"\.experts\.(up_proj)", rules.up_experts),
-        (r"\.experts\.(down_proj)", rules.down_experts),
-        (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
-        (r"\.(gate|up)_proj\.(?:weight|bias)", rules.gate_or_up),
-        (r"\.(o|down)_proj\.weight", rules.row_parallel),
-    ),
-    (_VOCABULARY, rules.vocabulary),
-)

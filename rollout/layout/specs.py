@@ -1,24 +1,15 @@
 """The terms in which layouts are described: tensors, sizes, and blocks of tensors in a worker's parameters."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ...engine.topology.index_ranges import IndexRange, ShardStep
+from ...engine.topology.mesh import Topology as TrainerTopology
 
-__all__ = [
-    "Channels",
-    "Heads",
-    "SYNC_MODES",
-    "Rollout",
-    "SliceForm",
-    "SyncMode",
-    "TargetSlice",
-    "TensorSpec",
-    "Tower",
-    "TrainerTopology",
-]
+__all__ = ["Channels", "Heads", "SYNC_MODES", "Rollout", "SliceForm", "SyncMode", "TargetSlice", "TensorSpec", "Tower"]
+__all__ += ["TrainerTopology"]
 
 # What a worker does with the values of a block before it stores them: nothing, it swaps the last two dims, it stores as
 # many zeros, or their negative exponentials in float32, or in each head the even rows before the odd ones.
@@ -51,21 +42,6 @@ class TensorSpec:
         return IndexRange.of(self.shape).numel * self.itemsize
 
 
-class TrainerTopology(Protocol):
-    """The part of ``engine.topology.mesh.Topology`` that planning a transfer uses."""
-
-    @property
-    def world(self) -> int: ...
-
-    @property
-    def dp_replicate(self) -> int: ...
-
-    @property
-    def fsdp(self) -> int: ...
-
-    def coordinate(self, fsdp_rank: int) -> Mapping[str, int]: ...
-
-
 @dataclass(frozen=True)
 class Rollout:
     """The parallel sizes of one rollout replica.
@@ -90,17 +66,14 @@ class Rollout:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the workers hold weights as values and scales, as they are sent."""
         return self.block > 0 or self.channels != ""
 
     @property
     def workers(self) -> int:
-        """Number of workers in a replica."""
         return self.tp * self.dp
 
     @property
     def keeps_all(self) -> bool:
-        """Whether the replica is one worker, which keeps the whole model."""
         return self.workers == 1
 
 
@@ -136,26 +109,33 @@ class Heads:
     def of(cls, config: Any) -> "Heads":
         """Read them from a model's Hugging Face config."""
         family, config = config.model_type, config.get_text_config()
+
+        def size(name: str) -> int:
+            return getattr(config, name, None) or 0
+
         queries = config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // queries
-        heads = cls(queries, getattr(config, "num_key_value_heads", None) or queries, dim, family)
-        if getattr(config, "linear_num_key_heads", None):
+        heads = cls(
+            queries, size("num_key_value_heads") or queries, size("head_dim") or config.hidden_size // queries, family
+        )
+        if keys := size("linear_num_key_heads"):
             gated = getattr(config, "attn_output_gate", True)
-            keys = config.linear_num_key_heads * config.linear_key_head_dim
-            return replace(heads, queries=queries * (1 + gated), linear_keys=keys)
-        if getattr(config, "mamba_n_groups", None):  # Granite
-            inner, groups = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups
+            return replace(heads, queries=queries * (1 + gated), linear_keys=keys * config.linear_key_head_dim)
+        if groups := size("mamba_n_groups"):  # Granite
+            inner = config.mamba_n_heads * config.mamba_d_head
             return replace(heads, state=(inner, groups * config.mamba_d_state, groups))
-        if getattr(config, "mamba_num_heads", None):  # Nemotron-H
-            inner, groups = config.mamba_num_heads * config.mamba_head_dim, config.n_groups
-            return replace(heads, state=(inner, groups * config.ssm_state_size, groups))
-        if getattr(config, "global_head_dim", None):
-            return replace(heads, layers=tuple(_sizes_of_layer(heads, config, kind) for kind in config.layer_types))
-        if getattr(config, "index_topk", None):
+        if states := size("mamba_num_heads"):  # Nemotron-H
+            groups = config.n_groups
+            return replace(heads, state=(states * config.mamba_head_dim, groups * config.ssm_state_size, groups))
+        if dim := size("global_head_dim"):  # Gemma 4
+            own, whole = (heads.keys, heads.dim, False), (heads.keys, dim, False)
+            if config.attention_k_eq_v:
+                whole = (config.num_global_key_value_heads or heads.keys, dim, True)
+            return replace(
+                heads, layers=tuple(whole if kind == "full_attention" else own for kind in config.layer_types)
+            )
+        if size("index_topk"):
             heads = replace(heads, index_rows=config.index_head_dim)
-        if getattr(config, "kv_lora_rank", None):
-            return replace(heads, query_rank=getattr(config, "q_lora_rank", None) or 0)
-        return heads
+        return replace(heads, query_rank=size("q_lora_rank") if size("kv_lora_rank") else 0)
 
     def of_layer(self, name: str) -> "Heads":
         """Return the sizes of the layer that the tensor ``name`` belongs to."""
@@ -167,15 +147,6 @@ class Heads:
 
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-
-
-def _sizes_of_layer(heads: Heads, config: Any, kind: str) -> tuple[int, int, bool]:
-    """Return ``(keys, dim, values_are_keys)`` of a layer of Gemma 4."""
-    if kind != "full_attention":
-        return heads.keys, heads.dim, False
-    if config.attention_k_eq_v:
-        return config.num_global_key_value_heads or heads.keys, config.global_head_dim, True
-    return heads.keys, config.global_head_dim, False
 
 
 @dataclass(frozen=True)

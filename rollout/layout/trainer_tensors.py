@@ -13,21 +13,17 @@ __all__ = ["sharded_tensor_specs", "tensor_specs_of"]
 
 
 def sharded_tensor_specs(model: nn.Module, itemsize: Mapping[str, int] | int | None = None) -> list[TensorSpec]:
-    """Describe the weights and persistent buffers of a sharded model, in the model's order.
-
-    Args:
-        itemsize: bytes per element as sent, for all parameters or by name; defaults to the parameter's own.
-    """
+    """Describe the weights and persistent buffers of a sharded model; arguments as in ``tensor_specs_of``."""
     return list(tensor_specs_of(model, {name: shard_steps(p) for name, p in model.named_parameters()}, itemsize))
 
 
 def tensor_specs_of(
     model: nn.Module, cuts: Mapping[str, tuple[ShardStep, ...]], itemsize: Mapping[str, int] | int | None
 ) -> Iterator[TensorSpec]:
-    """Describe weights and persistent buffers given the sharding ``cuts`` of each parameter.
+    """Describe weights and persistent buffers, in the model's order, given the sharding ``cuts`` of each parameter.
 
     Args:
-        itemsize: see ``sharded_tensor_specs``.
+        itemsize: bytes per element as sent, for all parameters or by name; defaults to the parameter's own.
     """
     for name, param in weights(model):
         size = itemsize.get(name) if isinstance(itemsize, Mapping) else itemsize

@@ -5,8 +5,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Coroutine, Generator, Iterable, Iterator
-from functools import cache
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -38,23 +37,18 @@ def __getattr__(name: str) -> Any:
     # Made on first use: verl's adapter imports SGLang, which a process of another rollout may lack.
     if name != "SlicingServerAdapter":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _adapter_class()
-
-
-@cache
-def _adapter_class() -> type:
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
     from . import cpu_shim
 
     cpu_shim.install()
-    return type("SlicingServerAdapter", (SlicedUpdates, ServerAdapter), {"__module__": __name__})
+    return globals().setdefault(name, type(name, (SlicedUpdates, ServerAdapter), {"__module__": __name__}))
 
 
 class SlicedUpdates:
     """Mix-in for verl's ``ServerAdapter``: each tensor-parallel worker is sent what it keeps, by the rank beside it."""
 
-    # Provided by verl's class.
+    # verl's class provides these.
     config: Any
     device_mesh: Any
     rollout_rank: int
@@ -64,6 +58,7 @@ class SlicedUpdates:
 
     _checked_mode = ""  # of the last sync, whose layout the workers have compared
     _buffers: "list[torch.Tensor] | None" = None
+    _taken, _taken_at = 0, 0.0  # tensors that verl's own update took of this sync, and when it took the last
 
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
@@ -79,16 +74,13 @@ class SlicedUpdates:
         if selected is None or wire_format != "named_tensors":
             return await stock(weights, global_steps, wire_format=wire_format, **kwargs)
         if selected.mode == "full":
-            counted = _Counted(self._agreed(weights))
-            with contextlib.closing(counted.tensors):
-                call = stock(counted.tensors, global_steps, wire_format=wire_format, **kwargs)
-                return await _await_progress(call, counted)
+            with contextlib.closing(self._agreed(weights)) as tensors:
+                return await self._within_time(stock(tensors, global_steps, wire_format=wire_format, **kwargs))
         if selected.mode != self._checked_mode:
             failure: Exception | None = None
             try:
-                await await_result(
-                    self._init_server_adapter(), _timeout_seconds, "SGLang's server did not say where it is"
-                )
+                failed = "SGLang's server did not say where it is"
+                await await_result(self._init_server_adapter(), _timeout_seconds, failed)
             except Exception as error:  # the other ranks wait for this one
                 failure = error
             selected.check_plans(failure)
@@ -121,12 +113,12 @@ class SlicedUpdates:
                 await self._finish(request, memory, failure)
                 waited += time.monotonic() - before
                 if are_all_done:
-                    break
+                    return TransferStats(sent, nbytes, time.monotonic() - started - waited, 0.0, waited)
                 memory, is_done = following, is_done or header.is_last
                 sent, nbytes = sent + len(header.entries), nbytes + sum(t.nbytes for _, t in header.tensors(memory))
-                request, are_all_done = self._post(packed, is_done)
-        gathered = time.monotonic() - started - waited
-        return TransferStats(sent, nbytes, gathered, 0.0, waited)
+                everyone = self._of_replica((packed, is_done))
+                are_all_done = all(is_done for _, is_done in everyone)
+                request = self._post([packed for packed, _ in everyone])
 
     def _buckets(
         self, selected: Any, tensors: Iterator[tuple[str, torch.Tensor]]
@@ -139,8 +131,7 @@ class SlicedUpdates:
         monkey_patch_torch_reductions()
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 2
         is_on_cpu = get_device_name() == "cpu"
-        if is_on_cpu:
-            size = min(size, _SHM_BYTES)
+        size = min(size, _SHM_BYTES) if is_on_cpu else size
         buffers = self._buffers or [shared_memory(ANSWER_BYTES + size) for _ in range(2)]
         self._buffers = buffers if is_on_cpu else None
         idle = (Header(), shared_memory(ANSWER_BYTES))
@@ -152,46 +143,34 @@ class SlicedUpdates:
             synchronize(memory)
             yield header, memory, MultiprocessingSerializer.serialize([(header.as_text(), memory)])
 
-    def _post(self, packed: Any, is_done: bool) -> tuple["asyncio.Future[Any] | None", bool]:
-        """Pass a bucket of each rank of a replica to its worker.
-
-        Returns:
-            SGLang's answer, on the rank that asks it, and whether all workers have everything after it.
-        """
+    def _post(self, packed: list[Any]) -> "asyncio.Future[Any] | None":
+        """Pass each worker its bucket; return SGLang's answer on the rank that asks it."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        everyone = self._of_replica((packed, is_done))
-        request = None
-        if self._engine is not None:
-            update = UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[packed for packed, _ in everyone],
-                load_format=SGLANG_LOADER,
-                flush_cache=False,
-            )
-            # In a thread, since this one goes on with the next bucket; verl opens a session for each request.
-            answer = self._engine.update_weights_from_tensor(update)
-            answer = await_result(answer, _timeout_seconds, "it did not answer")
-            request = asyncio.get_running_loop().run_in_executor(None, asyncio.run, answer)
-        return request, all(is_done for _, is_done in everyone)
+        if self._engine is None:
+            return None
+        update = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=packed, load_format=SGLANG_LOADER, flush_cache=False
+        )
+        # In a thread, since this one goes on with the next bucket; verl opens a session for each request.
+        answer = await_result(self._engine.update_weights_from_tensor(update), _timeout_seconds, "it did not answer")
+        return asyncio.get_running_loop().run_in_executor(None, asyncio.run, answer)
 
     async def _finish(
         self, request: "asyncio.Future[Any] | None", memory: torch.Tensor | None, failure: Exception | None
     ) -> None:
-        """Wait until the workers have loaded their buckets.
+        """Wait until the workers have loaded their buckets; raise on all ranks of the replica if one has failed.
 
         Args:
             memory: this rank's bucket; None before the first.
             failure: why this rank can't send another bucket, if it can't.
-
-        Raises:
-            WeightSyncError: on all ranks of the replica.
         """
         text = ""
-        if request is not None:
-            try:
+        try:
+            if request is not None:
                 await request
-            except Exception as error:  # the other ranks wait for it
-                text = f"SGLang did not take the update: {type(error).__name__}: {error}"
+        except Exception as error:  # the other ranks wait for it
+            text = f"SGLang did not take the update: {type(error).__name__}: {error}"
         self._agree(text, failure)  # before that the workers have not answered
         if memory is not None:
             self._agree(answer_of(memory))
@@ -218,15 +197,26 @@ class SlicedUpdates:
                 self._agree("", failure)
                 if not some:
                     return
-                yield from some
+                for each in some:
+                    self._taken, self._taken_at = self._taken + 1, time.monotonic()
+                    yield each
+
+    async def _within_time(self, call: Any) -> None:
+        """Await verl's own update; cancel it and raise if it takes no tensor for the time-out."""
+        update = asyncio.ensure_future(call)
+        self._taken, self._taken_at = 0, time.monotonic()
+        while not update.done():
+            left = self._taken_at + _timeout_seconds - time.monotonic()
+            if left <= 0:
+                update.cancel()
+                raise WeightSyncError(
+                    f"SGLang did not take the update within {_timeout_seconds:g} s, after {self._taken} tensors"
+                )
+            await asyncio.wait({update}, timeout=left)
+        await update
 
     def _agree(self, text: str, failure: Exception | None = None) -> None:
-        """Raise on all ranks of the replica if one has failed.
-
-        Args:
-            text: what is wrong with this rank's worker, if anything.
-            failure: what this rank itself could not do, if anything.
-        """
+        """Raise on all ranks of the replica if a worker has failed, as its ``text`` says, or a rank itself."""
         if failure is not None:
             text = f"its trainer rank failed: {type(failure).__name__}: {failure}"
         if failed := [f"worker {i}: {text}" for i, text in enumerate(self._of_replica(text)) if text]:
@@ -234,11 +224,7 @@ class SlicedUpdates:
             raise WeightSyncError(f"weight sync failed on trainer rank {rank}: {failed[0]}") from failure
 
     def _of_replica(self, mine: Any) -> list[Any]:
-        """Gather a value from each rank of a replica.
-
-        Raises:
-            WeightSyncError: a rank took no part within twice the time-out, once for what it waits for itself.
-        """
+        """Gather a value from each rank of a replica; raise if one takes no part in twice the time-out."""
         mesh = self.device_mesh["infer_tp"]
         everyone: list[Any] = [None] * mesh.size()
         ready = dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=mesh.get_group(), async_op=True)
@@ -246,36 +232,6 @@ class SlicedUpdates:
         wait_for_work(ready, 2 * _timeout_seconds)
         dist.all_gather_object(everyone, mine, mesh.get_group())
         return everyone
-
-
-class _Counted:
-    """Counts the tensors that verl takes from ``tensors``, and notes when it took the last."""
-
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]):
-        self.count, self.last, self.tensors = 0, time.monotonic(), self._counting(weights)
-
-    def _counting(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor], None, None]:
-        for each in weights:
-            self.count, self.last = self.count + 1, time.monotonic()
-            yield each
-
-
-async def _await_progress(call: Coroutine[Any, Any, None], counted: _Counted) -> None:
-    """Await verl's own update, which is cancelled if it has taken no tensor for the time-out.
-
-    Raises:
-        WeightSyncError: it was cancelled.
-    """
-    update = asyncio.ensure_future(call)
-    while not update.done():
-        left = counted.last + _timeout_seconds - time.monotonic()
-        if left <= 0:
-            update.cancel()
-            raise WeightSyncError(
-                f"SGLang did not take the update within {_timeout_seconds:g} s, after {counted.count} tensors"
-            )
-        await asyncio.wait({update}, timeout=left)
-    await update
 
 
 def shared_memory(nbytes: int) -> torch.Tensor:

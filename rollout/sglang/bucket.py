@@ -14,10 +14,8 @@ __all__ = ["ANSWER_BYTES", "Header", "answer_of", "fill", "synchronize", "write_
 
 ANSWER_BYTES = 4096
 _ALIGNMENT = 16
-# By name, as a header has them: checksums are in int64.
-_DTYPES = {
-    name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8")
-}
+_NAMES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8")
+_DTYPES = {name: getattr(torch, name) for name in _NAMES}  # checksums are in int64
 
 
 @dataclass
@@ -56,9 +54,7 @@ class Header:
 
 
 def fill(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    buffers: list[torch.Tensor],
-    allocate: Callable[[int], torch.Tensor],
+    tensors: Iterable[tuple[str, torch.Tensor]], buffers: list[torch.Tensor], allocate: Callable[[int], torch.Tensor]
 ) -> Iterator[tuple[Header, torch.Tensor]]:
     """Copy tensors into two buffers in turn, and yield each that is full with its header; the last one says so.
 
@@ -74,8 +70,7 @@ def fill(
             turn, at, header = 1 - turn, ANSWER_BYTES, Header()
         if at + tensor.nbytes > buffers[turn].numel():
             buffers[turn] = allocate(at + tensor.nbytes)
-        into = buffers[turn][at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        into.copy_(tensor.detach())
+        buffers[turn][at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         header.entries.append((name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), at))
         at += tensor.nbytes
     header.is_last = True
@@ -98,5 +93,4 @@ def write_answer(memory: torch.Tensor, text: str) -> None:
 
 
 def answer_of(memory: torch.Tensor) -> str:
-    """Return the worker's answer."""
     return bytes(memory[:ANSWER_BYTES].tolist()).partition(b"\0")[0].decode(errors="replace")

@@ -1,7 +1,4 @@
-"""What of SGLang's private names the loader looks at: how a worker's kernels store weights, and who keeps which expert.
-
-They exist in SGLang 0.5.12.
-"""
+"""SGLang 0.5.12's private names: how a worker's kernels store weights, and who keeps which expert."""
 
 from typing import Any
 

@@ -1,9 +1,7 @@
 """Loads weights inside SGLang's workers: SGLang calls ``load`` for each bucket of an update that names it.
 
 A unit is copied to its parameter's rows, and nothing is converted; what a family computes from its weights is computed
-again. Elements are counted, and compared with their checksums after the last bucket, as in vLLM's workers. Tensors
-under the names of checkpoints (``expert_local``) go through the model's own loader, which does not report what it took:
-in syncs with checksums no element may be left that was there before.
+again. Elements are counted, and compared with their checksums after the last bucket, as in vLLM's workers.
 """
 
 import traceback
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 
 from ..layout.layout_check import actual_layout, difference, prefix_of, unpadded_shape
-from ..layout.slice_names import is_slice, parse_slice
+from ..layout.slice_names import parse_slice
 from ..transport.checksums import PlacedChecksums, ReceivedChecksums
 from ..transport.watched_sockets import WeightSyncError
 from .bucket import Header, synchronize, write_answer
@@ -21,8 +19,6 @@ from .compat import changed_layout, rank_of, recompute
 __all__ = ["load"]
 
 _STATE = "_epfsdp2_update"
-# DeepSeek's loader joins these two, and forgets one that comes in another call than the other.
-_JOINED = {"q_a_proj": "kv_a_proj_with_mqa", "kv_a_proj_with_mqa": "q_a_proj"}
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -67,14 +63,7 @@ def _check(model: Any, layers: list[tuple[str, Any, dict[str, torch.Tensor]]], l
 
 
 class _Update:
-    """One update of a worker's model.
-
-    Args:
-        layouts: of each worker, to compare the model's with; None in later syncs.
-
-    Raises:
-        WeightSyncError: the model is laid out otherwise than the trainer plans.
-    """
+    """One update of a worker's model; ``layouts`` are to compare it with, None in later syncs."""
 
     def __init__(self, model: Any, layouts: list[dict[str, str]] | None, verify: bool):
         layers = [
@@ -87,73 +76,35 @@ class _Update:
         self._parameters = {
             prefix_of(name) + own: (layer, tensor) for name, layer, tensors in layers for own, tensor in tensors.items()
         }
-        self._received = ReceivedChecksums(verify)
+        self._received, self._names = ReceivedChecksums(verify), set[str]()
         self._placed = PlacedChecksums() if verify else None
-        self._names: set[str] = set()
         self._counts = dict.fromkeys(self._parameters, 0)
-        self._waiting: dict[str, torch.Tensor] = {}
-        self._is_by_name = False
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load the tensors of a bucket.
-
-        Raises:
-            WeightSyncError: a name was sent twice, or a slice does not fit.
-        """
-        by_name = []
+        """Load the tensors of a bucket; raise if a name is unknown or was sent twice, or its values do not fit."""
         for name, values in self._received.record(tensors):
             if name in self._names:
                 raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
             self._names.add(name)
-            if is_slice(name):
-                self._place(name, values)
-            else:
-                by_name.append((name, values))
-        if by_name:
-            self._load_by_name(by_name)
-
-    def _place(self, name: str, values: torch.Tensor) -> None:
-        parameter, part = parse_slice(name, values)
-        if parameter not in self._parameters:
-            raise WeightSyncError(f"{name} was sent, for which SGLang's model has no place on this worker")
-        target = self._parameters[parameter][1].data
-        if values.dim() != target.dim() or target[part].shape != values.shape:
-            raise WeightSyncError(
-                f"{name} {list(values.shape)} was sent, which does not fit into {list(target.shape)} on this worker"
-            )
-        target[part].copy_(values)
-        self._counts[parameter] += values.numel()
-        if self._placed is not None:
-            self._placed.add(parameter, part, values.to(target.dtype))
-
-    def _load_by_name(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        if not self._is_by_name:
-            self._is_by_name = True
-            for _, tensor in self._parameters.values() if self._placed is not None else ():
-                tensor.data.fill_(torch.nan)
-        together = dict(tensors) | self._waiting
-        self._waiting = {}
-        for name in list(together):
-            joined = next((kind for kind in _JOINED if f".{kind}." in name), "")
-            if joined and name.replace(joined, _JOINED[joined]) not in together and self._is_joined(name, joined):
-                self._waiting[name] = together.pop(name).clone()
-        self._model.load_weights(list(together.items()))
-
-    def _is_joined(self, name: str, kind: str) -> bool:
-        return name.replace(kind, "fused_qkv_a_proj_with_mqa") in self._parameters
+            parameter, part = parse_slice(name, values)
+            if parameter not in self._parameters:
+                raise WeightSyncError(f"{name} was sent, for which SGLang's model has no place on this worker")
+            target = self._parameters[parameter][1].data
+            if values.dim() != target.dim() or target[part].shape != values.shape:
+                raise WeightSyncError(
+                    f"{name} {list(values.shape)} was sent, which does not fit into {list(target.shape)} on this worker"
+                )
+            target[part].copy_(values)
+            self._counts[parameter] += values.numel()
+            if self._placed is not None:
+                self._placed.add(parameter, part, values.to(target.dtype))
 
     def finish(self) -> None:
-        """Check that everything has come, and compute what follows from it.
-
-        Raises:
-            WeightSyncError: elements are missing, or values differ from those that were sent.
-        """
+        """Compute what follows from the weights; raise if elements are missing, or differ from those that were sent."""
         missing = []
         for parameter, (layer, tensor) in self._parameters.items():
             shape = torch.Size(unpadded_shape(layer, parameter.rpartition(".")[2], tensor))
             received = self._counts[parameter]
-            if self._is_by_name:
-                received = shape.numel() - int(tensor.isnan().sum())
             if received != shape.numel():
                 missing.append(f"{parameter} ({received} of {shape.numel()})")
             elif list(shape) != list(tensor.shape):

@@ -42,12 +42,9 @@ _ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
     "attn_cp_size": ((1,), _CUTS),
     "speculative_algorithm": ((), "a draft model would be sent the slices of the model."),
 }
-# What a family needs besides where SGLang runs on a GPU; on a CPU it is so in any case.
-_NO_FUSION = ("disable_shared_experts_fusion", True, "SGLang may store the shared expert as one of the others.")
-_ON_GPU: dict[str, tuple[str, object, str]] = {
-    "deepseek_v3": _NO_FUSION,
-    "glm4_moe": _NO_FUSION,
-}
+# Families that need this set besides where SGLang runs on a GPU; on a CPU it is so in any case.
+_MAY_BE_FUSED = ("deepseek_v3", "glm4_moe")
+_NO_FUSION = ("disable_shared_experts_fusion", True)
 
 
 class _SGLang(Server):
@@ -61,9 +58,9 @@ class _SGLang(Server):
 
     def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
         tp, experts = size_of(config, "tensor_model_parallel_size"), size_of(config, "expert_parallel_size")
-        for size in ("data_parallel_size", "pipeline_model_parallel_size"):
-            if size_of(config, size) > 1:
-                return Obstacle(f"{ROLLOUT}.{size}", size_of(config, size), _CUTS, "1")
+        for name in ("data_parallel_size", "pipeline_model_parallel_size"):
+            if (size := size_of(config, name)) > 1:
+                return Obstacle(f"{ROLLOUT}.{name}", size, _CUTS, "1")
         if experts not in (1, tp):
             reason = "slices know a part of every expert on each worker, or whole ones spread over all of them."
             return Obstacle(f"{ROLLOUT}.expert_parallel_size", experts, reason, "1")
@@ -81,19 +78,21 @@ class _SGLang(Server):
                 return Obstacle(f"{_SGLANG}.{name}", value, reason, str(served[0]) if served else "null")
         if found := self.unknown_family(family, "was not compared"):
             return found
-        if family in _ON_GPU and sglang.get("device") != "cpu":
-            name, needed, reason = _ON_GPU[family]
-            if sglang.get(name) != needed:
-                return Obstacle(f"{_SGLANG}.{name}", sglang.get(name), reason, str(needed))
+        setting, needed = _NO_FUSION
+        if family in _MAY_BE_FUSED and sglang.get("device") != "cpu" and sglang.get(setting) != needed:
+            reason = "SGLang may store the shared expert as one of the others."
+            return Obstacle(f"{_SGLANG}.{setting}", sglang.get(setting), reason, str(needed))
         return None
 
     def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:
         _check_sizes(config)
+        if not config.get("enable_rollout_routing_replay"):
+            return
         own: Any = None if model is None else model.config
-        if config.get("enable_rollout_routing_replay") and own is not None and own.model_type in RECORDS_NO_ROUTES:
+        if own is not None and own.model_type in RECORDS_NO_ROUTES:
             rule = f"SGLang does not say which layer the routes of a {own.model_type} are of."
             raise SettingError(_ROUTES, True, rule, f"{_ROUTES}=False, or {_NAME}=vllm")
-        if config.get("enable_rollout_routing_replay") and config.get("skip_tokenizer_init"):
+        if config.get("skip_tokenizer_init"):
             rule = f"with {_ROUTES}=True SGLang sends routes as text, which verl 0.9.1 reads where this is False."
             raise SettingError(_NO_TOKENIZER, True, rule, f"{_NO_TOKENIZER}=False")
 
@@ -119,11 +118,7 @@ def _longest(config: Any, limit: int) -> int:
 
 
 def _check_sizes(config: Any) -> None:
-    """Reject sizes among SGLang's arguments, which win over verl's own, by which verl finds each rank's worker.
-
-    Raises:
-        SettingError: names the first that differs.
-    """
+    """Reject sizes among SGLang's arguments, which win over verl's own, by which verl finds each rank's worker."""
     tp, dp = size_of(config, "tensor_model_parallel_size"), size_of(config, "data_parallel_size")
     for name, own, size in (
         ("tp_size", "tensor_model_parallel_size", tp * dp),

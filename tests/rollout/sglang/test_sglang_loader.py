@@ -26,24 +26,12 @@ class Model(nn.Module):
         self.attention.fused_qkv_a_proj_with_mqa = nn.Linear(3, 5, bias=False)
         self.bias = nn.Parameter(torch.zeros(4))
         self.twice = torch.zeros(4)
-        self.calls = []
-
-    def load_weights(self, weights):
-        """As DeepSeek's: joins two projections of one call, and forgets one alone."""
-        found = {name.split(".")[-2]: values for name, values in weights}
-        self.calls.append(sorted(found))
-        if {"q_a_proj", "kv_a_proj_with_mqa"} <= found.keys():
-            joined = torch.cat([found["q_a_proj"], found["kv_a_proj_with_mqa"]])
-            self.attention.fused_qkv_a_proj_with_mqa.weight.data.copy_(joined)
-        if "bias" in found:
-            self.bias.data.copy_(found["bias"])
 
     def post_load_weights(self):
         self.twice = 2 * self.bias.detach()
 
 
 FUSED = "attention.fused_qkv_a_proj_with_mqa.weight"
-Q, KV, BIAS = (f"attention.{kind}.weight" for kind in ("q_a_proj", "kv_a_proj_with_mqa", "bias"))
 LAYOUT = {RANK: RANK_ENTRY, FUSED: entry((5, 3)), "bias": entry((4,))}
 
 
@@ -93,16 +81,14 @@ def test_sglang_loader_refuses_units_that_do_not_fit(model, shape):
     assert f"{slice_name(FUSED)} {list(shape)} was sent, which does not fit into [5, 3] on this worker" in answer
 
 
-def test_sglang_loader_of_checkpoint_names_uses_the_models_own_with_projections_together(model):
-    named = [(Q, torch.ones(2, 3)), (BIAS, torch.ones(4)), (KV, 2 * torch.ones(3, 3))]
-    assert _send(model, named) == ""
-    assert torch.equal(model.get_parameter(FUSED), torch.cat([torch.ones(2, 3), 2 * torch.ones(3, 3)]))
-    assert ["q_a_proj"] not in model.calls and ["kv_a_proj_with_mqa"] not in model.calls
-    assert torch.equal(model.twice, 2 * torch.ones(4))
+def test_sglang_loader_refuses_the_names_of_checkpoints(model):
+    answer = _send(model, [*_units(), ("bias", torch.ones(4))])
+    assert "bias is not the name of a worker's parameter" in answer
 
 
-def test_sglang_loader_in_a_verified_sync_reports_a_tensor_that_nobody_took(model):
-    answer = _send(model, [(Q, torch.ones(2, 3)), (KV, torch.ones(3, 3))])
+@pytest.mark.parametrize("verify", [True, False])
+def test_sglang_loader_reports_a_parameter_that_did_not_come(model, verify):
+    answer = _send(model, list(_units())[:2], verify=verify, bucket=32)
     assert "1 parameters of SGLang's model did not receive every element, first bias (0 of 4)" in answer
 
 

@@ -252,7 +252,8 @@ def make_transfer_plan(
         RoundTooSmallError: a row of a parameter, or a parameter that can't be divided by rows, exceeds the limit.
     """
     groups: list[tuple[str, list[TensorSpec]]] = []
-    known, of_layer = set(layers), {}
+    known: set[str] = set(layers)
+    of_layer: dict[str, list[TensorSpec]] = {}
     for tensor in tensors:
         prefix = _layer_of(tensor.name, known)
         # Buffers come after all parameters, and are sent with those of their layer.

@@ -99,7 +99,7 @@ def _expert_weights(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     method, moe, w13, w2 = layer.quant_method, layer.moe_config, layer.w13_weight.detach(), layer.w2_weight.detach()
     kernel, is_fp8 = getattr(method, "cpu_fused_moe", None), w13.dtype == torch.float8_e4m3fn
     # From 0.29 on the kernel is another object, with one class per instruction set.
-    isa = getattr(getattr(getattr(method, "moe_kernel", None), "fused_experts", None), "isa", None)
+    isa: Any = getattr(getattr(getattr(method, "moe_kernel", None), "fused_experts", None), "isa", None)
     pack: Callable[[torch.Tensor], torch.Tensor]
     if (is_fp8 and w13.device.type == "cpu") or type(kernel).__name__ == "SGLFusedMOE":
         pack = torch.ops._C.convert_weight_packed

@@ -17,6 +17,7 @@
 #   make kernels     every Triton kernel, compiled for GPUs that need not be there, and what is predicted of it (about 5 min)
 #   make peers       the environment of torchtitan and VeOmni, for bench-experts and bench-blocks
 #   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
+#   make bench-scale  what syncs, plans and loads of published sizes take in Python, up to 1,024 ranks (about 3 min)
 #   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)
 #   make bench-dtypes  train/rollout difference of GRPO in float32, bfloat16 and float16 (about 15 min)
 #   make bench-drop-in  runs with verl's fsdp2 engine and with this one side by side (STACK=sglang; about 15 min)
@@ -36,7 +37,7 @@ PEERS := .venv_peers
 BIN := $(VENV)/bin
 
 .PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step \
-	bench-rivals bench-blocks bench-growth bench-sync bench-checkpoint bench-features bench-dtypes bench-drop-in bench-packing long-run kernels verl-scripts gpu-check gpu-wheels lint clean
+	bench-rivals bench-blocks bench-growth bench-sync bench-scale bench-checkpoint bench-features bench-dtypes bench-drop-in bench-packing long-run kernels verl-scripts gpu-check gpu-wheels lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -95,6 +96,9 @@ bench-growth: setup
 
 bench-sync: setup
 	$(BIN)/python -m benchmarks.weights.weight_sync $(ARGS)
+
+bench-scale: setup
+	$(BIN)/python -m benchmarks.weights.scale $(ARGS)
 
 bench-checkpoint: setup
 	$(BIN)/python -m benchmarks.weights.checkpoint $(ARGS)

@@ -21,17 +21,19 @@ def seconds_of_syncs(
     ranks: Callable[..., None],
     *args: Any,
     out: Path,
-    has_engines: bool = True,
+    world: int = WORLD,
+    replicas: int | None = None,
     **settings: Any,
 ) -> tuple[dict, list[float]]:
-    """Run ``ranks(tp, handles, *args, out)`` on trainer ranks beside a replica for each of them, or one for both.
+    """Run ``ranks(tp, handles, *args, out)`` on trainer ranks beside the replicas that the first of them feed.
 
     Args:
         model: the checkpoint that vLLM starts with.
         syncs: arguments of vLLM's worker for each sync, in turn.
         ranks: makes as many syncs, and has rank 0 write figures to ``out``, with ``began``, when each was begun.
         out: a JSON file.
-        has_engines: whether anything is to be synced; without it ``handles`` are empty.
+        world: trainer ranks.
+        replicas: how many of vLLM there are; as many as ``world`` feeds by default. ``handles`` are of their workers.
         settings: of ``Engine``.
 
     Returns:
@@ -42,11 +44,11 @@ def seconds_of_syncs(
     settings = {"dtype": "bfloat16", **settings}
     engines: list[Engine] = []
     try:
-        for _ in range(WORLD // tp if has_engines else 0):
+        for _ in range(world // tp if replicas is None else replicas):
             engines.append(Engine(str(model), tp_size=tp, **settings))
         ended = [[_when_done(engine, **sync) for sync in syncs] for engine in engines]
         handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
-        run_ranks(ranks, WORLD, tp, handles, *args, out, timeout=1800)
+        run_ranks(ranks, world, tp, handles, *args, out, timeout=1800)
         figures = json.loads(out.read_text())
         return figures, [max(each[i]() for each in ended) - began for i, began in enumerate(figures["began"])]
     finally:

@@ -1,6 +1,6 @@
 """A weight sync end to end: verl's stock export beside this engine's streams, into the same vLLM.
 
-    python -m benchmarks.weights.weight_sync [--repeats 5] [--trainer-only] [--rollout sglang|vllm-fp8]
+    python -m benchmarks.weights.weight_sync [--repeats 5] [--trainer-only] [--rollout sglang|vllm-fp8|vllm-names]
 
 Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, once sharded by verl's fsdp2, once by this engine
 with ``ep_size=2``; masters are float32, as is both engines' default. Their weights go over verl's bucketed transport
@@ -12,8 +12,8 @@ A second figure is the trainer's part alone, gathering and one copy into a buffe
 collectives of the same bytes and one copy of what is handed over, as bfloat16; and against the same with a copy that
 reads what is stored, which for float32 masters is a cast. The last is the most memory that it had allocated at once.
 ``--trainer-only`` measures that alone, in a few minutes, and writes nothing. ``--rollout sglang``, on the stack of that
-name, is ``weight_sync_sglang.py``, ``--rollout vllm-fp8`` is ``weight_sync_fp8.py``; their tables stand below this one.
-``weight_sync_adapters.py`` sends adapters alone.
+name, is ``weight_sync_sglang.py``, ``--rollout vllm-fp8`` is ``weight_sync_fp8.py``, ``--rollout vllm-names`` is
+``weight_sync_names.py``; their tables stand below this one. ``weight_sync_adapters.py`` sends adapters alone.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 from benchmarks.machine import machine
 from benchmarks.tables import RESULTS, write_table
-from benchmarks.weights import weight_sync_adapters, weight_sync_fp8, weight_sync_sglang
+from benchmarks.weights import weight_sync_adapters, weight_sync_fp8, weight_sync_names, weight_sync_sglang
 from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
@@ -45,7 +45,6 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.vllm.adapter import send_weights
-from epfsdp2.rollout.worker_weights import WorkerWeights
 from tests.support.engine.memory import peak_of
 from tests.support.engine.sharded import sharded_model
 
@@ -53,7 +52,8 @@ SIDES = ("stock", "stock-bf16", "full", "sliced", "sliced-bf16")
 BUCKET_MEGABYTES = SYNC_MEGABYTES = 128
 TURNS_ALONE = 3  # of the trainer's part, which is short, for each turn of a sync
 BARE = ("bare", "cast")
-OTHERS = {"sglang": weight_sync_sglang, "vllm-fp8": weight_sync_fp8}  # rollouts with tables of their own
+# Rollouts and models with tables of their own.
+OTHERS = {"sglang": weight_sync_sglang, "vllm-fp8": weight_sync_fp8, "vllm-names": weight_sync_names}
 LEAST = {1: 2.0, 2: 3.0}  # times as fast as stock, by TP, of "sliced"
 MOST_OF_BARE = 1.3
 COLUMNS = ["rollout", "side", "GB", "end to end s", "against stock", "trainer's part s", "against bare"]
@@ -86,7 +86,7 @@ class Trainer:
         if side in self.stock:
             return stock_weights(self.stock[side])
         kind, stored, _ = side.partition("-bf16")
-        weights = WorkerWeights(self.ours[stored], 1, kind, self.rollout, self.rank % self.rollout.workers)
+        weights = self.ours[stored].weights().for_worker(kind, self.rollout, self.rank % self.rollout.workers)
         return weights.tensors()
 
 
@@ -100,11 +100,11 @@ def stock_weights(model: torch.nn.Module):
     return unfuse_moe_params(full, "qwen3_moe")
 
 
-def ours(folder: Path, dtype: torch.dtype) -> RolloutSync:
+def ours(folder: Path, dtype: torch.dtype, ep: int = 2, megabytes: int = SYNC_MEGABYTES) -> RolloutSync:
     options = {"param_dtype": torch.bfloat16}
-    model, meshes = sharded_model(folder, WORLD, 2, dtype=dtype, **options)
+    model, meshes = sharded_model(folder, dist.get_world_size(), ep, dtype=dtype, **options)
     dtypes = compute_dtypes(model, ShardingOptions(**options))
-    return RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("auto", SYNC_MEGABYTES << 20))
+    return RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("auto", megabytes << 20))
 
 
 def verls(folder: Path, dtype: torch.dtype):
@@ -234,7 +234,8 @@ def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).float()
         model.save_pretrained(folder)
         syncs: list[dict] = [{} for _ in turns]
-        figures, took = seconds_of_syncs(folder, tp, syncs, ranks, folder, turns, out=out, has_engines=not trainer_only)
+        replicas = 0 if trainer_only else None
+        figures, took = seconds_of_syncs(folder, tp, syncs, ranks, folder, turns, out=out, replicas=replicas)
     rows: list[dict] = []
     for side in SIDES:
         chosen = [i for i, turn in enumerate(turns) if turn == side][1:]
@@ -294,7 +295,7 @@ def write(result: dict) -> None:
     on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
     heading = "A weight sync, end to end"
     more = [*weight_sync_adapters.section(result.get("adapters", []))]
-    more += [*weight_sync_fp8.section(), *weight_sync_sglang.section()]
+    more += [*weight_sync_names.section(), *weight_sync_fp8.section(), *weight_sync_sglang.section()]
     write_table(
         "weight_sync", result, heading, "make bench-sync", on, text, COLUMNS, [*map(cells, result["rows"])], more
     )

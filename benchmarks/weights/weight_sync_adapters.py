@@ -63,7 +63,7 @@ def ranks(tp: int, handles: list[str], folder: Path, turns: int, megabytes: int,
     sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("auto", megabytes << 20))
     base = sync.weights("left out").for_worker("sliced", Rollout(tp), rank % tp)
     began, sent = [], []
-    for weights in (base, *(sync.adapters() for _ in range(turns))):
+    for weights in (base, *(sync.weights("alone").for_worker("full", Rollout(), 0) for _ in range(turns))):
         dist.barrier()
         began.append(time.monotonic())
         sending = send_weights(

@@ -159,12 +159,11 @@ def _adapter(folder: Path, tp: int, port: int):
 def _ranks(folder: Path, tp: int, ports: list[int], turns: list[str], out: Path) -> None:
     """Update the servers in each turn; write what each took, and the bytes that a worker was sent."""
     from benchmarks.weights.weight_sync import ours, stock_weights, verls
-    from epfsdp2.rollout.sync import RolloutWeights
 
     model, sync = verls(folder, torch.float32), ours(folder, torch.float32)
     adapter, took = _adapter(folder, tp, ports[dist.get_rank() // tp]), []
     for side in turns:
-        weights = RolloutWeights(sync) if side == "sliced" else stock_weights(model)
+        weights = sync.weights() if side == "sliced" else stock_weights(model)
         dist.barrier()
         began = time.monotonic()
         asyncio.run(adapter.update_weights(weights))

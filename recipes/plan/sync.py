@@ -19,6 +19,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from ...engine.errors import SettingError
+from ...engine.model.hf_names import as_checkpoint, is_by_expert
 from ...engine.model.layers import layer_names
 from ...engine.model.meta import build_on_meta
 from ...engine.moe.find import UnsupportedModelError
@@ -29,7 +30,7 @@ from ...rollout.layout.rollout_config import BLOCK
 from ...rollout.layout.slices import whole_slice
 from ...rollout.layout.specs import SYNC_MODES, Heads, Rollout, SyncMode, TensorSpec
 from ...rollout.plan.senders import Ints
-from ...rollout.plan.transfer_plan import Targets, TransferPlan, make_transfer_plan, round_bytes
+from ...rollout.plan.transfer_plan import ROUND_BUFFERS, Targets, TransferPlan, make_transfer_plan, round_bytes
 from ...rollout.sent_tensors import SCALES, slices_of_workers, with_scales
 from ...rollout.servers import DEFAULT
 from .cards import MODEL_HELP, config_of
@@ -45,8 +46,10 @@ _LEGEND = (
     "nodes over one network interface, or, where there are none, for all received bytes at the same rate. Host: "
     "seconds of Python of a rank and its worker, as measured on one core (benchmarks/results/scale.md)."
 )
-# Seconds of one CPU core, by ``make bench-scale``: a trainer rank for each round and tensor, and its worker for each.
-_ROUND_SECONDS, _TENSOR_SECONDS, _LOAD_SECONDS = 2e-4, 3e-5, 4e-4
+# Seconds of a core, by ``make bench-scale``: a trainer rank for each round and parameter, and its worker for each.
+_ROUND_SECONDS, _TENSOR_SECONDS, _LOAD_SECONDS = 2.5e-4, 4e-5, 1.2e-4
+# The same for each tensor of a sync in full, and vLLM's own loaders for each (``--rollout vllm-names`` of bench-sync).
+_FULL_TENSOR_SECONDS, _FULL_LOAD_SECONDS = 2e-5, 6e-4
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
 # What the kinds of quantisation are as sizes of a rollout.
 _QUANTISED: dict[str, dict[str, Any]] = {
@@ -152,7 +155,8 @@ def _row(
     options: argparse.Namespace,
 ) -> tuple[list[str], str]:
     """Return a row of the table, and a sentence on what bounds the sync."""
-    separate, limit = options.standalone, round_bytes(options.sync_megabytes * _MEGABYTE)
+    separate, memory = options.standalone, options.sync_megabytes * _MEGABYTE
+    limit = memory // (ROUND_BUFFERS + 1) if mode == "full" else round_bytes(memory)
     workers = 1 if mode == "full" else rollout.workers
     of_worker = slices_of_workers(tensors, rollout, Heads.of(model.config))
     slices_of = (lambda tensor, worker: [whole_slice(tensor)]) if mode == "full" else of_worker
@@ -177,7 +181,8 @@ def _row(
     amounts = [int(each.max()) for each in (needed, kept, needed - kept, from_other_nodes(plan, *nodes))]
     rounds, loaded = sum(1 for _ in plan.rounds), _loaded(mode, plan, model)
     wire = (amounts[3] or amounts[2]) / _GB / options.bandwidth
-    host = rounds * _ROUND_SECONDS + loaded * (_TENSOR_SECONDS + _LOAD_SECONDS)
+    each = _TENSOR_SECONDS + _LOAD_SECONDS if mode == "sliced" else _FULL_TENSOR_SECONDS + _FULL_LOAD_SECONDS
+    host = rounds * _ROUND_SECONDS + loaded * each
     cells = [mode, *(f"{n / _GB:.2f}" for n in amounts), str(rounds), str(loaded), str(options.sync_megabytes)]
     bound = "the network" if wire >= host else "Python on the hosts"
     return [
@@ -208,8 +213,13 @@ def _loaded(mode: SyncMode, plan: TransferPlan, model: Any) -> int:
         template = plan.templates[index]
         if mode == "full":
             if index not in named:
-                whole = [(prefix + t.name, torch.empty(t.shape, device="meta")) for t in template.tensors]
-                named[index] = sum(1 for _ in DEFAULT.named(model, whole, {}))
+                kinds: dict[bool, list[tuple[str, torch.Tensor]]] = {True: [], False: []}
+                for t in template.tensors:
+                    whole = torch.empty(t.shape, device="meta")
+                    comes_by_expert = t.nbytes > plan.limit and is_by_expert(model, prefix + t.name, whole.shape)
+                    kinds[comes_by_expert].append((prefix + t.name, whole))
+                named[index] = sum(1 for _ in DEFAULT.named(model, kinds[False], {}))
+                named[index] += sum(1 for _ in as_checkpoint(model, kinds[True]))
             count += named[index]
             continue
         count += sum(len(share.bundle.by_kind[0]) for round_ in template.rounds for share in round_.long)

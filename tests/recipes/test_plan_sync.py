@@ -37,7 +37,7 @@ def test_plan_sync_prints_the_bytes_of_each_mode(qwen3_30b, capsys):
     assert rows.keys() == {"full", "sliced"}
     assert rows["sliced"][:4] == ["7.68", "3.77", "4.05", "3.99"]
     assert rows["sliced"][5] == "435" and rows["sliced"][7] == "0.09"
-    assert "full is bound by the network: 0.68 s of wire" in text
+    assert "full is bound by Python on the hosts: 0.68 s of wire" in text
 
 
 @pytest.mark.parametrize(("dtype", "scales"), [("fp8", "0.007"), ("int8-rows", "0.089")])

@@ -1,129 +1,122 @@
-"""Weight syncs at published sizes: what a trainer rank plans, and what it runs in Python in a sync."""
+"""Weight syncs at published sizes: what a rank plans, and what it runs in Python in a sync."""
 
-from contextlib import contextmanager
-from unittest import mock
+from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from epfsdp2.engine.fsdp.options import ShardingOptions
-from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
-from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.parallelize import parallelize
-from epfsdp2.engine.topology.mesh import build_meshes
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from epfsdp2.rollout.transport.report import Traffic
+from tests.scale.syncs import (
+    MEMORY,
+    colocated,
+    no_bytes,
+    planned,
+    run,
+    sent_model,
+    separate,
+    shards_of,
+    sync_of,
+)
 from tests.support.scale import SIZES, Cost, Size, alone, growth, on_fake_ranks
 
-MEMORY = 2048 << 20
-# A rollout of each size, and the rounds and parameters of its sync.
-ROLLOUTS = dict(
-    zip(
-        SIZES,
-        [(Rollout(4), 146, 435), (Rollout(8), 284, 849), (Rollout(8), 0, 0), (Rollout(16), 364, 1033)],
-        strict=True,
-    )
-)
+# A rollout of each size, and the rounds and parameters of a sync of worker 0.
+ROLLOUTS = {
+    SIZES[0]: (Rollout(4), 146, 435),
+    SIZES[1]: (Rollout(8), 284, 849),
+    SIZES[2]: (Rollout(8), 585, 1193),
+    SIZES[3]: (Rollout(16), 424, 1093),
+}
+# The tensors of a sync in full, for sizes of which it is measured; and syncs to workers apart.
+FULL = {SIZES[0]: 18867, SIZES[1]: 36945}
+# Four workers would cut blocks of its experts, which have 768 rows.
+QUANTISED, IN_BLOCKS = SIZES[0], Rollout(2, block=128)
 
 
-class _Done(dist.Work):
-    def wait(self, *args):
-        return True
+def _costs(size: Size) -> dict[str, Any]:
+    """Plan and run syncs of one rank; those in full, in FP8 and to workers apart where they are measured."""
+    found: dict[str, Any] = {}
+    with on_fake_ranks(size.world), no_bytes():
+        sync, rollout = sync_of(size), ROLLOUTS[size][0]
+        found["plan"], exchange = Cost.of(lambda: planned(sync.exchange(rollout, 0)))
+        found["digest"], _ = Cost.of(exchange.plan.digest)
+        found["first"], found["parameters"] = Cost.of(run, exchange, sync.values())
+        found["again"], _ = Cost.of(lambda: run(exchange, sync.values()))
+        found["rounds"], found["peak"] = len(list(exchange.plan.rounds)), exchange.traffic.peak
+        if size in FULL:
+            found["full first"], found["tensors"] = Cost.of(lambda: sum(1 for _ in sync.full()))
+            found["full again"], _ = Cost.of(lambda: sum(1 for _ in sync.full()))
+        if size == QUANTISED:
+            exchange = planned(sync.exchange(IN_BLOCKS, 0))
+            found["fp8"], found["fp8 parameters"] = Cost.of(lambda: run(exchange, sync.values("merged", IN_BLOCKS)))
+            found["fp8 peak"] = exchange.traffic.peak
+        sent = sync.sent_model()
+    for name, rank in (("trainer", 0), ("worker", size.world)) if size in FULL else ():
+        workers = size.world // 2
+        with on_fake_ranks(size.world + workers, rank), no_bytes():
+            values = shards_of(sent) if name == "trainer" else None
+            found[f"{name} plans"], exchange = Cost.of(separate, sent, rollout, workers, rank)
+            found[f"{name} first"], found[f"{name} gets"] = Cost.of(run, exchange, values)
+            found[f"{name} again"], _ = Cost.of(run, exchange, values)
+            found[f"{name} peak"] = exchange.traffic.peak
+    return found
 
 
-@contextmanager
-def _no_bytes():
-    """Let collectives do nothing, since a fake group has no backend for meta tensors."""
-    with (
-        mock.patch.object(dist, "all_to_all_single", lambda *args, **options: _Done()),
-        mock.patch.object(dist, "all_gather_into_tensor", lambda *args, **options: _Done()),
-    ):
-        yield
+@pytest.fixture(scope="module", params=SIZES, ids=str)
+def measured(request) -> tuple[Size, dict[str, Any]]:
+    return request.param, alone(_costs, request.param)
 
 
-def _sync_of(size: Size) -> RolloutSync:
-    """Make an exporter of a sharded model whose buffers are on meta."""
-    meshes, options = build_meshes("cpu", size.topology), ShardingOptions(param_dtype=torch.bfloat16)
-    model = parallelize(size.build(torch.float32), meshes, options)
-    sync = RolloutSync(
-        model, meshes, layer_names(model), compute_dtypes(model, options), SyncSettings("auto", MEMORY, server="vllm")
-    )
-    sync.device = "meta"
-    return sync
-
-
-def _planned(sync: RolloutSync, rollout: Rollout):
-    """Plan a sync with all that is planned once."""
-    exchange = sync.exchange(rollout, 0)
-    for _, template, number in exchange.plan.rounds:
-        exchange._route(template, number)
-    return exchange
-
-
-def _run(sync: RolloutSync, rollout: Rollout) -> int:
-    return sum(1 for _ in sync.exchange(rollout, 0).run(sync.values("merged", rollout)))
-
-
-def _costs(size: Size, rollout: Rollout) -> dict:
-    with on_fake_ranks(size.world), _no_bytes():
-        sync = _sync_of(size)
-        planning, exchange = Cost.of(_planned, sync, rollout)
-        digest, _ = Cost.of(exchange.plan.digest)
-        first, parameters = Cost.of(_run, sync, rollout)
-        again, _ = Cost.of(_run, sync, rollout)
-        return {
-            "plan": planning.ratio,
-            "digest": digest.ratio,
-            "first": first.ratio,
-            "again": again.ratio,
-            "parameters": parameters,
-            "rounds": len(list(exchange.plan.rounds)),
-            "peak": exchange.traffic.peak,
-            "seconds": f"plan {planning}, digest {digest}, first {first}, again {again}",
-        }
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_sync_of_a_published_size_has_few_parameters_and_little_python(size):
-    rollout, rounds, parameters = ROLLOUTS[size]
-    found = alone(_costs, size, rollout)
+def test_sync_of_a_published_size_has_few_parameters_and_little_python(measured):
+    size, found = measured
+    _, rounds, parameters = ROLLOUTS[size]
     assert (found["rounds"], found["parameters"]) == (rounds, parameters)
     assert parameters <= 2000 and found["peak"] <= MEMORY
-    assert found["plan"] <= 40 and found["digest"] <= 10
-    assert found["first"] <= 15 and found["again"] <= 10
+    assert found["plan"].ratio <= 85 and found["digest"].ratio <= 1
+    # Some loops of 30 ms for each round and parameter.
+    assert found["first"].ratio <= 0.02 * (rounds + parameters)
+    assert found["again"].ratio <= 0.016 * (rounds + parameters)
 
 
-def _full(size: Size) -> dict:
-    with on_fake_ranks(size.world), _no_bytes():
-        sync = _sync_of(size)
-        first, tensors = Cost.of(lambda: sum(1 for _ in sync.full(Traffic())))
-        again, _ = Cost.of(lambda: sum(1 for _ in sync.full(Traffic())))
-        return {"tensors": tensors, "first": first.ratio, "again": again.ratio, "seconds": f"{first}, again {again}"}
+def test_full_sync_of_a_published_size_is_planned_once(measured):
+    size, found = measured
+    if size not in FULL:
+        pytest.skip("as many tensors as these take the same for each")
+    assert found["tensors"] == FULL[size]
+    assert found["full first"].ratio <= 0.005 * FULL[size]
+    assert found["full again"].ratio <= 0.0035 * FULL[size]
 
 
-@pytest.mark.parametrize(("size", "tensors"), zip(SIZES[:2], (531, 1037), strict=True), ids=str)
-def test_full_sync_of_a_published_size_plans_once(size, tensors):
-    found = alone(_full, size)
-    assert found["tensors"] == tensors
-    assert found["again"] <= 40
+def test_sync_in_fp8_has_a_parameter_more_for_the_scales_of_each_quantised_one(measured):
+    size, found = measured
+    if size != QUANTISED:
+        pytest.skip("as many parameters as these take the same for each")
+    assert found["fp8 parameters"] == 435 + 4 * 48 and found["fp8 peak"] <= MEMORY
+    assert found["fp8"].ratio <= 100
 
 
-def _growth(size: Size, what: str) -> dict:
+def test_sync_to_workers_apart_costs_no_more_on_either_side(measured):
+    size, found = measured
+    if size not in FULL:
+        pytest.skip("as many parameters as these take the same for each")
+    _, rounds, parameters = ROLLOUTS[size]
+    assert (found["trainer gets"], found["worker gets"]) == (0, parameters)
+    for name in ("trainer", "worker"):
+        assert found[f"{name} peak"] <= MEMORY and found[f"{name} plans"].ratio <= 8
+        assert found[f"{name} first"].ratio <= 0.02 * (rounds + parameters)
+        assert found[f"{name} again"].ratio <= 0.01 * (rounds + parameters)
+
+
+def _growth(size: Size, what: str) -> dict[str, float]:
     rollout = Rollout(8)
 
-    def prepare(each: Size):
-        sync = _sync_of(each)
-        if what == "sync":
-            _planned(sync, rollout)
-        return sync, rollout
+    def prepare(each: Size) -> tuple[Any, ...]:
+        sent = sent_model(each)
+        return (sent, rollout) if what == "plan" else (colocated(sent, rollout), shards_of(sent))
 
-    with _no_bytes():
-        return growth(prepare, _planned if what == "plan" else _run, size)
+    with no_bytes():
+        return growth(prepare, colocated if what == "plan" else run, size)
 
 
 @pytest.mark.parametrize("what", ["plan", "sync"])
-def test_twice_the_ranks_cost_at_most_twice_as_much(what):
+def test_twice_the_ranks_cost_at_most_a_little_more_than_twice(what):
     found = alone(_growth, Size("Qwen3-235B-A22B", 256, 8, layers=4), what)
-    assert found["calls"] <= 2.2 and found["seconds"] <= 2.2
+    assert found["calls"] <= 2.2 and found["seconds"] <= 2.2, found

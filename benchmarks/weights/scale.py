@@ -1,0 +1,143 @@
+"""Host costs of what grows with the size: syncs, plans and loads of published models, on a fake group.
+
+    python -m benchmarks.weights.scale [--repeats 5]
+
+Tensors are on meta and no byte is moved, so that one core measures what one rank of 16 to 1,024 runs in Python. Each
+figure is the median of repetitions in a process of its own. "Before" is what it took with blocks as the unit of a sync.
+The constants of ``recipes/plan/sync.py`` follow from these figures.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.machine import machine
+from benchmarks.tables import RESULTS, section_of
+from epfsdp2.engine.checkpoint.load import match_weights
+from epfsdp2.engine.model.hf_names import as_checkpoint
+from epfsdp2.engine.topology.mesh import build_meshes
+from epfsdp2.recipes.plan import sync as plan_sync
+from epfsdp2.rollout.layout.specs import Rollout
+from tests.scale import test_worker_load
+from tests.scale.syncs import colocated, no_bytes, run, sent_model, sync_of
+from tests.support.scale import SIZES, Size, alone, on_fake_ranks
+
+SYNCS = {SIZES[0]: Rollout(4), SIZES[1]: Rollout(8), SIZES[2]: Rollout(8), SIZES[3]: Rollout(16)}
+PLANS = [(Size("Qwen3-235B-A22B", ranks, 8), Rollout(8)) for ranks in (64, 128, 256, 512)] + [(SIZES[3], Rollout(16))]
+LOADS = {"Qwen3-30B-A3B": test_worker_load.LAYERS_30B, "Qwen3-235B-A22B": test_worker_load.LAYERS_235B}
+FULL = SIZES[:2]
+
+
+def _timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+    start = time.process_time()
+    result = function(*args)
+    return time.process_time() - start, result
+
+
+def _sync(size: Size, repeats: int) -> dict[str, Any]:
+    """Seconds of a trainer rank for its first sync, planning included, for later ones, and for those in full."""
+    with on_fake_ranks(size.world), no_bytes():
+        sync, rollout = sync_of(size), SYNCS[size]
+        first, parameters = _timed(lambda: run(sync.exchange(rollout, 0), sync.values()))
+        again = [_timed(lambda: run(sync.exchange(rollout, 0), sync.values()))[0] for _ in range(repeats)]
+        rounds = len(list(sync.exchange(rollout, 0).plan.rounds))
+        found = {"first": first, "again": statistics.median(again), "parameters": parameters, "rounds": rounds}
+        if size in FULL:
+            full = [_timed(lambda: sum(1 for _ in sync.full())) for _ in range(repeats + 1)][1:]
+            found |= {"full": statistics.median(seconds for seconds, _ in full), "tensors": full[0][1]}
+        return found
+
+
+def _plan(size: Size, rollout: Rollout, repeats: int) -> dict[str, Any]:
+    """Seconds to plan all that a rank needs, and the megabytes that this process grows by."""
+    with on_fake_ranks(size.world):
+        sent = sent_model(size)
+        before = getrusage(RUSAGE_SELF).ru_maxrss
+        seconds = [_timed(colocated, sent, rollout)[0] for _ in range(repeats)]
+        grown = (getrusage(RUSAGE_SELF).ru_maxrss - before) / 1024
+        return {"seconds": statistics.median(seconds), "megabytes": grown}
+
+
+def _load(layers: int, repeats: int) -> dict[str, Any]:
+    """Seconds of a vLLM worker for the units of a sync, where vLLM takes tensors for device tensors."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    layerwise.has_device_tensors = lambda arguments: True
+    model, units = test_worker_load._worker(layers)
+    seconds = [_timed(test_worker_load._sync, model, units)[0] for _ in range(repeats + 1)][1:]
+    return {"seconds": statistics.median(seconds), "units": len(units)}
+
+
+def _plan_sync(repeats: int) -> dict[str, Any]:
+    words = ["--model", "Kimi-K2", "--world", "1024", "--ep", "64", "--rollout-tp", "16"]
+    return {"seconds": statistics.median(_timed(plan_sync.main, words)[0] for _ in range(repeats))}
+
+
+def _match(size: Size, repeats: int) -> dict[str, Any]:
+    """Seconds to match a checkpoint of names and shapes alone."""
+    with on_fake_ranks(size.world):
+        model, meshes = size.build(), build_meshes("cpu", size.topology)
+        shapes = {name: tuple(tensor.shape) for name, tensor in as_checkpoint(model, model.named_parameters())}
+        files: Any = SimpleNamespace(folder=Path("checkpoint"), file_of=dict.fromkeys(shapes, "model.safetensors"))
+        files.shape, files.dtype = shapes.__getitem__, lambda name: torch.bfloat16
+        size.shard(model)
+        found = [_timed(match_weights, model, files, meshes)[0] for _ in range(repeats)]
+        return {"seconds": statistics.median(found), "names": len(shapes)}
+
+
+def measure(repeats: int) -> list[list[str]]:
+    """Return the rows of the table."""
+    rows = []
+    before = {SIZES[0]: ("9,056", "0.24 s"), SIZES[1]: ("100,112", "1.8 s, first 6.4 s")}
+    for size, rollout in SYNCS.items():
+        found = alone(_sync, size, repeats)
+        sent, seconds = before.get(size, ("", ""))
+        what = f"{size}, ep {size.ep}, TP {rollout.tp}"
+        amount = f"{found['parameters']:,} in {found['rounds']} rounds"
+        took = f"{found['again']:.2f} s, first {found['first']:.2f} s"
+        rows += [[f"tensors sent, {what}", sent, amount], [f"a trainer rank, {what}", seconds, took]]
+        if size in FULL:
+            cells = f"{found['full']:.2f} s for {found['tensors']:,} tensors"
+            rows.append([f"the same in full, {what}", "3.2 s for layouts alone" if size == SIZES[1] else "", cells])
+    for (name, layers), old in zip(LOADS.items(), ("3 s", "60 s"), strict=True):
+        found = alone(_load, layers, repeats)
+        each = f"{found['seconds']:.2f} s, {1e3 * found['seconds'] / found['units']:.2f} ms each"
+        rows.append([f"a worker's loads, {name}, {found['units']} parameters", f"about {old}", each])
+    for (size, rollout), old in zip(PLANS, ("0.9 s", "5 s", "13 s", "71 s, 1.5 GB", ""), strict=True):
+        found = alone(_plan, size, rollout, repeats)
+        cells = f"{found['seconds']:.2f} s, {found['megabytes']:.0f} MB"
+        rows.append([f"a plan, {size}, TP {rollout.tp}", old, cells])
+    seconds = alone(_plan_sync, repeats)["seconds"]
+    rows.append(["`plan_sync`, Kimi-K2 on 1,024 ranks, TP 16", "over 200 s", f"{seconds:.1f} s"])
+    found = alone(_match, SIZES[1], repeats)
+    cells = f"{found['seconds']:.1f} s for {found['names']:,} names"
+    return [*rows, ["a checkpoint's names matched, Qwen3-235B-A22B", "59 s, twice", cells]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of which medians are taken")
+    repeats = parser.parse_args().repeats
+    rows, where = measure(repeats), machine()
+    text = [
+        "CPU seconds of one rank in Python, on a fake group with tensors on meta, so that no byte is moved; medians of",
+        f"{repeats}. Before: with a block as it travels as the unit of a sync, by the same measurements.",
+    ]
+    on = f"{where['cpu']}, one core; torch {where['versions']['torch']}"
+    lines = section_of(
+        "# Published sizes", {"machine": where}, "make bench-scale", on, text, ["what", "before", "now"], rows
+    )
+    (RESULTS / "scale.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,142 @@
+"""Whole tensors beside slices of a model with the names of Qwen3-30B-A3B, whose tensors are many and few bytes.
+
+    python -m benchmarks.weights.weight_sync --rollout vllm-names [--repeats 5]
+
+Trainer ranks of this engine send float32 masters in bfloat16 into vLLM's CPU build, once as whole tensors and once as
+the parameters of each worker; sides take turns in one run. ``sync_megabytes`` is to a layer of this model what 2,048 is
+to one of Qwen3-30B-A3B, so that stacks of experts are too large and experts come one by one. Two ranks feed a replica
+each, or one for both. Of 16 ranks with ``ep_size=8`` the first two feed one replica, and the others drop what their
+workers would get. What bounds both sides is Python, so that ``auto`` is right where ``sliced`` is no slower.
+"""
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from benchmarks.machine import machine
+from benchmarks.tables import RESULTS, section_of
+from benchmarks.weights.into_vllm import seconds_of_syncs
+from benchmarks.weights.weight_sync_sglang import NAMES
+from epfsdp2.rollout.layout.specs import Rollout
+from epfsdp2.rollout.vllm.adapter import send_weights
+
+__all__ = ["holds", "main", "section"]
+
+SIDES = ("full", "sliced")
+MEGABYTES = 4
+PLACES = ((2, 1, 2), (2, 2, 2), (16, 2, 8))  # trainer ranks, the rollout's TP, the trainer's ep
+COLUMNS = ["trainer ranks", "rollout", "side", "tensors", "MB", "end to end s", "against full"]
+_RESULT = RESULTS / "weight_sync_names.json"
+
+
+def _ranks(tp: int, handles: list[str], folder: Path, ep: int, turns: list[str], out: Path) -> None:
+    """Send the weights of each turn; write when each began, and what was handed over."""
+    from benchmarks.weights.weight_sync import BUCKET_MEGABYTES, ours
+
+    rank = dist.get_rank()
+    sync = ours(folder, torch.float32, ep, MEGABYTES)
+    began, sent = [], {}
+    for side in turns:
+        weights = sync.weights().for_worker(side, Rollout(tp), rank % tp).tensors()
+        dist.barrier()
+        began.append(time.monotonic())
+        if rank >= len(handles):
+            for _ in weights:
+                pass
+            continue
+        sending = send_weights(
+            weights,
+            zmq_handle=handles[rank],
+            bucket_megabytes=BUCKET_MEGABYTES,
+            use_shm=True,
+            timeout_seconds=300,
+            rank=rank,
+        )
+        stats = asyncio.run(sending)
+        sent[side] = stats.tensors, stats.nbytes
+    if rank == 0:
+        out.write_text(json.dumps({"began": began, "sent": sent}))
+
+
+def _run(world: int, tp: int, ep: int, repeats: int) -> list[dict]:
+    """Medians of both sides with so many trainer ranks; the first sync of each warms up."""
+    turns = [side for _ in range(repeats + 1) for side in SIDES]
+    with tempfile.TemporaryDirectory() as name:
+        folder, out = Path(name) / "model", Path(name) / "figures.json"
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**NAMES, mlp_only_layers=[])).float().save_pretrained(folder)
+        syncs: list[dict] = [{} for _ in turns]
+        replicas = 1 if world > 2 else None
+        figures, took = seconds_of_syncs(
+            folder, tp, syncs, _ranks, folder, ep, turns, out=out, world=world, replicas=replicas
+        )
+    rows: list[dict] = []
+    for side in SIDES:
+        seconds = statistics.median([took[i] for i, turn in enumerate(turns) if turn == side][1:])
+        tensors, nbytes = figures["sent"][side]
+        row = {"ranks": world, "tp": tp, "side": side, "tensors": tensors, "bytes": nbytes, "seconds": seconds}
+        rows.append(row | {"times_full": (rows or [row])[0]["seconds"] / seconds})
+    return rows
+
+
+def _cells(row: dict) -> list[str]:
+    return [
+        str(row["ranks"]),
+        f"TP {row['tp']}",
+        row["side"],
+        f"{row['tensors']:,}",
+        f"{row['bytes'] / 1e6:.0f}",
+        f"{row['seconds']:.2f}",
+        f"{row['times_full']:.1f} x",
+    ]
+
+
+def holds(row: dict) -> bool:
+    """Whether a row keeps what ``auto`` relies on."""
+    return row["times_full"] >= 1
+
+
+def section() -> list[str]:
+    """The lines of the table of the last run; none where there was none."""
+    if not _RESULT.exists():
+        return []
+    result = json.loads(_RESULT.read_text())
+    where = result["machine"]
+    text = [
+        "A model with the names of Qwen3-30B-A3B (48 layers of 128 experts, 18,867 tensors in a checkpoint) and tiny",
+        f"widths. {MEGABYTES} MB of buffers are to its layers what 2,048 are to those of the real one. Full: whole",
+        "tensors; sliced: each worker's parameters. Sides take turns,",
+        f"medians of {result['repeats']}. Tensors and MB are those handed to one worker. Of 16 trainer ranks the first",
+        "two feed a replica, and the others drop what their workers would get; all share these cores.",
+        "",
+        "Bound: `sliced`, which `auto` takes, is no slower than `full`.",
+    ]
+    on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
+    made_by = "make bench-sync ARGS='--rollout vllm-names'"
+    cells = [*map(_cells, result["rows"])]
+    return ["", *section_of("## Many small tensors", result, made_by, on, text, COLUMNS, cells)]
+
+
+def main(repeats: int, sizes: list[int]) -> int:
+    """Measure, print and write the figures.
+
+    Args:
+        sizes: vLLM's tensor-parallel sizes.
+    """
+    rows = []
+    for place in PLACES:
+        if place[1] in sizes:
+            rows += _run(*place, repeats)
+            print("\n".join(" | ".join(_cells(row)) for row in rows[-len(SIDES) :]), flush=True)
+    before = json.loads(_RESULT.read_text())["rows"] if _RESULT.exists() else []
+    found = {(row["ranks"], row["tp"], row["side"]): row for row in (*before, *rows)}
+    kept = [found[world, tp, side] for world, tp, _ in PLACES for side in SIDES if (world, tp, side) in found]
+    _RESULT.write_text(json.dumps({"machine": machine(), "repeats": repeats, "rows": kept}, indent=1) + "\n")
+    return 0 if all(map(holds, rows)) else 1

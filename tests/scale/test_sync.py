@@ -21,9 +21,9 @@ from tests.support.scale import SIZES, Cost, Size, alone, growth, on_fake_ranks
 # A rollout of each size, and the rounds and parameters of a sync of worker 0.
 ROLLOUTS = {
     SIZES[0]: (Rollout(4), 146, 435),
-    SIZES[1]: (Rollout(8), 284, 849),
-    SIZES[2]: (Rollout(8), 585, 1193),
-    SIZES[3]: (Rollout(16), 424, 1093),
+    SIZES[1]: (Rollout(8), 190, 849),
+    SIZES[2]: (Rollout(8), 469, 1193),
+    SIZES[3]: (Rollout(16), 365, 1093),
 }
 # The tensors of a sync in full, for sizes of which it is measured; and syncs to workers apart.
 FULL = {SIZES[0]: 18867, SIZES[1]: 36945}

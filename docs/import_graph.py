@@ -78,7 +78,7 @@ Qwen3-30B-A3B on 16 trainer ranks with `ep_size=8`, into vLLM with tensor parall
    all-to-all sends them, one gather of rows puts `w13_weight` together, all 128 experts of it.
 6. `rollout/vllm/adapter.py` `send_weights` copies it into a bucket that both processes map, under a name of
    `rollout/layout/slice_names.py` `slice_name`.
-7. `rollout/vllm/reload.py` `Reload.load` copies it to the memory of `w13_weight`, and `rollout/vllm/accounting.py`
+7. `rollout/vllm/reload.py` `Reload.load` copies it to the memory of `w13_weight`, and `rollout/vllm/reload.py`
    counts its elements: a sync ends with an error unless every element has arrived.
 """
 

@@ -101,13 +101,14 @@ def test_dev_shm_smaller_than_one_bucket_per_local_rank_is_refused(model, monkey
 
 @pytest.mark.parametrize("wanted, expert_parallel", [("sliced", 1), ("auto", 1), ("sliced", 2)])
 def test_sync_megabytes_below_one_row_are_refused(model, wanted, expert_parallel):
-    # gate_up_proj [2048, 2048, 2048] in bfloat16: a worker takes half of it, half of that from the other rank, in 2048
-    # parts at most: 2 MB each.
+    # gate_up_proj [2048, 2048, 2048] in bfloat16, in as many parts as a worker has rows of an expert: one row of each
+    # expert is 8 MB, and without expert parallelism it comes from the same rank for both workers.
     model["override_config"] |= {"num_experts": 2048, "moe_intermediate_size": 1024, "hidden_size": 2048}
-    placed = rollout(expert_parallel_size=expert_parallel)
-    check_run(engine(rollout_sync=wanted, sync_megabytes=10, expert_shard_dim=1), 2, model, placed, device="cpu")
+    placed, row = rollout(expert_parallel_size=expert_parallel), 16 // expert_parallel
+    settings = {"rollout_sync": wanted, "expert_shard_dim": 1}
+    check_run(engine(sync_megabytes=5 * row, **settings), 2, model, placed, device="cpu")
     with pytest.raises(SettingError) as caught:
-        check_run(engine(rollout_sync=wanted, sync_megabytes=9, expert_shard_dim=1), 2, model, placed, device="cpu")
-    text = paragraph(caught.value, "engine.sync_megabytes", 9)
-    assert f"{2 << 20} bytes on a rank" in text and text.endswith("engine.sync_megabytes=10")
+        check_run(engine(sync_megabytes=5 * row - 1, **settings), 2, model, placed, device="cpu")
+    text = paragraph(caught.value, "engine.sync_megabytes", 5 * row - 1)
+    assert f"{row << 20} bytes on a rank" in text and text.endswith(f"engine.sync_megabytes={5 * row}")
     check_run(engine(rollout_sync="full", sync_megabytes=1), 2, model, placed, device="cpu")

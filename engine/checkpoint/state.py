@@ -3,7 +3,7 @@
 A checkpoint folder of one role holds
 
     epfsdp2_checkpoint.json  format, and size and checksum of every other file (``atomic_folder.py``)
-    dist_ckpt/               torch distributed checkpoint in safetensors: model and optimizer by parameter name, with
+    dist_ckpt/               torch's distributed format in safetensors: model and optimizer by parameter name, with
                              real placements
     trainer_state.json       step, learning-rate schedule, the optimizer's settings
     rng/                     torch's random state on each rank, of the CPU and of its device

@@ -342,11 +342,8 @@ class EngineSettings:
     sync_megabytes: int = setting(
         2048,
         POSITIVE,
-        "Upper bound in MB on the buffers that a rank holds during a weight sync: two gathers of a full sync, one "
-        "in flight and one that is sent on, and what is assembled from the latter (a tensor that a "
-        "checkpoint has whole and that does not fit is gathered alone); or the four buffers of two rounds of the "
-        "others. On top come the transport's bucket and, where adapters are merged or weights quantised, a copy of a "
-        "round's shards",
+        "Upper bound in MB on a rank's buffers in a weight sync: what a round sends, receives and puts together. A "
+        "tensor that a checkpoint has whole may exceed it in a full sync. The transport's bucket comes on top",
     )
     sync_timeout_seconds: float = setting(
         300.0,

@@ -22,7 +22,9 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     vLLM puts that one there after loading, which renames parameters (``<layer>.base_layer.weight``) and hides layers
     from their models' loaders.
     """
-    children = [(parent, *child) for parent in model.modules() for child in parent._modules.items()]
+    children: list[tuple[Any, str, Any]] = [
+        (parent, *child) for parent in model.modules() for child in parent._modules.items()
+    ]
     wrapped = [child for child in children if isinstance(child[2], BaseLayerWithLoRA)]
     experts = [part for *_, layer in wrapped for part in layer.modules() if hasattr(part, "lora_base_layer_prefix")]
     prefixes = [part.lora_base_layer_prefix for part in experts]

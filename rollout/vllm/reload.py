@@ -31,7 +31,7 @@ __all__ = ["Reload"]
 class LayerRecord:
     """The elements that one layer, on meta in the checkpoint's layout, expects and has received."""
 
-    def __init__(self, name: str, layer: torch.nn.Module):
+    def __init__(self, name: str, layer: Any):
         self.name, self.layer, self.info = name, layer, get_layerwise_info(layer)
         self.kernel_parameters = list(self.info.kernel_tensors[0].values())
         parameters = {own: parameter for own, parameter in layer._parameters.items() if parameter is not None}

@@ -132,7 +132,7 @@ def _warn_of(backend: str) -> None:
     )
 
 
-def _prepack(weight: torch.Tensor, isa: str) -> torch.Tensor:
+def _prepack(weight: torch.Tensor, isa: Any) -> torch.Tensor:
     packed = torch.empty_like(weight)
     torch.ops._C.prepack_moe_weight(weight, packed, isa)
     return packed

@@ -63,14 +63,15 @@ class QuantisedShards:
     def scales_of(self, name: str) -> torch.Tensor:
         """Return all scales of a weight, float32; collective as calling this is."""
         with torch.no_grad():
-            while name in self._missing:
-                self._add_scales()
+            if name in self._missing:
+                self._add_scales(name)
         return self.scales[name]
 
-    def _add_scales(self) -> None:
-        """Compute the scales of as many of the next weights as the limit allows, at least of one; collective."""
-        ends = list(itertools.accumulate(4 * shape.numel() for shape in self._missing.values()))
-        names = list(self._missing)[: max(1, bisect.bisect(ends, self._limit))]
+    def _add_scales(self, first: str) -> None:
+        """Compute the scales of a weight, and of as many others as the limit allows; collective."""
+        order = [first, *(name for name in self._missing if name != first)]
+        ends = list(itertools.accumulate(4 * self._missing[name].numel() for name in order))
+        names = order[: max(1, bisect.bisect(ends, self._limit))]
         shapes = {name: self._missing.pop(name) for name in names}
         sizes = [shape.numel() for shape in shapes.values()]
         maxima = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)

@@ -70,14 +70,14 @@ def full_tensors(
     max_bytes: int,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Generator[tuple[str, torch.Tensor]]:
-    """Yield ``(name, full tensor)`` of each parameter and persistent buffer, in memory of its own; collective.
+    """Yield ``(name, full tensor)`` of each parameter and persistent buffer, with adapters merged; collective.
 
     Args:
         max_bytes: the most that a gather brings; a tensor may have as many.
     """
     memory = (ROUND_BUFFERS + 1) * max_bytes  # as a sync in full divides it
     sync = RolloutSync(model, meshes, list(layers), dtypes or {}, SyncSettings("full", memory))
-    tensors = sync.gathered(Traffic(), "left out")
+    tensors = sync.gathered(Traffic(), "merged")
     with contextlib.closing(tensors):
         for name, _, _, step, values in tensors:
             assert step == 1, f"{name} has more than {max_bytes} bytes"

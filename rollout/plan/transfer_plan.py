@@ -133,7 +133,8 @@ class Round:
     def specs(self) -> dict[int, TensorSpec]:
         """The tensors that it sends, by their numbers in the group, in an order that all ranks share."""
         bundles = [*(share.bundle for share in self.long), *self.short]
-        return {i: bundle.specs[i] for bundle in bundles for i in bundle.tensors}
+        found = {i: bundle.specs[i] for bundle in bundles for i in bundle.tensors}
+        return dict(sorted(found.items()))
 
     @property
     def alignment(self) -> int:
@@ -331,8 +332,10 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
     load, run = nothing, 0
     # What is sent whole can't be divided, and has positions of its elements beside it.
     whole = [bundle for bundle in bundles if bundle.is_short and nothing.plus_short(bundle).most <= limit // 16]
-    # From long runs to short ones, so that few bundles shorten the run of the one before.
-    for bundle in sorted((b for b in bundles if b not in whole), key=lambda b: -b.run[0]):
+    # From long runs to short ones, so that few bundles shorten the run of the one before. What is not sharded comes
+    # last: scales, which a rank knows when it has quantised their weights.
+    long_ones = [bundle for bundle in bundles if bundle not in whole]
+    for bundle in sorted(long_ones, key=lambda b: (not any(b.specs[i].cuts for i in b.tensors), -b.run[0])):
         parts = _parts(bundle, nothing, limit, must_fit)
         own = Share(bundle, 0, parts).run[0]
         for part in range(parts):

@@ -65,7 +65,7 @@ def _full_on_every_mesh(folder, cases):
         # Embedding, three layers, and what follows them: five gathers for 31 tensors. The columns of experts that are
         # cut over etp are of odd length here, so that layers may have them apart.
         layers = len(layer_names(model))
-        assert layers + 2 <= len(gathers) <= (1 + (etp > 1)) * layers + 2 and len(gathers) < len(bounded) + (etp > 1)
+        assert layers + 2 <= len(gathers) <= layers + 2 + 4 * (etp > 1) and len(gathers) < len(bounded)
         # Padding: at most one alignment per tensor and rank.
         assert max(bounded) <= largest + 16 * len(wanted) * dist.get_world_size()
 

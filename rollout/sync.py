@@ -20,10 +20,10 @@ from ..engine.lora.rollout_names import RolloutNames
 from ..engine.model import hf_names
 from ..engine.quantise.schemes import scheme_of
 from ..engine.topology.dtensor import local_tensor, persistent_buffers, shard_steps
-from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Meshes
 from ..engine.topology.rank_consistency import check_agreement
 from .layout.slice_names import slice_name
+from .layout.slices import whole_slice
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .layout.trainer_tensors import sharded_tensor_specs
 from .plan.routes import Member
@@ -389,4 +389,4 @@ def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def _whole(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
-    return [TargetSlice(IndexRange.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))]
+    return [whole_slice(tensor)]

@@ -65,10 +65,6 @@ class Parameter:
     is_staged: bool
 
     @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
-
-    @property
     def is_divisible(self) -> bool:
         """Whether its dims are those of the tensors, so that it can be sent in parts."""
         forms, dims = {r.part.form for r in self.regions}, {len(r.low) for r in self.regions}

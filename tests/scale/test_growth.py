@@ -18,9 +18,8 @@ from tests.scale.work import (
     request_for,
     state_of,
 )
-from tests.support.scale import Size, alone, growth
+from tests.support.scale import MOST_GROWTH, Size, alone, growth
 
-MOST = 2.2
 SIZE = Size("Kimi-K2", 256, 32, layers=2)
 
 
@@ -52,11 +51,11 @@ def _exporting() -> dict[str, float]:
 
 def _listing() -> dict[str, float]:
     request = request_for(SIZE)
-    few = replace(SIZE, world=32)  # a cluster of 64 ranks has 588 meshes
+    few = replace(SIZE, world=16)  # whose meshes are 175, those of 64 ranks 588
     return growth(lambda size: (request, cluster_of(size.world)), choices, few)
 
 
 @pytest.mark.parametrize("what", [_sharding, _muon, _saving, _resuming, _exporting, _listing])
 def test_twice_the_ranks_cost_at_most_a_little_more_than_twice(what):
     found = alone(what)
-    assert found["calls"] <= MOST and found["seconds"] <= MOST, found
+    assert found["calls"] <= MOST_GROWTH and found["seconds"] <= MOST_GROWTH, found

@@ -29,9 +29,11 @@ from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from epfsdp2.recipes.plan.cards import config_of
 from tests.support import ranks  # noqa: F401 its forkserver has imported what a process needs
 
-__all__ = ["SIZES", "Cost", "Size", "alone", "growth", "on_fake_ranks"]
+__all__ = ["MOST_GROWTH", "SIZES", "Cost", "Size", "alone", "growth", "on_fake_ranks"]
 
+MOST_GROWTH = 2.2  # of a cost, with twice the ranks
 _REPETITIONS = 3
+_MOST_REPETITIONS = 20
 
 
 @dataclass(frozen=True)
@@ -126,23 +128,25 @@ def _loop() -> float:
 def growth(prepare: Callable[[Size], Any], run: Callable[..., Any], size: Size) -> dict[str, float]:
     """Return how many times as much a call costs with twice the ranks: calls of functions, and CPU seconds.
 
+    The seconds are the least of three measurements, and of up to 20 while they grow by more than ``MOST_GROWTH``.
+
     Args:
         prepare: returns the arguments of ``run``, a tuple, within a fake group of the size's ranks.
     """
-    sizes = (size, replace(size, world=2 * size.world))
-    seconds, calls = {}, {}
-    for repetition in range(_REPETITIONS + 1):
+    small, large = sizes = (size, replace(size, world=2 * size.world))
+    calls, seconds = {}, dict.fromkeys(sizes, float("inf"))
+    for each in sizes:
+        with on_fake_ranks(each.world):
+            args = prepare(each)
+            with cProfile.Profile() as profile:
+                run(*args)
+            calls[each] = cast(Any, pstats.Stats(profile)).total_calls
+    for repetition in range(_MOST_REPETITIONS):
+        if repetition >= _REPETITIONS and seconds[large] <= MOST_GROWTH * seconds[small]:
+            break
         for each in sizes:
             with on_fake_ranks(each.world):
-                args = prepare(each)
-                if repetition:
-                    spent, _ = _timed(run, *args)
-                    seconds[each] = min(spent, seconds.get(each, spent))
-                    continue
-                with cProfile.Profile() as profile:
-                    run(*args)
-                calls[each] = cast(Any, pstats.Stats(profile)).total_calls
-    small, large = sizes
+                seconds[each] = min(seconds[each], _timed(run, *prepare(each))[0])
     return {"calls": calls[large] / calls[small], "seconds": seconds[large] / seconds[small]}
 
 

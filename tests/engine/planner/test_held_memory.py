@@ -41,7 +41,8 @@ def _phases(folder, reshard):
         tu.assign_non_tensor(infer, compute_loss=False)
         worker.infer_batch(infer)
 
-    evaluate()  # what is made once, such as position embeddings
+    evaluate()  # makes what is kept: position embeddings, and the routes of a sync
+    list(worker.engine.get_per_tensor_param()[0])
     before = min(_held(), _held())
 
     def holds(wanted):

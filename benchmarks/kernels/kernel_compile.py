@@ -81,7 +81,7 @@ def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterat
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         launches.append(Launch(_read(kernel.__name__, arch, compiled), programs, dtype, numbers, nbytes, is_first))
 
-    def launch_each(what, key, tiles, launch, results=()):
+    def launch_each(what, key, tiles, groups, launch, results=()):
         nonlocal is_first
         for i, tile in enumerate(tiles):
             is_first = i == 0

@@ -82,7 +82,7 @@ class TritonBackend:
         if out.numel():
             persistent, is_scattered = persistent_launch.takes(rows, in_out, bias), order_R is not None
             key = (rows.dtype, k, n, in_out.stride(2) == 1, bias is not None, has_index, is_scattered, persistent)
-            launch_fastest("mm", key, mm_tiles(rows.dtype, n, k, persistent), launch, (out,))
+            launch_fastest("mm", key, mm_tiles(rows.dtype, n, k, persistent), groups, launch, (out,))
         return out
 
     def outer(self, a, b, groups):
@@ -103,7 +103,7 @@ class TritonBackend:
             )
 
         choices = outer_tiles(a.dtype, m, n, a_indexed or b_indexed)
-        launch_fastest("outer", (a.dtype, m, n, a_indexed, b_indexed), choices, launch, (out,))
+        launch_fastest("outer", (a.dtype, m, n, a_indexed, b_indexed), choices, groups, launch, (out,))
         return out
 
     def _to_be_read(self, rows, columns):
@@ -219,7 +219,7 @@ class TritonBackend:
             persistent = not gate.is_interleaved and persistent_launch.takes(rows, in_out, bias, gates=2)
             key = (rows.dtype, k, inner, in_out.stride(2) == 1, bias is not None, gate.is_interleaved, has_index)
             choices = gate_tiles(rows.dtype, k, persistent)
-            launch_fastest("mm and gate", (*key, persistent), choices, launch, (pre, act))
+            launch_fastest("mm and gate", (*key, persistent), choices, groups, launch, (pre, act))
         return pre, act
 
 

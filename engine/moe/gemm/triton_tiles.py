@@ -19,6 +19,7 @@ __all__ = ["INTERPRETED", "Tile", "Tiles", "gate_tiles", "launch_fastest", "mm_t
 INTERPRETED = triton.knobs.runtime.interpret
 _HALF = 128  # registers of a thread, with which two CTAs of eight warps fit on an SM
 _TIMES = 5  # launches of a tile that are timed
+_LEAST_ROWS = 64  # of an expert: with fewer, a launch takes as long as what it computes
 _fastest: dict[tuple, "Tile"] = {}
 
 
@@ -112,21 +113,25 @@ def launch_fastest(
     what: str,
     key: tuple,
     tiles: Sequence[Tile],
+    groups: Groups,
     launch: Callable[[Tile], Any],
     results: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Launch with the fastest of ``tiles``, which is measured at the first launch of ``key`` and printed.
+    """Launch with the fastest of ``tiles``, measured and printed at the first launch of ``key`` with enough rows.
 
-    A tile that does not compile here, or whose results are not those of the first, bit for bit, is not taken.
+    A launch with few rows for each expert takes the first tile and leaves the choice open. A tile that does not compile
+    here, or whose results are not those of the first, bit for bit, is not taken.
 
     Args:
         what: the kernel, in the line that is printed.
         key: what the choice may depend on: sizes and dtype.
+        groups: the rows of the experts.
         launch: launches with a tile; a second launch writes the same results.
         results: what it writes.
     """
     key = (what, *key)
-    if len(tiles) > 1 and key not in _fastest and not torch.cuda.is_current_stream_capturing():
+    has_enough = groups.rows >= _LEAST_ROWS * len(groups.counts_e)
+    if len(tiles) > 1 and has_enough and key not in _fastest and not torch.cuda.is_current_stream_capturing():
         times, said, wanted = {}, {}, None
         for tile in tiles:
             try:

@@ -203,22 +203,22 @@ def test_triton_tiles_of_any_counts_cover_every_row_once_and_surplus_tiles_none(
             assert end - first == -(-count // 16) and (tiles.expert[first:end] == expert).all()
 
 
-def test_fastest_tile_is_measured_once_for_each_key_and_printed(kernels, monkeypatch, capsys):
-    launch_fastest = kernels.launch_fastest
+def test_fastest_tile_is_measured_once_for_each_key_by_a_launch_with_enough_rows(kernels, monkeypatch, capsys):
     tiles = importlib.import_module("epfsdp2.engine.moe.gemm.triton_tiles")
     choices, launched = [tiles.Tile(16, n, 16) for n in (16, 32, 64)], []
+    few, many = (Groups(torch.tensor([rows, 0]), rows) for rows in (127, 128))
     monkeypatch.setattr(tiles, "_fastest", {})
     times = iter((3.0, 1.0, 2.0))
     monkeypatch.setattr(tiles, "_milliseconds", lambda launch: next(times))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for _ in range(2):
-        launch_fastest("mm", (torch.float16, 8), choices, launched.append)
-    assert launched == [choices[1]] * 2
+    for groups in (few, many, few, many):
+        kernels.launch_fastest("mm", (torch.float16, 8), choices, groups, launched.append)
+    assert launched == [choices[0], *choices[1:2] * 3]
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and "16x32x16 with 3 stages 1.000 ms (taken)" in said
     with pytest.raises(StopIteration):
-        launch_fastest("mm", (torch.float16, 16), choices, launched.append)
-    launch_fastest("mm", (torch.float16, 16), choices[:1], launched.append)
+        kernels.launch_fastest("mm", (torch.float16, 16), choices, many, launched.append)
+    kernels.launch_fastest("mm", (torch.float16, 16), choices[:1], many, launched.append)
     assert launched[-1] == choices[0] and not capsys.readouterr().out
 
 

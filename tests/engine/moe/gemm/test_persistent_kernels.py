@@ -38,7 +38,7 @@ def persistent(kernels, launched, monkeypatch):
     tiles = importlib.import_module("epfsdp2.engine.moe.gemm.triton_tiles")
 
     def call(function):
-        def launch_it(what, key, choices, launch, results=()):
+        def launch_it(what, key, choices, groups, launch, results=()):
             assert key[-1] is True, "the operands are not such that the persistent kernel takes them"
             launch(tiles.Tile(16, 16, 16, is_persistent=True))
             launched.add(what)
@@ -108,6 +108,7 @@ def test_persistent_kernels_read_rows_by_copies_what_they_read_by_tma(kernels, p
 
 def test_fastest_tile_with_other_results_or_one_that_does_not_compile_is_not_taken(tiles, monkeypatch, capsys):
     choices, out = [tiles.Tile(16, n, 16, is_persistent=n > 16) for n in (16, 32, 64, 128)], torch.zeros(4, 3)
+    groups = Groups(torch.tensor([64]), 64)
 
     def launch(tile):
         if tile.n == 64:
@@ -120,14 +121,14 @@ def test_fastest_tile_with_other_results_or_one_that_does_not_compile_is_not_tak
         return 1.0 / launch.args[0].n
 
     monkeypatch.setattr(tiles, "_milliseconds", took)
-    tiles.launch_fastest("mm", (8,), choices, launch, (out,))
+    tiles.launch_fastest("mm", (8,), choices, groups, launch, (out,))
     said = capsys.readouterr().out
     assert tiles._fastest == {("mm", 8): choices[1]} and out[3, 2] == 11
     assert "16x32x16 with 3 stages, persistent 0.031 ms (taken)" in said
     assert "16x64x16 with 3 stages, persistent does not run here (RuntimeError: PassManager::run failed)" in said
     assert "persistent 0.008 ms, not taken, for its results differ from the first's" in said and said.count("\n") == 1
     with pytest.raises(RuntimeError, match="PassManager"):
-        tiles.launch_fastest("mm", (9,), choices[2:], launch, (out,))
+        tiles.launch_fastest("mm", (9,), choices[2:], groups, launch, (out,))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -34,7 +34,7 @@ def tile_bytes(tokens: int, outputs: int, width: int, dtype: torch.dtype, device
 
     On a GPU these are the tile in the compute dtype; on a CPU the tile twice in float32, and in a lower compute dtype
     the tile and its gradient in it, and whole logits that are kept. In a lower one also the gradients of the hidden
-    states and of the tile's weights, which are summed in float32, and one product of them.
+    states and of the tile's weights, which are summed in float32, and on a CPU one product of them.
 
     Args:
         width: of the hidden states.
@@ -45,7 +45,8 @@ def tile_bytes(tokens: int, outputs: int, width: int, dtype: torch.dtype, device
     of_tile = element * rows * columns + _kept_bytes(tokens, outputs, dtype, device_type)
     if not is_lower:
         return of_tile
-    return of_tile + dtype.itemsize * width * max(rows, columns) + 4 * width * (tokens + columns)
+    of_product = 0 if device_type == "cuda" else dtype.itemsize * width * max(rows, columns)
+    return of_tile + of_product + 4 * width * (tokens + columns)
 
 
 def _kept_bytes(tokens: int, outputs: int, dtype: torch.dtype, device_type: str) -> int:

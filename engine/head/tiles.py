@@ -83,9 +83,11 @@ def gradient_of(
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add ``a @ b`` to ``total``; a product of a lower dtype is rounded to it before it is added."""
+    """Add ``a @ b`` to ``total``; on a CPU a product of a lower dtype is rounded to it before it is added."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
 

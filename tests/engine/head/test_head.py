@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from epfsdp2.engine.head import log_probs
 from epfsdp2.engine.head.causal_head import CausalHead, Wanted, why_whole_logits
+from epfsdp2.engine.head.tiles import add_product
 from epfsdp2.engine.lora.adapters import Lora
 from epfsdp2.engine.lora.settings import LoraSettings
 from tests.parity.families import FAMILIES
@@ -77,6 +79,29 @@ def test_head_in_parts_with_bfloat16_logits_reduces_them_in_float32():
     _wanted(F.linear(*plain), labels, temperature.double()).backward(grad.double())
     for ours, theirs in zip(leaves, plain, strict=True):
         assert ours.grad.dtype == torch.bfloat16 and _error(ours.grad, theirs.grad) < 2e-2
+
+
+class _Operators(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_head_on_a_gpu_adds_products_in_bfloat16_to_a_sum_in_float32_in_one_operator():
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    a, b = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((4, 3), (3, 5)))
+    total = torch.empty(4, 5, device="meta").as_subclass(OnGpu)
+    with _Operators() as ran:
+        add_product(total, a, b)
+    assert ran.names == ["aten::addmm.dtype_out"]
 
 
 @pytest.mark.parametrize(

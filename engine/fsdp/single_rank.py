@@ -142,16 +142,23 @@ def _keep_gradient(param: Any, divide_by: float) -> None:
         gradient, unsharded.grad = param.unsharded_grad_data, None
     if gradient is None:
         return
-    gradient = gradient.to(param.reduce_dtype or gradient.dtype)
-    if divide_by != 1:
-        gradient.div_(divide_by)
-    sharded, gradient = param.sharded_param, gradient.to(param.orig_dtype)
+    sharded, scale = param.sharded_param, 1 / divide_by
     if sharded.grad is None:
-        sharded.grad = param.to_sharded_dtensor(gradient)
+        sharded.grad = param.to_sharded_dtensor(_scaled(gradient, scale, param.orig_dtype))
     else:
-        local_tensor(sharded.grad).add_(gradient)
+        local_tensor(sharded.grad).add_(gradient, alpha=scale)
     for hook in (sharded._post_accumulate_grad_hooks or {}).values():
         hook(sharded)
+
+
+def _scaled(gradient: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Scale and cast a gradient in one pass over it; one of ``dtype`` is changed in place."""
+    if scale == 1:
+        return gradient.to(dtype)
+    if gradient.dtype == dtype:
+        return gradient.mul_(scale)
+    # A dim, unlike a number, takes part in the choice of the result's dtype.
+    return torch.mul(gradient, torch.tensor([scale], dtype=torch.float32, device=gradient.device)).to(dtype)
 
 
 def reduce_in_place(module: FSDPModule, divide_by: float) -> None:

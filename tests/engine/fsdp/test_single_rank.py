@@ -136,6 +136,41 @@ def test_single_rank_unit_of_another_dtype_casts_its_shards_into_what_it_compute
     run_ranks(_casts, WORLD, save_qwen3_moe(tmp_path))
 
 
+class _Passes(TorchDispatchMode):
+    """Names of the operators whose results have as many elements as ``size``, views left out."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.names = size, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        is_view = func in (torch.ops.aten.detach.default, torch.ops.aten.view.default)
+        if isinstance(out, torch.Tensor) and out.numel() == self.size and not is_view:
+            self.names.append(func.name())
+        return out
+
+
+def _passes(folder):
+    model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16)
+    keep, found = single_rank._keep_gradient, []
+
+    def recorded(param, divide_by):
+        with _Passes(param.sharded_param.to_local().numel()) as passes:
+            keep(param, divide_by)
+        found.append(passes.names)
+
+    with mock.patch.object(single_rank, "_keep_gradient", recorded):
+        for _ in range(2):
+            token_loss(model, _own_tokens()).backward()
+    first, more = found[: len(found) // 2], found[len(found) // 2 :]
+    assert first == [["aten::mul.Tensor"]] * len(_experts(model)) and more == [["aten::add_.Tensor"]] * len(first)
+
+
+def test_single_rank_unit_scales_casts_and_adds_a_gradient_in_one_pass(tmp_path):
+    run_ranks(_passes, WORLD, save_qwen3_moe(tmp_path))
+
+
 def _on_the_host(folder):
     model, _ = sharded_model(folder, WORLD, WORLD, cpu_offload=True)
     for _ in range(2):

@@ -22,21 +22,21 @@ from .gemm.backends import TORCH, Backend, inverse
 __all__ = ["DISPATCHERS", "buffer_bytes", "buffer_of", "check_deepep", "exchange"]
 
 DISPATCHERS = ("all_to_all", "deepep")
-# deep_ep/buffer.py has a configuration for these; kernels copy units of 512 bytes.
-_RANKS, _COLUMNS = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160), 256
+_COLUMNS = 256  # kernels copy units of 512 bytes
 
 
-def check_deepep(device: str, ep: int, hidden: int, dtype: torch.dtype) -> None:
-    """Check that DeepEP is installed and can send such rows.
+def check_deepep(device: str, ep: int, hidden: int, dtype: torch.dtype, full_determinism: bool = False) -> None:
+    """Check that DeepEP is installed and can send such rows; on a machine with a GPU, that it can be imported.
 
     Args:
         device: verl's device name.
         ep: expert-parallel size.
         hidden: columns of a row.
         dtype: that rows are sent in.
+        full_determinism: whether torch fills memory that it allocates, which DeepEP 2 refuses.
 
     Raises:
-        SettingError: DeepEP is not installed, or has no kernel for these rows or this number of ranks.
+        SettingError: DeepEP can't be imported, or has no kernel for these rows or this number of ranks.
     """
 
     def refused(rule: str) -> SettingError:
@@ -46,12 +46,21 @@ def check_deepep(device: str, ep: int, hidden: int, dtype: torch.dtype) -> None:
         raise refused(f"DeepEP is for NVIDIA GPUs, and the device is {device}.")
     if importlib.util.find_spec("deep_ep") is None:
         raise refused("deep_ep is not installed.")
-    if ep not in _RANKS:
-        raise refused(f"DeepEP has kernels for {', '.join(map(str, _RANKS))} ranks, and engine.ep_size={ep}.")
+    if full_determinism:
+        raise refused("DeepEP refuses torch's deterministic algorithms, which engine.full_determinism=True sets.")
     if dtype != torch.bfloat16:
         raise refused(f"DeepEP sends rows in bfloat16, and they are computed in {dtype}.")
     if hidden % _COLUMNS:
         raise refused(f"DeepEP sends rows of a multiple of {_COLUMNS} columns, and the hidden size is {hidden}.")
+    if torch.cuda.is_available():  # a driver without a GPU can't import it
+        try:
+            from deep_ep import Buffer
+        except Exception as error:  # it asserts versions of NCCL and CUDA, and compiles
+            raise refused(f"deep_ep can't be imported: {type(error).__name__}: {error}") from error
+        try:
+            Buffer.get_dispatch_config(ep)
+        except AssertionError as error:
+            raise refused(f"deep_ep has no configuration for engine.ep_size={ep}: {error}") from error
 
 
 def buffer_bytes(ranks: int, row_bytes: int) -> tuple[int, int]:

@@ -277,8 +277,8 @@ def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
         SettingError: see ``check_deepep``.
     """
     if engine.dispatcher == "deepep":
-        dtype = param_dtype(engine)
-        check_deepep(device, engine.ep_size, facts.model.config.get_text_config().hidden_size, dtype)
+        hidden, dtype = facts.model.config.get_text_config().hidden_size, param_dtype(engine)
+        check_deepep(device, engine.ep_size, hidden, dtype, engine.full_determinism)
         logger.warning(
             "epfsdp2: engine.dispatcher=deepep is written to DeepEP 1.2.1's documentation and was never run with "
             "DeepEP; engine.dispatcher=all_to_all is what was tested"

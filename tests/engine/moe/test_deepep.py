@@ -4,6 +4,7 @@ There is no DeepEP here. ``_Documented`` does over gloo what DeepEP 1.2.1 docume
 can't show is that DeepEP does so too.
 """
 
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -133,7 +134,7 @@ def test_deepep_that_is_not_installed_is_refused_by_name():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ((6, 2048, torch.bfloat16), "engine.ep_size=6"),
+        ((8, 2048, torch.bfloat16, True), "engine.full_determinism=True"),
         ((8, 2048, torch.float32), "float32"),
         ((8, 2880, torch.bfloat16), "hidden size is 2880"),
     ],
@@ -143,3 +144,24 @@ def test_deepep_with_settings_it_has_no_kernel_for_is_refused(monkeypatch, asked
     with pytest.raises(SettingError, match=f"engine.dispatcher=deepep: .*{words}"):
         check_deepep("cuda", *asked)
     check_deepep("cuda", 8, 2048, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("raise AssertionError('NCCL 2.30.4 is needed')", "can't be imported: AssertionError: NCCL 2.30.4 is needed"),
+        (
+            "class Buffer:\n    def get_dispatch_config(ranks):\n        assert ranks in (2, 8), ranks",
+            "no configuration for engine.ep_size=6: 6",
+        ),
+    ],
+)
+def test_deepep_that_its_own_code_refuses_is_refused_with_that_text(monkeypatch, tmp_path, module, words):
+    (tmp_path / "deep_ep.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+    check_deepep("cuda", 6, 2048, torch.bfloat16)  # on a driver without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SettingError, match=f"engine.dispatcher=deepep: deep_ep .*{words}"):
+        check_deepep("cuda", 6, 2048, torch.bfloat16)
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)

@@ -323,7 +323,7 @@ def test_timeline_counts_the_logits_of_a_tied_head_or_a_tile_of_them():
     assert logits(FLOAT32, Batch(64)) == 64 * 64 * 4
     # On a GPU a tile has at most 2,048 tokens and 16,384 tokens of the vocabulary; hidden states have 32.
     assert logits(FLOAT32, Batch(8192), vocab_size=32768) == 2048 * 16384 * 4
-    in_bf16 = 2048 * 16384 * 2 + 32 * (4 * (8192 + 16384) + 2 * 16384)
+    in_bf16 = 2048 * 16384 * 2 + 32 * 4 * (8192 + 16384)
     assert logits(bf16, Batch(8192), vocab_size=32768) == in_bf16
     assert tile_bytes(8192, 32768, 32, torch.float32, "cpu") == 256 * 1024 * 8
     granite = GraniteMoeConfig(**{**TINY, "num_local_experts": 8, "intermediate_size": 48, "logits_scaling": 2.0})

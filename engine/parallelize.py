@@ -113,7 +113,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
         chunks=options.dispatch_chunks,
         overlap_shared_experts=options.overlap_shared_experts,
     )
-    leave_sms(options.communication_sms)
+    leave_sms(options.communication_sms, device_type == "cuda" and meshes.topology.world > 1)
 
     # 4. Wrap forwards, before FSDP puts its hooks outside of them: autocast innermost, then compilation of what holds
     #    no experts, then recomputation in backward of all layers but the last.

@@ -118,12 +118,10 @@ class EngineSettings:
         of_experts=True,
     )
     communication_sms: int = setting(
-        0,
-        whole(0, "is a number of SMs of a GPU.", "0"),
-        "SMs of a GPU that GEMMs leave to collectives that run beside them (torch's grouped GEMM and the persistent "
-        "kernels would have one CTA on each SM, the last of which wait for a collective to end): about as many as "
-        "NCCL has CTAs (NCCL_MAX_CTAS), which it takes where all-gathers are prefetched or dispatch overlaps. "
-        "0: none, which was never compared on a GPU",
+        -1,
+        whole(-1, "is a number of SMs of a GPU, or -1.", "-1"),
+        "SMs of a GPU that grouped GEMMs leave to collectives: about as many as NCCL has CTAs (NCCL_MAX_CTAS). -1: 16 "
+        "with several GPUs, else 0. Without them a persistent GEMM waits for the collective's SMs",
         shards=True,
     )
     fsdp_size: int = setting(

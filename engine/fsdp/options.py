@@ -37,7 +37,7 @@ class ShardingOptions:
     overlap_shared_experts: bool = False
     dispatcher: str = "all_to_all"
     experts_backend: str = "auto"
-    communication_sms: int = 0
+    communication_sms: int = -1
     checkpointing: Checkpointing = "none"
     activation_offload: bool = False
     compile_dense: bool = False

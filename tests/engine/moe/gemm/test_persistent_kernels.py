@@ -161,9 +161,11 @@ def test_persistent_gemms_with_reserved_sms_leave_them_to_collectives(kernels, m
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
     try:
-        for asked, programs in ((0, 132), (24, 108), (0, 108), (200, 1)):
-            leave_sms(asked)
+        for asked, has_collectives, programs in ((-1, False, 132), (-1, True, 116), (24, True, 108), (0, True, 108)):
+            leave_sms(asked, has_collectives)
             assert launch._programs() == programs
+        leave_sms(200)
+        assert launch._programs() == 1
     finally:
         torch._C._set_sm_carveout_experimental(before)
     monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")

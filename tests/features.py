@@ -121,6 +121,15 @@ FEATURES = (
         ),
     ),
     Feature(
+        "fused RMSNorms",
+        "[`engine.fused_norms`](engine.md#fused-norms), by default on a GPU; recognised by what they compute",
+        "LayerNorm, norms without a weight or with a gate",
+        (
+            "engine/dense/test_norms.py::test_every_family_has_its_rms_norms_fused",
+            "engine/dense/test_norms.py::test_model_with_fused_norms_has_its_loss_and_gradients",
+        ),
+    ),
+    Feature(
         "fused linear cross-entropy",
         "`use_fused_kernels`",
         "heads with a bias or scaled logits",

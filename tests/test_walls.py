@@ -61,6 +61,8 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/quantise": TORCH,
     "engine/parallelize.py": TORCH,
     "engine/fsdp": MODEL,
+    "engine/dense": TORCH,
+    "engine/dense/triton_norms.py": TORCH | {"triton"},
     "engine/head": TORCH,
     "engine/head/triton_tiles.py": TORCH | {"triton"},
     "engine/packing": MODEL,

@@ -1,11 +1,12 @@
 """Compile the kernels that pass over values and multiply no matrices, for GPUs that need not be there.
 
-    python -m benchmarks.kernels.passes fp8|head
+    python -m benchmarks.kernels.passes fp8|head|norms
 
 It prints, as JSON, what each needs of a GPU and the bytes that it moves for each element: those that quantise weights
-to FP8, and those of a tile of logits.
+to FP8, those of a tile of logits, and RMSNorms.
 """
 
+import itertools
 import json
 import sys
 
@@ -13,13 +14,14 @@ import torch
 
 from benchmarks.kernels.kernel_compile import on_gpu
 from benchmarks.kernels.kernel_model import GPUS, Launch
+from epfsdp2.engine.dense import triton_norms
 from epfsdp2.engine.head import triton_tiles
 from epfsdp2.engine.head.log_probs import tile_sizes
 from epfsdp2.engine.quantise import triton_blocks
 from epfsdp2.engine.quantise.blocks import FP8
 from epfsdp2.rollout.layout.rollout_config import BLOCK
 
-__all__ = ["fp8", "head"]
+__all__ = ["fp8", "head", "norms"]
 
 _IN_PLACE = ("round_blocks", "write_gradients")
 
@@ -56,6 +58,20 @@ def head() -> list[dict]:
     return found
 
 
+def norms() -> list[dict]:
+    """Compile the kernels of RMSNorms over a head of 128 columns, and over the widest hidden states."""
+    found = []
+    for arch in GPUS:
+        for dtype, width in itertools.product((torch.bfloat16, torch.float32), (128, 2048, 7168)):
+            launches: list[Launch] = []
+            x, weight = torch.empty(8192, width, dtype=dtype, device="meta"), torch.empty(width, dtype=dtype)
+            with on_gpu(arch, launches):
+                _, scale = triton_norms.forward(x, weight, 1e-6, 0.0, True)
+                triton_norms.backward(x, x, weight, scale, 0.0, True)
+            found += [_row(launch, x.numel()) for launch in launches]
+    return found
+
+
 def _row(launch: Launch, elements: int) -> dict:
     made = launch.compiled
     moved = sum(launch.nbytes.values()) * (2 if made.kernel in _IN_PLACE else 1)  # read and written
@@ -64,6 +80,7 @@ def _row(launch: Launch, elements: int) -> dict:
         "arch": made.arch,
         "dtype": launch.dtype,
         "registers": made.registers,
+        "warps": made.warps,
         "stack": made.stack,
         "ctas": made.ctas,
         "bytes_of_an_element": round(moved / elements, 2),
@@ -71,4 +88,4 @@ def _row(launch: Launch, elements: int) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"fp8": fp8, "head": head}[sys.argv[1]]()))
+    print(json.dumps({"fp8": fp8, "head": head, "norms": norms}[sys.argv[1]]()))

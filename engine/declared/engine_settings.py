@@ -235,6 +235,13 @@ class EngineSettings:
         "fails, one line of log says why and everything runs eagerly",
         shards=True,
     )
+    fused_norms: bool = setting(
+        True,
+        FLAG,
+        "Compute RMSNorms by fused kernels on a GPU. They replace modules that compute the same on random inputs. "
+        "Off with compile_dense",
+        shards=True,
+    )
     freeze_vision_tower: bool = setting(
         False,
         FLAG,

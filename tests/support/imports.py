@@ -48,6 +48,7 @@ ROOMS = (
     "engine/quantise",
     "engine/parallelize.py",
     "engine/fsdp",
+    "engine/dense",
     "engine/head",
     "engine/packing",
     "engine/model",

@@ -1,0 +1,132 @@
+"""RMSNorms of any family, each by one kernel in forward and one in backward.
+
+In eager mode an RMSNorm is some eight kernels, which pass over the activations as often: of a step of Qwen3-30B-A3B on
+H100s norms and rotary embeddings are a quarter. No list of names says which modules these are. A module with one vector
+is replaced if it computes an RMSNorm of random inputs, with the rounding that it has in bfloat16.
+"""
+
+import copy
+import functools
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..wrap_forward import wrap_forward, wrapped_by
+
+__all__ = ["RmsNorm", "fuse_norms", "rms_norm_of"]
+
+logger = logging.getLogger("epfsdp2")
+
+_ROWS = 64  # of random inputs
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """How a module computes ``x / sqrt(mean(x^2) + eps) * (weight + offset)``, in float32.
+
+    Args:
+        offset: 1 where weights are stored as their difference from one (Gemma, Qwen3-Next).
+        rounds_first: whether values are rounded to their dtype before they are multiplied by the weight.
+    """
+
+    eps: float
+    offset: float = 0.0
+    rounds_first: bool = False
+
+    def plain(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Compute it by torch's operators, ``[..., N]`` by ``[N]``."""
+        values = x.float()
+        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
+        if self.rounds_first:
+            values = values.to(x.dtype).float()
+        return (values * (weight.float() + self.offset)).to(x.dtype)
+
+    def fused(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Compute it by the kernels, with gradients; ``x`` and ``weight`` have one dtype."""
+        return _Fused.apply(x, weight, self)  # type: ignore[no-any-return]
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, norm):
+        from . import triton_norms
+
+        out, scale = triton_norms.forward(x, weight, norm.eps, norm.offset, norm.rounds_first)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.norm = norm
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        from . import triton_norms
+
+        return *triton_norms.backward(grad, *ctx.saved_tensors, ctx.norm.offset, ctx.norm.rounds_first), None
+
+
+def rms_norm_of(module: nn.Module) -> RmsNorm | None:
+    """Return how a module computes an RMSNorm, found on random inputs; None for a module that does not compute one.
+
+    The module may be on the meta device: a copy of it is run on the CPU.
+    """
+    params = dict(module.named_parameters())
+    if params.keys() != {"weight"} or params["weight"].dim() != 1 or any(True for _ in module.buffers()):
+        return None
+    trial = copy.deepcopy(module).to_empty(device="cpu").requires_grad_(False)
+    numbers = {value for value in vars(module).values() if isinstance(value, float) and value > 0}
+    candidates = itertools.starmap(RmsNorm, itertools.product(numbers, (0.0, 1.0), (False, True)))
+    found = [(_exact_share(trial, candidate), candidate) for candidate in candidates]
+    share, best = max(found, key=lambda each: each[0], default=(0.0, None))
+    return best if share > 0.99 else None
+
+
+@torch.no_grad()
+def _exact_share(module: Any, norm: RmsNorm) -> float:
+    """Return the share of a module's results in bfloat16 that have the bits of a norm; 0 if some in float32 differ."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    size, shares = len(module.weight), []
+    for dtype, scale in itertools.product((torch.float32, torch.bfloat16), (1.0, 1e-3)):  # of small ones eps counts
+        x = (torch.randn(2, _ROWS // 2, size, generator=generator, device="cpu") * scale).to(dtype)
+        module.weight.data = torch.randn(size, generator=generator, device="cpu").to(dtype)
+        wanted = norm.plain(x, module.weight)
+        try:
+            found = module(x)
+        except Exception:  # it takes something else, such as a gate
+            return 0.0
+        if type(found) is not torch.Tensor or found.dtype != dtype or found.shape != x.shape:
+            return 0.0
+        if not torch.allclose(found, wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6):
+            return 0.0
+        if dtype == torch.bfloat16:
+            shares.append((found == wanted).float().mean().item())
+    return min(shares)
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Replace the forwards of the model's RMSNorms, and log which they are; returns how many there are."""
+    known: dict[tuple, RmsNorm | None] = {}
+    fused: Counter[str] = Counter()
+    for module in model.modules():
+        if next(module.children(), None) is not None or not isinstance(getattr(module, "weight", None), nn.Parameter):
+            continue
+        key = (type(module), module.weight.shape, tuple(v for v in vars(module).values() if isinstance(v, float)))
+        if key not in known:
+            known[key] = rms_norm_of(module)
+        if (norm := known[key]) is not None and not wrapped_by(module):  # a copy of its weight may be trained
+            wrap_forward(module, "norm", functools.partial(_forward, module, norm))
+            fused[type(module).__name__] += 1
+    if fused and dist.get_rank() == 0:
+        logger.info("epfsdp2: fused norms: %s", ", ".join(f"{count} {name}" for name, count in sorted(fused.items())))
+    return fused.total()
+
+
+def _forward(module: Any, norm: RmsNorm, plain: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or x.dtype != module.weight.dtype:
+        return plain(x, *args, **kwargs)
+    return norm.fused(x, module.weight)

@@ -231,15 +231,13 @@ class EngineSettings:
     compile_dense: bool = setting(
         False,
         FLAG,
-        "torch.compile the parts of the layers without experts (attention, norms, dense MLPs). If compiling "
-        "fails, one line of log says why and everything runs eagerly",
+        "torch.compile the parts of layers without experts; eager, with a line of log, where compiling fails",
         shards=True,
     )
     fused_norms: bool = setting(
         True,
         FLAG,
-        "Compute RMSNorms by fused kernels on a GPU. They replace modules that compute the same on random inputs. "
-        "Off with compile_dense",
+        "On a GPU, compute RMSNorms by fused kernels, whatever the family; off with compile_dense",
         shards=True,
     )
     freeze_vision_tower: bool = setting(

@@ -64,6 +64,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from .compat.torch_sms import leave_sms
 from .dense.norms import fuse_norms
+from .dense.rotary import fuse_rotary
 from .fsdp.activation_checkpoint import checkpoint_layers
 from .fsdp.compile import compile_dense_parts
 from .fsdp.fp32_modules import keep_input_dtype, run_under_autocast
@@ -116,10 +117,11 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     )
     leave_sms(options.communication_sms, device_type == "cuda" and meshes.topology.world > 1)
 
-    # 4. Wrap forwards, before FSDP puts its hooks outside of them: fused norms and autocast innermost, then compilation
-    #    of what holds no experts, then recomputation in backward of all layers but the last.
-    if options.fused_norms and device_type == "cuda" and not options.compile_dense:
+    # 4. Wrap forwards, before FSDP puts its hooks outside of them: fused kernels and autocast innermost, then
+    #    compilation of what holds no experts, then recomputation in backward of all layers but the last.
+    if options.fuse_dense and device_type == "cuda" and not options.compile_dense:
         fuse_norms(model)
+        fuse_rotary(model)
     run_under_autocast(model, experts_modules, device_type, options.param_dtype)
     if options.compile_dense:
         compile_dense_parts(layers, experts_modules)

@@ -63,6 +63,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/fsdp": MODEL,
     "engine/dense": TORCH,
     "engine/dense/triton_norms.py": TORCH | {"triton"},
+    "engine/dense/triton_rotary.py": TORCH | {"triton"},
     "engine/head": TORCH,
     "engine/head/triton_tiles.py": TORCH | {"triton"},
     "engine/packing": MODEL,

@@ -1,9 +1,9 @@
 """Compile the kernels that pass over values and multiply no matrices, for GPUs that need not be there.
 
-    python -m benchmarks.kernels.passes fp8|head|norms
+    python -m benchmarks.kernels.passes fp8|head|norms|rotary
 
 It prints, as JSON, what each needs of a GPU and the bytes that it moves for each element: those that quantise weights
-to FP8, those of a tile of logits, and RMSNorms.
+to FP8, those of a tile of logits, RMSNorms and rotary embeddings.
 """
 
 import itertools
@@ -14,14 +14,14 @@ import torch
 
 from benchmarks.kernels.kernel_compile import on_gpu
 from benchmarks.kernels.kernel_model import GPUS, Launch
-from epfsdp2.engine.dense import triton_norms
+from epfsdp2.engine.dense import triton_norms, triton_rotary
 from epfsdp2.engine.head import triton_tiles
 from epfsdp2.engine.head.log_probs import tile_sizes
 from epfsdp2.engine.quantise import triton_blocks
 from epfsdp2.engine.quantise.blocks import FP8
 from epfsdp2.rollout.layout.rollout_config import BLOCK
 
-__all__ = ["fp8", "head", "norms"]
+__all__ = ["fp8", "head", "norms", "rotary"]
 
 _IN_PLACE = ("round_blocks", "write_gradients")
 
@@ -72,6 +72,20 @@ def norms() -> list[dict]:
     return found
 
 
+def rotary() -> list[dict]:
+    """Compile the kernel of rotary embeddings, of whole heads and of a part of each, forward and backward."""
+    found = []
+    for arch in GPUS:
+        for part, is_backward in itertools.product((128, 64), (False, True)):
+            launches: list[Launch] = []
+            x = torch.empty(2, 32, 2048, 128, dtype=torch.bfloat16, device="meta")
+            cos = torch.empty(1, 2048, part, dtype=torch.bfloat16, device="meta")
+            with on_gpu(arch, launches):
+                triton_rotary.rotate(x, cos, cos, False, is_backward)
+            found += [_row(launch, x.numel()) for launch in launches]
+    return found
+
+
 def _row(launch: Launch, elements: int) -> dict:
     made = launch.compiled
     moved = sum(launch.nbytes.values()) * (2 if made.kernel in _IN_PLACE else 1)  # read and written
@@ -88,4 +102,4 @@ def _row(launch: Launch, elements: int) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"fp8": fp8, "head": head, "norms": norms}[sys.argv[1]]()))
+    print(json.dumps({"fp8": fp8, "head": head, "norms": norms, "rotary": rotary}[sys.argv[1]]()))

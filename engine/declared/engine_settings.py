@@ -234,10 +234,10 @@ class EngineSettings:
         "torch.compile the parts of layers without experts; eager, with a line of log, where compiling fails",
         shards=True,
     )
-    fused_norms: bool = setting(
+    fuse_dense: bool = setting(
         True,
         FLAG,
-        "On a GPU, compute RMSNorms by fused kernels, whatever the family; off with compile_dense",
+        "On a GPU, compute RMSNorms and rotary embeddings by fused kernels; off with compile_dense",
         shards=True,
     )
     freeze_vision_tower: bool = setting(

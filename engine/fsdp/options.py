@@ -41,7 +41,7 @@ class ShardingOptions:
     checkpointing: Checkpointing = "none"
     activation_offload: bool = False
     compile_dense: bool = False
-    fused_norms: bool = True
+    fuse_dense: bool = True
     freeze_vision_tower: bool = False
     head_in_root: bool = False
     chunked_logits: bool = True

@@ -67,7 +67,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx, grad):
         from . import triton_norms
 
-        return *triton_norms.backward(grad, *ctx.saved_tensors, ctx.norm.offset, ctx.norm.rounds_first), None
+        x, weight, scale = ctx.saved_tensors
+        return *triton_norms.backward(grad, x, weight, scale, ctx.norm.offset, ctx.norm.rounds_first), None
 
 
 def rms_norm_of(module: nn.Module) -> RmsNorm | None:

@@ -63,7 +63,8 @@ class _Rotated(torch.autograd.Function):
     def backward(ctx, grad):
         from .triton_rotary import rotate
 
-        return rotate(grad, *ctx.saved_tensors, ctx.is_interleaved, is_backward=True), None, None, None
+        cos, sin = ctx.saved_tensors
+        return rotate(grad, cos, sin, ctx.is_interleaved, is_backward=True), None, None, None
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:

@@ -1,0 +1,101 @@
+"""The section of ``gpu_check.py`` on fused norms and rotary embeddings, beside transformers' own and torch's."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
+
+from benchmarks.experts.layer import seconds_of
+from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, Row
+from epfsdp2.engine.dense import rotary
+from epfsdp2.engine.dense.norms import rms_norm_of
+from epfsdp2.engine.dense.rotary import FusedRotary, fuse_rotary
+from tests.support.models.tiny import relative_error
+
+__all__ = ["dense"]
+
+DTYPE, BOUND = (torch.bfloat16, 1e-2) if HAS_GPU else (torch.float32, 1e-5)
+TOKENS = 8192 if HAS_GPU else 6
+_Calls = dict[str, Callable[..., Any]]
+
+
+class Layer(nn.Module):
+    """What a layer of Qwen3-30B computes outside of its experts, of sequences of 2,048 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+        config = Qwen3MoeConfig(**sizes, attn_implementation="sdpa")
+        self.before, self.after = (qwen3.Qwen3MoeRMSNorm(2048) for _ in range(2))
+        self.attention, self.rotary = qwen3.Qwen3MoeAttention(config, 0), qwen3.Qwen3MoeRotaryEmbedding(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = self.rotary(x, torch.arange(x.shape[1], device=x.device)[None])
+        found, _ = self.attention(hidden_states=self.before(x), position_embeddings=positions, attention_mask=None)
+        x = x + found
+        return x + self.after(x)
+
+
+def dense() -> Iterator[Row]:
+    """Values, gradients and times of RMSNorms, rotary embeddings, and the dense part of a layer."""
+    for name, shape in (("hidden states", (TOKENS, 2048)), ("heads", (TOKENS, 36, 128))):
+        module = qwen3.Qwen3MoeRMSNorm(shape[-1]).to(DEVICE, DTYPE)
+        norm = rms_norm_of(module)
+        assert norm is not None, "Qwen3MoeRMSNorm is an RMSNorm no more"
+        calls: _Calls = {
+            "fused": lambda x, norm=norm, module=module: norm.fused(x, module.weight),
+            "eager": module,
+            "F.rms_norm": lambda x, module=module: F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon),
+        }
+        yield from _compared(f"norm of {name}", calls, shape)
+    plain = qwen3.apply_rotary_pos_emb
+    cos, sin = (torch.randn(1, TOKENS, 128, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    fused = FusedRotary(plain, False, False)
+    calls = {name: lambda q, f=f: f(q, q[:, :4], cos, sin)[0] for name, f in (("fused", fused), ("eager", plain))}
+    rotary._DEVICE = DEVICE
+    yield from _compared("rotary", calls, (1, 32, TOKENS, 128))
+    if not HAS_GPU:
+        return
+    layer, fused_layer, compiled = (Layer().to(DEVICE, DTYPE) for _ in range(3))
+    calls = {"eager": layer, "compiled": torch.compile(compiled), "fused": fused_layer}
+    times = {name: _seconds(calls[name], (TOKENS // 2048, 2048, 2048)) for name in ("eager", "compiled")}
+    _fuse(fused_layer)  # the function that rotates is that of all three
+    times["fused"] = _seconds(fused_layer, (TOKENS // 2048, 2048, 2048))
+    value = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in times.items())
+    yield Row("a layer without experts, forward + backward", value, "", None)
+
+
+def _fuse(layer: nn.Module) -> None:
+    for module in layer.modules():
+        if isinstance(module, qwen3.Qwen3MoeRMSNorm):
+            norm: Any = rms_norm_of(module)
+            module.forward = lambda x, norm=norm, module=module: norm.fused(x, module.weight)  # type: ignore
+    fuse_rotary(layer)
+
+
+def _compared(what: str, calls: _Calls, shape: tuple[int, ...]) -> Iterator[Row]:
+    x, grad = (torch.randn(shape, device=DEVICE).to(DTYPE) for _ in range(2))
+    found = {}
+    for name in ("fused", "eager"):
+        leaf = x.clone().requires_grad_()
+        out = calls[name](leaf)
+        found[name] = out.detach(), torch.autograd.grad(out, leaf, grad)[0]
+    error = max(map(relative_error, found["fused"], found["eager"]))
+    yield Row(f"{what}, fused beside eager", f"{error:.1e}", f"< {BOUND}", error < BOUND)
+    if HAS_GPU:
+        copy = seconds_of(x.clone, DEVICE)
+        times = {name: _seconds(call, shape) / copy for name, call in calls.items()}
+        value = ", ".join(f"{name} {ratio:.1f} x" for name, ratio in times.items())
+        yield Row(
+            f"{what}, forward + backward, beside a copy", value, "fused least", times["fused"] <= min(times.values())
+        )
+
+
+def _seconds(call: Callable[..., Any], shape: tuple[int, ...]) -> float:
+    x, grad = (torch.randn(shape, device=DEVICE).to(DTYPE) for _ in range(2))
+    x.requires_grad_()
+    return seconds_of(lambda: call(x).backward(grad), DEVICE)

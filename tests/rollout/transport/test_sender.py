@@ -129,10 +129,12 @@ def test_tensor_larger_than_device_memory_of_a_bucket_is_sent_alone_by_verls_met
     cls = sender._class()
     for method in ("_init_socket", "_init_buffer", "_cleanup"):
         monkeypatch.setattr(cls, method, lambda self: None)
-    monkeypatch.setattr(cls, "_direct_send_large_weight", lambda self, name, tensor: sent.append([name]))
-    monkeypatch.setattr(cls, "_send", lambda self, entries, is_last: sent.append([*entries, is_last]))
     one = sender.new_sender("", bucket_size_mb=1)
     one.buffer = torch.empty(1 << 20, dtype=torch.uint8)
+    one.socket = SimpleNamespace(
+        send_pyobj=lambda message: sent.append([*message["bucket_meta"], message["is_last"]]), recv=lambda: b""
+    )
+    monkeypatch.setattr(cls.__base__, "_direct_send_large_weight", lambda self, name, tensor: sent.append([name]))
 
     async def weights():
         for name, size in (("a", 10), ("large", 1 << 20), ("b", 10), ("c", 1 << 18)):

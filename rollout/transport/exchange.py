@@ -31,10 +31,7 @@ Values = Callable[[str], torch.Tensor]
 
 
 class Received(NamedTuple):
-    """Indices ``first``, ``first + step``, ... along an axis of a worker's parameter, in the parameter's layout.
-
-    They are valid until the next ones are requested.
-    """
+    """Indices ``first``, ``first + step``, ... along an axis of a worker's parameter; valid until the next request."""
 
     parameter: str
     axis: int
@@ -88,11 +85,10 @@ class Exchange:
     def run(self, values: Values | None, traffic: Traffic | None = None) -> Generator[Received, None, None]:
         """Yield the parameters of this rank's worker, layer by layer in the model's order; collective.
 
-        Every rank starts every round, even if its consumer stops early: closing the iterator receives and drops the
-        rest. ``values`` is called for all tensors of a round in the same order on all ranks: it may be collective.
+        Closing the iterator receives and drops the rest.
 
         Args:
-            values: returns the values to send; None on a rank that sends nothing.
+            values: returns the values to send, and may be collective; None on a rank that sends nothing.
             traffic: counts the bytes that this run sends, receives and holds.
         """
         self.traffic = traffic = traffic or Traffic()
@@ -165,7 +161,6 @@ class Exchange:
         return dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True)
 
     def _received(self, prefix: str, route: Route, arrival: Arrival, out: torch.Tensor) -> Received:
-        """Return a parameter in its own layout."""
         assert self.member.kind is not None
         specs, parameter = arrival.bundle.specs, arrival.bundle.by_kind[self.member.kind][arrival.number]
         name = self._names(prefix, arrival)[arrival.number]
@@ -192,7 +187,6 @@ class Exchange:
         return Received(name, arrival.axis, arrival.part, arrival.parts, whole)
 
     def _names(self, prefix: str, arrival: Arrival) -> list[str]:
-        """Return the names of a bundle's parameters in this layer."""
         specs = [arrival.bundle.specs[i] for i in arrival.bundle.tensors]
         key = prefix + specs[0].name
         if key not in self._parameter_names:

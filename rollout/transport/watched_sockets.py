@@ -109,16 +109,15 @@ class WatchedContext:
     def call(self, socket: zmq.Socket, event: int, method: Callable[..., _T], *args: Any) -> _T:
         """Call a socket's method when it is ready for ``event``; raises ``WeightSyncError`` if it never is."""
         started = time.monotonic()
-        while True:
+        while time.monotonic() < started + self.timeout_seconds:
             if socket.poll(_POLL_MILLISECONDS, event):
                 with contextlib.suppress(zmq.Again):  # the other end has disconnected since then
                     result = method(*args, flags=zmq.NOBLOCK)
                     self.waited_seconds += time.monotonic() - started
                     return result
             self.check()
-            if time.monotonic() >= started + self.timeout_seconds:
-                text = f"no answer from {self.waits_for} within {self.timeout_seconds:g} s"
-                raise WeightSyncError(f"{text}; it was killed, raised, or hangs")
+        text = f"no answer from {self.waits_for} within {self.timeout_seconds:g} s"
+        raise WeightSyncError(f"{text}; it was killed, raised, or hangs")
 
 
 class _WatchedSocket:

@@ -1,8 +1,8 @@
 """Sends a trainer's weights to rollout ranks in other processes, possibly on other nodes.
 
-Trainer rank 0 publishes the trainer's tensors and their sharding (``TrainerLayout``), and every rollout rank what it
-needs (``WorkerRequest``). From these every member makes the same plan, and runs its part of the same exchange as
-colocated ranks (``transport/exchange.py``). Full tensors are broadcast from trainer rank 0, in buckets.
+Trainer rank 0 publishes a ``TrainerLayout``, and every rollout rank a ``WorkerRequest``. From these every member makes
+the same plan, and runs its part of the same exchange as colocated ranks (``transport/exchange.py``). Full tensors are
+broadcast from trainer rank 0, in buckets.
 
 Where vLLM computes with adapters, the weights come without them, and only in a sync in which a rollout rank lacks them;
 the adapters follow in every sync, broadcast to all.
@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from ..plan.routes import Member
 from ..plan.transfer_plan import Targets, round_bytes
 from ..servers import BACKEND, choose_mode, rollout_of, server_of
 from ..transport.checksums import has_checksums
-from ..transport.exchange import Exchange, to_the_end
+from ..transport.exchange import Exchange, to_the_end, view
 from ..transport.report import SyncReport, Traffic, TransferStats
 from ..transport.watched_sockets import WeightSyncError
 from .messages import TrainerLayout, WorkerRequest, trainer_layout
@@ -108,7 +107,7 @@ class Endpoint:
             return ReceivedWeights(self, self.group.wait_for("layout"))
 
     def requests(self, own: WorkerRequest | None = None) -> list[WorkerRequest]:
-        """Return what all rollout ranks request; collective. Raises if their configs or releases differ."""
+        """Return what all rollout ranks request, of one config and release; collective."""
         found = self.group.gather("request", own, self.group.members.rollouts)
         for request in found:
             if (request.mode, request.rollout) != (found[0].mode, found[0].rollout):
@@ -153,15 +152,8 @@ class ReceivedWeights:
         self._request, self.traffic = WorkerRequest("full", Rollout(), 0), Traffic()
         self.has_checksums = has_checksums(self._group.syncs, layout.settings.verify_syncs)
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.tensors()
-
     def for_rollout(self, config: Any, worker: int) -> "ReceivedWeights":
-        """Choose what the worker with this index in its replica gets; all members raise if it can't load that.
-
-        Args:
-            config: verl's rollout config.
-        """
+        """Choose what the worker with this index in its replica gets; all members raise if it can't load that."""
         mode: SyncMode = "full"
         requested, model = self._layout.settings.requested, self._layout.model
         if model is not None:
@@ -177,10 +169,7 @@ class ReceivedWeights:
         return self
 
     def stages(self, config: Any, worker: int) -> Iterator[tuple["ReceivedWeights", dict[str, Any]]]:
-        """Yield what the worker loads one after the other, each with the arguments that vLLM's worker takes with it.
-
-        A stage is loaded when the next is asked for.
-        """
+        """Yield what the worker loads, with arguments of vLLM's worker; each is loaded before the next is requested."""
         endpoint, weights = self._endpoint, self.for_rollout(config, worker)
         if not self._layout.peft_config:
             yield weights, {}
@@ -209,6 +198,8 @@ class ReceivedWeights:
                 for parameter, axis, first, step, values in parameters:
                     yield slice_name(parameter, first, step, axis), values
 
+    __iter__ = tensors
+
     def planned_layouts(self) -> list[dict[str, str]]:
         """Return the layout that is planned for each worker of the replica (``layout/layout_check.py``)."""
         assert self._layout.model is not None
@@ -221,7 +212,6 @@ class ReceivedWeights:
                 raise failure
 
     def report(self, transfer: TransferStats) -> SyncReport:
-        """Make this sync's report."""
         return SyncReport(self._group.syncs, self.mode, self.traffic, transfer.nbytes, transfer)
 
 
@@ -246,7 +236,7 @@ def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[t
         group.finish(work)
         traffic.received += bucket.numel()
         for own, dtype, shape, at in header:
-            yield own, bucket[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            yield own, view(bucket, at, shape, dtype)
 
 
 def _started(group: SyncGroup, name: str) -> Iterator[tuple[Header, torch.Tensor, dist.Work]]:
@@ -270,7 +260,7 @@ def buckets_of(
             if header:
                 yield header, bucket[:used]
             header, bucket, used = [], torch.empty(max(limit, nbytes), dtype=torch.uint8, device=device), 0
-        bucket[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        view(bucket, used, tensor.shape, tensor.dtype).copy_(tensor.detach())
         header.append((name, tensor.dtype, tuple(tensor.shape), used))
         used += nbytes
     if header:

@@ -22,7 +22,7 @@ from ..plan.routes import Arrival, Member, Piece, Route, route_of
 from ..plan.transfer_plan import Round, TransferPlan
 from .report import Traffic
 
-__all__ = ["Exchange", "Received", "Values", "to_the_end"]
+__all__ = ["Exchange", "Received", "Values", "to_the_end", "view"]
 
 _T = TypeVar("_T")
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
@@ -141,7 +141,7 @@ class Exchange:
             source = local[name]
             if copy.inside is not None:
                 source = source.reshape(source.shape or (1,))[copy.inside]
-            into.append(_view(flat, copy.start, source.shape, self._dtypes(name)))
+            into.append(view(flat, copy.start, source.shape, self._dtypes(name)))
             sources.append(source)
         if into:
             torch._foreach_copy_(into, sources)
@@ -168,7 +168,7 @@ class Exchange:
         def values_of(piece: Piece, tensor: int) -> torch.Tensor:
             dtype = self._dtypes(prefix + specs[tensor].name)
             if piece.elements is None:
-                return _view(out, piece.start, piece.shape, dtype)
+                return view(out, piece.start, piece.shape, dtype)
             return out[route.short : route.nbytes].view(dtype).index_select(0, piece.elements).view(piece.shape)
 
         if not parameter.is_staged:
@@ -227,7 +227,7 @@ def _gather_rows(source: torch.Tensor, rows: torch.Tensor, unit: int, into: torc
         torch.index_select(table, 0, rows, out=into[: rows.numel() * unit].view(width).view(rows.numel(), -1))
 
 
-def _view(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def view(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 

@@ -131,6 +131,7 @@ class SyncGroup:
         return group
 
     def finish(self, work: dist.Work) -> None:
+        """Wait until a collective has ended on this rank."""
         wait_for_work(work, self.timeout_seconds, self._check)
 
     def begin_sync(self) -> None:

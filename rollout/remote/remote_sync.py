@@ -109,10 +109,9 @@ class Endpoint:
     def requests(self, own: WorkerRequest | None = None) -> list[WorkerRequest]:
         """Return what all rollout ranks request, of one config and release; collective."""
         found = self.group.gather("request", own, self.group.members.rollouts)
-        for request in found:
-            if (request.mode, request.rollout) != (found[0].mode, found[0].rollout):
-                first, other = (f"{r.mode} for {r.rollout}" for r in (found[0], request))
-                raise WeightSyncError(f"the rollout's ranks differ in config or release: {first}, and {other}")
+        kinds = list(dict.fromkeys(f"{request.mode} for {request.rollout}" for request in found))
+        if len(kinds) > 1:
+            raise WeightSyncError(f"the rollout's ranks differ in config or release: {kinds[0]}, and {kinds[1]}")
         return found
 
     def exchange(self, layout: TrainerLayout, requests: Sequence[WorkerRequest]) -> Exchange:

@@ -7,7 +7,7 @@ If verl's class has another source than the known one, it is used unchanged.
 import hashlib
 import inspect
 import logging
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterator
 from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ __all__ = ["is_verl_sender", "new_sender"]
 
 logger = logging.getLogger("epfsdp2")
 
+_Weights = AsyncIterator[tuple[str, torch.Tensor]]
 _KNOWN = {"3248c2d221eb5828"}  # fingerprints of sources of verl's sender
 
 
@@ -49,12 +50,10 @@ def _class() -> type:
     send = FunctionType(stock.__code__, {**stock.__globals__, "get_torch_device": lambda: device})
 
     class StreamSender(BucketedWeightSender):
-        async def async_send_weights(self, weights: AsyncIterable[tuple[str, torch.Tensor]]) -> None:
+        async def async_send_weights(self, weights: _Weights) -> None:
             await send(self, self._fitting(weights))
 
-        async def _fitting(
-            self, weights: AsyncIterable[tuple[str, torch.Tensor]]
-        ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        async def _fitting(self, weights: _Weights) -> _Weights:
             async for name, tensor in weights:
                 if self.use_shm and tensor.nbytes > self.bucket_size:
                     raise ValueError(

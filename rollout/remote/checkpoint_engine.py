@@ -1,8 +1,6 @@
 """verl's checkpoint engine ``epfsdp2_p2p``: weights for rollout replicas in processes of their own.
 
-verl's ``separate_async`` and fully-async trainers have such replicas. Select it with
-``actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p``; verl imports this module through
-``checkpoint_engine.custom_backend_module`` (``rollout/checkpoint_backend.py``).
+Select it with ``actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p``.
 
 One sync of verl's ``CheckpointEngineManager``: ``prepare`` on every member, ``build_topology`` on the driver,
 ``init_process_group`` on every member, then ``send_weights`` and ``receive_weights``, then ``finalize``.
@@ -42,20 +40,20 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         self.bucket_size, self.is_master, self.timeout_seconds = bucket_size, is_master, timeout_seconds
         self._endpoint: Endpoint | None = None
         self._store: dist.TCPStore | None = None
-        self._token = self._identity = ""
-        self._identities: tuple[str, ...] = ()
+        self._store_address: tuple[str, int, str] | None = None
+        self._identity, self._identities = "", tuple[str, ...]()
         if is_master is None:
             servers.install(timeout_seconds)  # verl builds this rank's server adapter next
 
     def prepare(self) -> dict[str, Any]:
-        """Return this member's identity; it changes after a failure, so that all members make a new group."""
+        """Return this member's identity, which changes after a failure, and on trainer rank 0 its store's address."""
         if self._endpoint is None or self._endpoint.group.failed:
             self._leave()
             self._identity = uuid.uuid4().hex
             if self.is_master:  # a new store, since failed members may still write to the old one
-                self._store, self._token = serve_store(_address(), self.timeout_seconds), secrets.token_hex(32)
-        address = (_address(), self._store.port, self._token) if self._store is not None else None
-        return {"identity": self._identity, "address": address}
+                self._store = serve_store(_address(), self.timeout_seconds)
+                self._store_address = _address(), self._store.port, secrets.token_hex(32)
+        return {"identity": self._identity, "address": self._store_address}
 
     @classmethod
     def build_topology(
@@ -99,9 +97,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         return self._endpoint.receive()
 
     def finalize(self) -> None:
-        """End the sync; verl calls it on every member after all have succeeded."""
-        if self._endpoint is not None:
-            self._endpoint.group.end_sync()
+        """Do nothing: what a sync has published is deleted when the next one begins."""
 
     def _leave(self) -> None:
         if self._endpoint is not None:

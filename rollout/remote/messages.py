@@ -1,6 +1,6 @@
 """What the members of a sync publish for each other: the trainer's layout, and each rollout rank's request.
 
-Nothing of the store is unpickled: messages are JSON of the types of this sync, and signed (``signed_store.py``).
+Nothing is unpickled: messages are JSON of the types of a sync.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ class WorkerRequest:
     needs_base: bool = True
 
 
-_TYPES = (TrainerLayout, SyncSettings, SentModel, WorkerRequest, TensorSpec, ShardStep, Topology, Heads, Rollout)
-_BY_NAME: dict[str, type] = {kind.__name__: kind for kind in _TYPES}
+_MESSAGES = (TrainerLayout, SyncSettings, SentModel, WorkerRequest, TensorSpec, ShardStep, Topology, Heads, Rollout)
+_TYPES: dict[str, type] = {kind.__name__: kind for kind in _MESSAGES}
 _KIND, _DTYPE = "__kind__", "__dtype__"
 
 
@@ -58,13 +58,13 @@ def trainer_layout(weights: Any, bucket_bytes: int) -> TrainerLayout:
 
 def encode(message: Any) -> str:
     """Encode a message, whose sequences become tuples; raises ``TypeError`` for an object of another type."""
-    return json.dumps(message, default=_encode_value)
+    return json.dumps(message, default=_fields)
 
 
-def _encode_value(value: Any) -> dict[str, Any]:
+def _fields(value: Any) -> dict[str, Any]:
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
-    if type(value) not in _TYPES:
+    if type(value) not in _MESSAGES:
         raise TypeError(f"{type(value).__name__} is not a message type of the weight sync")
     return {_KIND: type(value).__name__} | {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
@@ -72,20 +72,19 @@ def _encode_value(value: Any) -> dict[str, Any]:
 def decode(text: bytes) -> Any:
     """Decode a message; raises ``WeightSyncError`` if the text is none."""
     try:
-        return _decode_value(json.loads(text))
+        return _tuples(json.loads(text, object_hook=_object))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         cause = f"{type(error).__name__}: {error}"
         raise WeightSyncError(f"the store holds an entry that is not a message of the weight sync ({cause})") from error
 
 
-def _decode_value(found: Any) -> Any:
-    if isinstance(found, list):
-        return tuple(map(_decode_value, found))
-    if not isinstance(found, dict):
-        return found
-    if _DTYPE in found:
-        if not isinstance(dtype := getattr(torch, str(found[_DTYPE]), None), torch.dtype):
-            raise ValueError(f"{found[_DTYPE]} is not a dtype")
-        return dtype
-    fields = {name: _decode_value(value) for name, value in found.items()}
-    return _BY_NAME[fields.pop(_KIND)](**fields) if _KIND in found else fields
+def _object(fields: dict[str, Any]) -> Any:
+    if _DTYPE not in fields:
+        return _TYPES[fields.pop(_KIND)](**{name: _tuples(value) for name, value in fields.items()})
+    if not isinstance(dtype := getattr(torch, fields[_DTYPE], None), torch.dtype):
+        raise ValueError(f"{fields[_DTYPE]} is not a dtype")
+    return dtype
+
+
+def _tuples(found: Any) -> Any:
+    return tuple(map(_tuples, found)) if isinstance(found, list) else found

@@ -1,8 +1,7 @@
 """One process group of trainer ranks and standalone rollout ranks, which belong to different torch worlds.
 
 torch makes groups only inside a world. So this one is built from private constructors, as vLLM's are
-(``vllm/distributed/utils.py``, ``stateless_init_torch_distributed_process_group``). Small messages (layouts, requests,
-digests, the cause of a failure) go through the store of the group.
+(``vllm/distributed/utils.py``, ``stateless_init_torch_distributed_process_group``). Its store carries small messages.
 """
 
 import os
@@ -27,12 +26,10 @@ __all__ = ["Members", "SyncGroup"]
 
 _T = TypeVar("_T")
 _Text = Callable[[], str]  # what did not happen in time, for an error
-
 _FAILURE = "failure"
 # A native call's own time limit exceeds that of the group by this, so that the group's error names the member.
 _LATER_SECONDS, _JOIN_SECONDS = 2.0, 1.0
-# NCCL's time counts from when a collective is launched, which may be long before the others are there.
-_NCCL_TIMEOUT, _NCCL_BLOCKING_WAIT = timedelta(days=1), "TORCH_NCCL_BLOCKING_WAIT"
+_NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,6 @@ class Members:
 
     @property
     def rollouts(self) -> range:
-        """The group ranks of the rollout's members."""
         return range(self.trainers, self.world)
 
     def name(self, rank: int) -> str:
@@ -57,8 +53,8 @@ class SyncGroup:
     Whatever waits raises ``WeightSyncError`` when a member fails, with its cause, or does not come in time.
 
     A collective of the set-up opens the connections, in a thread: NCCL does that in a blocking call without a time
-    limit. (torch's non-blocking communicators hang with NCCL 2.26, pytorch/pytorch#153960.) After a set-up that failed
-    the thread may stay in this call until the process ends.
+    limit, in which the thread may stay. (torch's non-blocking communicators hang with NCCL 2.26,
+    pytorch/pytorch#153960.)
 
     Args:
         store: served by trainer rank 0, under the run's token (``signed_store.py``).
@@ -66,6 +62,7 @@ class SyncGroup:
 
     Attributes:
         failed: whether the next sync has to make another group.
+        syncs: number of those that have begun.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -75,11 +72,10 @@ class SyncGroup:
     def __init__(
         self, store: dist.Store, rank: int, members: Members, device: torch.device | str, timeout_seconds: float
     ):
-        self.rank, self.members, self.device = rank, members, torch.device(device)
-        self.timeout_seconds, self.failed, self._store, self._syncs = timeout_seconds, False, store, 0
+        self.rank, self.members, self.device, self._store = rank, members, torch.device(device), store
+        self.timeout_seconds, self.failed, self.syncs = timeout_seconds, False, 0
         self._limit = timedelta(seconds=timeout_seconds + _LATER_SECONDS)
-        self._published: list[str] = []
-        self._awaited: list[str] = []
+        self._published, self._awaited = list[str](), list[str]()
         self._groups: list[dist.ProcessGroup] = []
         with self.abort_on_error():
             if (kind := self.device.type) not in ("cpu", "cuda"):
@@ -102,9 +98,7 @@ class SyncGroup:
             byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
             first = partial(dist.broadcast, byte, group_src=0, async_op=True)
             self._broadcast_group = self._set_up("from trainer 0", [0, *self.members.rollouts], first)
-        work = dist.broadcast(bucket, group_src=0, group=self._broadcast_group, async_op=True)
-        assert work is not None
-        return work
+        return self._broadcast_group.broadcast(bucket, 0)
 
     def _set_up(self, name: str, ranks: Sequence[int], first: Callable[..., Any]) -> dist.ProcessGroup:
         """Make a group of ``ranks``, in which a collective that ``first`` starts has ended."""
@@ -133,7 +127,6 @@ class SyncGroup:
         kind = dist.ProcessGroup.BackendType.GLOO if is_cpu else dist.ProcessGroup.BackendType.NCCL
         backend: Any = dist.ProcessGroupGloo(store, rank, size, self._limit) if is_cpu else _nccl(store, rank, size)
         group._set_default_backend(kind)
-        backend._set_sequence_number_for_group()
         group._register_backend(torch.device(self.device.type), kind, backend)
         return group
 
@@ -142,17 +135,20 @@ class SyncGroup:
         wait_for_work(work, self.timeout_seconds, self._check)
 
     def begin_sync(self) -> None:
-        """Start the next sync; messages of other syncs are not visible in it."""
-        self._syncs += 1
+        """Start the next sync, after the one before has ended on every member; its messages are deleted."""
+        for key in self._published:
+            self._store.delete_key(key)
+        self._published.clear()
+        self.syncs += 1
 
     def publish(self, name: str, message: Any) -> None:
-        """Make a message available to the other members until this one calls ``end_sync``."""
-        self._published.append(f"{self._syncs}/{name}")
+        """Make a message available to the other members in this sync."""
+        self._published.append(f"{self.syncs}/{name}")
         self._store.set(self._published[-1], encode(message))
 
     def wait_for(self, name: str, failure: _Text | None = None) -> Any:
         """Wait until a member has published a message in this sync, and return it."""
-        key = f"{self._syncs}/{name}"
+        key = f"{self.syncs}/{name}"
         self._wait([key], failure or (lambda: f"no other rank published {name!r} {self._in_time}"))
         return decode(self._store.get(key))
 
@@ -171,12 +167,6 @@ class SyncGroup:
             self.publish(name, [decode(self._store.get(key)) for key in keys])
         return list(self.wait_for(name, failure or unpublished))
 
-    def end_sync(self) -> None:
-        """Delete this member's messages; call it when the sync has ended on every member."""
-        for key in self._published:
-            self._store.delete_key(key)
-        self._published.clear()
-
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
         """Leave the group if the block raises, so that all members raise a ``WeightSyncError`` with the first cause."""
@@ -189,7 +179,7 @@ class SyncGroup:
     def _fail(self, error: Exception) -> str:
         """Publish the cause, leave the group, and return the cause of the member that failed first."""
         self.failed = True
-        # torch's logger of a collective's error (``c10d_logger.py``) raises another one for a group that it can't name.
+        # torch's logger (``c10d_logger.py``) raises another error, for a group that it can't name.
         if isinstance(error.__context__, Exception) and "in the world group map" in str(error):
             error = error.__context__
         cause = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
@@ -198,7 +188,7 @@ class SyncGroup:
         elif "Connection" in cause:
             cause = f"another rank is gone: killed or unreachable ({cause})"
         with suppress(RuntimeError):  # the store is gone
-            # Other members notice a failure by a broken connection; the one that failed first has published its cause.
+            # Members notice a failure by a broken connection; the one that failed first has published its cause.
             if self._store.check([_FAILURE]):
                 cause = str(decode(self._store.get(_FAILURE)))
             else:
@@ -209,14 +199,13 @@ class SyncGroup:
         return cause
 
     def _wait(self, keys: list[str], failure: _Text) -> None:
-        """Wait until the store has all ``keys``; see ``_call``."""
         if not self._store.check(keys):
             self._awaited = keys
             self._call(lambda: self._blocking_store.wait(keys), failure)
             self._awaited = []
 
     def _call(self, native: Callable[[], _T], failure: _Text) -> _T:
-        """Return the result of a call that may block for ever, in a thread which keeps at it after an error."""
+        """Return the result of a call that may block for ever, in a thread that an error does not end."""
         result: futures.Future[_T] = futures.Future()
 
         def call() -> None:
@@ -239,10 +228,10 @@ class SyncGroup:
         return f"within {self.timeout_seconds:g} s"
 
     def _keys(self, name: str, ranks: Sequence[int]) -> list[str]:
-        return [f"{self._syncs}/{name} {rank}" for rank in ranks]
+        return [f"{self.syncs}/{name} {rank}" for rank in ranks]
 
     def _first_missing(self, name: str, ranks: Sequence[int]) -> str:
-        """Return the name of the first rank that has not published, by some requests for thousands of ranks."""
+        """Return the first rank that has not published, by some requests for thousands of ranks."""
         keys = self._keys(name, ranks)
         index = bisect_left(range(len(keys)), True, key=lambda i: not self._store.check(keys[: i + 1]))
         return self.members.name(ranks[index]) if index < len(keys) else ""
@@ -254,7 +243,7 @@ class SyncGroup:
     def close(self) -> None:
         """Leave the group. With gloo, members that wait for this one fail at once; NCCL's kernels go on."""
         with suppress(RuntimeError):  # the store is gone
-            # Others that wait for it too find no message there, and report the cause, which was published before.
+            # This ends the thread's wait. Others that wait too find no message, and report the published cause.
             for key in self._awaited:
                 self._store.set(key, "")
         groups, self._groups, self._awaited = self._groups, [], []
@@ -275,10 +264,11 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     """Make a backend that raises NCCL's errors where they are waited for.
 
     By default torch's watchdog ends the process. A backend that is constructed with blocking waits has none
-    (``ProcessGroupNCCL.cpp``: "no watchdog thread is created"; in older torch a harmless one). Never run.
+    (``ProcessGroupNCCL.cpp``: "no watchdog thread is created"). Never run.
     """
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _NCCL_TIMEOUT
+    # It counts from when a collective is launched, which may be long before the others are there.
+    options._timeout = timedelta(days=1)
     before = {name: value for name, value in os.environ.items() if name == _NCCL_BLOCKING_WAIT}
     os.environ[_NCCL_BLOCKING_WAIT] = "1"
     try:

@@ -1,8 +1,8 @@
 """Sends a trainer's weights to rollout ranks in other processes, possibly on other nodes.
 
-Trainer rank 0 publishes the trainer's tensors and their sharding (``TrainerLayout``), and every rollout rank what it
-needs (``WorkerRequest``). From these every member makes the same plan, and runs its part of the same exchange as
-colocated ranks (``transport/exchange.py``). Full tensors are broadcast from trainer rank 0, in buckets.
+Trainer rank 0 publishes a ``TrainerLayout``, and every rollout rank a ``WorkerRequest``. From these every member makes
+the same plan, and runs its part of the same exchange as colocated ranks (``transport/exchange.py``). Full tensors are
+broadcast from trainer rank 0, in buckets.
 
 Where vLLM computes with adapters, the weights come without them, and only in a sync in which a rollout rank lacks them;
 the adapters follow in every sync, broadcast to all.
@@ -12,14 +12,14 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..layout.slice_names import slice_name
 from ..layout.specs import Rollout, SyncMode
@@ -27,13 +27,13 @@ from ..plan.routes import Member
 from ..plan.transfer_plan import Targets, round_bytes
 from ..servers import BACKEND, choose_mode, rollout_of, server_of
 from ..transport.checksums import has_checksums
-from ..transport.exchange import Exchange
+from ..transport.exchange import Exchange, to_the_end, view
 from ..transport.report import SyncReport, Traffic, TransferStats
 from ..transport.watched_sockets import WeightSyncError
 from .messages import TrainerLayout, WorkerRequest, trainer_layout
 from .process_group import SyncGroup
 
-__all__ = ["Endpoint", "ReceivedWeights", "buckets_of", "receive_buckets", "send_buckets"]
+__all__ = ["Endpoint", "ReceivedWeights", "buckets_of", "send_buckets"]
 
 logger = logging.getLogger("epfsdp2")
 
@@ -48,7 +48,6 @@ class Endpoint:
     All members raise ``WeightSyncError`` when one fails, or does not come in time.
 
     Attributes:
-        syncs: number of those that a rollout rank has begun to receive.
         has_base: whether the worker has the weights, where adapters come apart from them; None before the first sync.
     """
 
@@ -56,7 +55,7 @@ class Endpoint:
     _planned: tuple[object, Exchange, str] | None = None
 
     def __init__(self, group: SyncGroup):
-        self.group, self.syncs = group, 0
+        self.group = group
 
     def send(self, weights: Any, bucket_bytes: int) -> dict[str, float]:
         """Send the weights of one sync; collective over all members.
@@ -89,7 +88,7 @@ class Endpoint:
             return {}
         return {"weight_sync/sent_megabytes": sent / 2**20, "weight_sync/seconds": time.monotonic() - started}
 
-    def _send(self, mode: str, weights: Any, layout: TrainerLayout, requests: list[WorkerRequest]) -> int:
+    def _send(self, mode: str, weights: Any, layout: TrainerLayout, requests: Sequence[WorkerRequest]) -> int:
         if mode == "sliced":
             exchange, rollout = self.exchange(layout, requests), requests[0].rollout
             for _ in exchange.run(weights.sync.values(weights.adapters, rollout, self.group.finish)):
@@ -105,19 +104,17 @@ class Endpoint:
         """Begin a sync and return its weights."""
         with self.group.abort_on_error():
             self.group.begin_sync()
-            self.syncs += 1
             return ReceivedWeights(self, self.group.wait_for("layout"))
 
     def requests(self, own: WorkerRequest | None = None) -> list[WorkerRequest]:
-        """Return what all rollout ranks request; collective. Raises if their configs or releases differ."""
+        """Return what all rollout ranks request, of one config and release; collective."""
         found = self.group.gather("request", own, self.group.members.rollouts)
-        for request in found:
-            if (request.mode, request.rollout) != (found[0].mode, found[0].rollout):
-                first, other = (f"{r.mode} for {r.rollout}" for r in (found[0], request))
-                raise WeightSyncError(f"the rollout's ranks differ in config or release: {first}, and {other}")
+        kinds = list(dict.fromkeys(f"{request.mode} for {request.rollout}" for request in found))
+        if len(kinds) > 1:
+            raise WeightSyncError(f"the rollout's ranks differ in config or release: {kinds[0]}, and {kinds[1]}")
         return found
 
-    def exchange(self, layout: TrainerLayout, requests: list[WorkerRequest]) -> Exchange:
+    def exchange(self, layout: TrainerLayout, requests: Sequence[WorkerRequest]) -> Exchange:
         """Return this member's exchange, planned again if the layout or a request has changed; all have one plan."""
         facts = layout, requests[0].rollout, [request.worker for request in requests]
         if self._planned is None or self._planned[0] != facts:
@@ -147,22 +144,15 @@ class ReceivedWeights:
     """
 
     is_quantised_here = False
-    _requests: list[WorkerRequest] | None = None
+    _requests: Sequence[WorkerRequest] = ()
 
     def __init__(self, endpoint: Endpoint, layout: TrainerLayout, mode: str = "full"):
         self._endpoint, self._group, self._layout, self.mode = endpoint, endpoint.group, layout, mode
         self._request, self.traffic = WorkerRequest("full", Rollout(), 0), Traffic()
-        self.has_checksums = has_checksums(endpoint.syncs, layout.settings.verify_syncs)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.tensors()
+        self.has_checksums = has_checksums(self._group.syncs, layout.settings.verify_syncs)
 
     def for_rollout(self, config: Any, worker: int) -> "ReceivedWeights":
-        """Choose what the worker with this index in its replica gets; all members raise if it can't load that.
-
-        Args:
-            config: verl's rollout config.
-        """
+        """Choose what the worker with this index in its replica gets; all members raise if it can't load that."""
         mode: SyncMode = "full"
         requested, model = self._layout.settings.requested, self._layout.model
         if model is not None:
@@ -178,10 +168,7 @@ class ReceivedWeights:
         return self
 
     def stages(self, config: Any, worker: int) -> Iterator[tuple["ReceivedWeights", dict[str, Any]]]:
-        """Yield what the worker loads one after the other, each with the arguments that vLLM's worker takes with it.
-
-        A stage is loaded when the next is asked for.
-        """
+        """Yield what the worker loads, with arguments of vLLM's worker; each is loaded before the next is requested."""
         endpoint, weights = self._endpoint, self.for_rollout(config, worker)
         if not self._layout.peft_config:
             yield weights, {}
@@ -200,16 +187,17 @@ class ReceivedWeights:
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield what the worker accepts; collective over all members, even if the consumer stops early."""
         with self._group.abort_on_error():
-            requests = self._requests
-            if requests is None and self.mode != "adapters":
-                requests = self._endpoint.requests(self._request)
-            if requests is None or self.mode != "sliced":
-                yield from receive_buckets(self._group, self.mode, self.traffic)
+            if not self._requests and self.mode != "adapters":
+                self._requests = self._endpoint.requests(self._request)
+            if self.mode != "sliced":
+                yield from to_the_end(receive_buckets(self._group, self.mode, self.traffic))
                 return
-            exchange = self._endpoint.exchange(self._layout, requests)
+            exchange = self._endpoint.exchange(self._layout, self._requests)
             with contextlib.closing(exchange.run(None, self.traffic)) as parameters:
                 for parameter, axis, first, step, values in parameters:
                     yield slice_name(parameter, first, step, axis), values
+
+    __iter__ = tensors
 
     def planned_layouts(self) -> list[dict[str, str]]:
         """Return the layout that is planned for each worker of the replica (``layout/layout_check.py``)."""
@@ -223,8 +211,7 @@ class ReceivedWeights:
                 raise failure
 
     def report(self, transfer: TransferStats) -> SyncReport:
-        """Make this sync's report."""
-        return SyncReport(self._endpoint.syncs, self.mode, self.traffic, transfer.nbytes, transfer)
+        return SyncReport(self._group.syncs, self.mode, self.traffic, transfer.nbytes, transfer)
 
 
 def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
@@ -239,32 +226,25 @@ def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch
     return sent
 
 
-def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield the tensors on a rollout rank; receives all of them even if the consumer stops early."""
-    found = _received(group, name, traffic)
-    try:
-        for each in found:  # noqa: UP028  (`yield from` would close `found` with this generator)
-            yield each
-    finally:
-        for _ in found:
-            pass
+def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors on a rollout rank, while the next bucket is on its way."""
+    started = _started(group, name)
+    following = next(started, None)
+    while following is not None:
+        (header, bucket, work), following = following, next(started, None)
+        group.finish(work)
+        traffic.received += bucket.numel()
+        for own, dtype, shape, at in header:
+            yield own, view(bucket, at, shape, dtype)
 
 
-def _received(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
-    pending: tuple[Header, torch.Tensor, Any] | None = None
+def _started(group: SyncGroup, name: str) -> Iterator[tuple[Header, torch.Tensor, dist.Work]]:
     for number in itertools.count():
-        done, pending = pending, None
-        if (found := group.wait_for(f"{name} bucket {number}")) is not None:
-            bucket = torch.empty(found[1], dtype=torch.uint8, device=group.device)
-            pending = found[0], bucket, group.broadcast(bucket)
-        if done is not None:
-            header, bucket, work = done
-            group.finish(work)
-            traffic.received += bucket.numel()
-            for own, dtype, shape, at in header:
-                yield own, bucket[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        if pending is None:
+        if (found := group.wait_for(f"{name} bucket {number}")) is None:
             return
+        header, nbytes = found
+        bucket = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
+        yield header, bucket, group.broadcast(bucket)
 
 
 def buckets_of(
@@ -279,7 +259,7 @@ def buckets_of(
             if header:
                 yield header, bucket[:used]
             header, bucket, used = [], torch.empty(max(limit, nbytes), dtype=torch.uint8, device=device), 0
-        bucket[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        view(bucket, used, tensor.shape, tensor.dtype).copy_(tensor.detach())
         header.append((name, tensor.dtype, tuple(tensor.shape), used))
         used += nbytes
     if header:

@@ -1,14 +1,13 @@
 """The store of a sync's process group: it listens on one address, and an entry counts only with the run's signature.
 
 torch's ``TCPStore`` listens on every interface and takes what anybody writes. Here each entry carries an HMAC (SHA-256)
-of its key and value under a token that members receive through Ray. gloo's and NCCL's addresses go through this store,
-so members connect to members alone. Others can still remove entries, which ends a sync with an error.
+of its key and value under a token that members receive through Ray. gloo's and NCCL's addresses go through it too.
+Others can still remove entries, which ends a sync with an error.
 """
 
 import hashlib
 import hmac
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +32,6 @@ def serve_store(host: str, timeout_seconds: float) -> dist.TCPStore:
 
 
 def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
-    """Connect to a store that another process serves."""
     return dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False)
 
 
@@ -42,7 +40,7 @@ class SignedStore(dist.Store):
 
     def __init__(self, store: dist.Store, token: str):
         super().__init__()
-        self._store, self._token = store, token.encode()
+        self._store, self._token = store, token
 
     def set(self, key: str, value: Any) -> None:
         value = value.encode() if isinstance(value, str) else bytes(value)
@@ -59,11 +57,11 @@ class SignedStore(dist.Store):
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
 
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(list(keys))
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        return self._store.wait(list(keys), *(() if timeout is None else (timeout,)))
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait(keys, *timeout)
 
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(key)
@@ -74,8 +72,7 @@ class SignedStore(dist.Store):
         self._store.set_timeout(timeout)
 
     def clone(self) -> "SignedStore":
-        """Return a store of the same entries, with a connection of its own."""
-        return SignedStore(self._store.clone(), self._token.decode())  # type: ignore[attr-defined]
+        return SignedStore(self._store.clone(), self._token)  # type: ignore[attr-defined]
 
     def _signature(self, key: str, value: bytes) -> bytes:
-        return hmac.digest(self._token, len(key).to_bytes(8, "big") + key.encode() + value, "sha256")
+        return hmac.digest(self._token.encode(), len(key).to_bytes(8, "big") + key.encode() + value, "sha256")

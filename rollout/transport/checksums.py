@@ -10,7 +10,6 @@ import torch
 
 __all__ = ["CHECKSUMS", "ReceivedChecksums", "PlacedChecksums", "checksum", "has_checksums", "with_checksums"]
 
-# No checkpoint has such a name.
 CHECKSUMS = "__epfsdp2_checksums__"
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -50,11 +49,7 @@ def with_checksums(tensors: Generator[tuple[str, torch.Tensor]]) -> Generator[tu
 
 
 class ReceivedChecksums:
-    """Computes the checksums of received tensors and compares them with the sender's.
-
-    Args:
-        check: whether to compare; otherwise the sender's checksums are only removed.
-    """
+    """Computes the checksums of received tensors and compares them with the sender's, or only removes these."""
 
     def __init__(self, check: bool):
         self._check = check
@@ -94,7 +89,7 @@ class PlacedChecksums:
         self._placed: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {}
 
     def add(self, parameter: str, rows: tuple[slice, ...], values: torch.Tensor) -> None:
-        """Record the values that these rows of ``parameter`` get, in the parameter's dtype."""
+        """Record values that were loaded, in the parameter's dtype."""
         self._placed.setdefault(parameter, []).append((rows, _comparable(values)))
 
     def difference(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -11,7 +11,7 @@ The next round is on its way while the consumer uses the parameters of the one b
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,17 +22,16 @@ from ..plan.routes import Arrival, Member, Piece, Route, route_of
 from ..plan.transfer_plan import Round, TransferPlan
 from .report import Traffic
 
-__all__ = ["Exchange", "Received", "Values"]
+__all__ = ["Exchange", "Received", "Values", "to_the_end", "view"]
 
+_T = TypeVar("_T")
+_WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 # Returns the values that this rank holds of a tensor, by its name.
 Values = Callable[[str], torch.Tensor]
 
 
 class Received(NamedTuple):
-    """Indices ``first``, ``first + step``, ... along an axis of a worker's parameter, in the parameter's layout.
-
-    They are valid until the next ones are requested.
-    """
+    """Indices ``first``, ``first + step``, ... along an axis of a worker's parameter; valid until the next request."""
 
     parameter: str
     axis: int
@@ -73,43 +72,33 @@ class Exchange:
         self._is_alone = dist.get_world_size(group) == 1
         self._rounds = [(prefix, plan.templates[t].rounds[n]) for prefix, t, n in plan.rounds]
         self._routes: dict[Round, Route] = {}
+        self._position_bytes = 0
         self._parameter_names: dict[str, list[str]] = {}
         self.traffic = Traffic()
 
-    def plan_routes(self) -> int:
-        """Compute what this rank does in each round, once; return the bytes of these positions."""
-        for round_ in {round_: None for _, round_ in self._rounds}:
+    def plan_routes(self) -> None:
+        """Compute what this rank does in each round, once."""
+        for _, round_ in self._rounds:
             if round_ not in self._routes:
                 self._routes[round_] = self._on_device(route_of(round_, self.member, self.plan))
-        routes = self._routes.values()
-        pieces = (piece for route in routes for arrival in route.arrivals for piece in arrival.pieces)
-        elements = [piece.elements for piece in pieces if piece.elements is not None]
-        return sum(positions.nbytes for route in routes for positions in (route.sent, route.received)) + sum(
-            positions.nbytes for positions in elements
-        )
 
     def run(self, values: Values | None, traffic: Traffic | None = None) -> Generator[Received, None, None]:
         """Yield the parameters of this rank's worker, layer by layer in the model's order; collective.
 
-        Every rank starts every round, even if its consumer stops early: closing the iterator receives and drops the
-        rest. ``values`` is called for all tensors of a round in the same order on all ranks: it may be collective.
+        Closing the iterator receives and drops the rest.
 
         Args:
-            values: returns the values to send; None on a rank that sends nothing.
+            values: returns the values to send, and may be collective; None on a rank that sends nothing.
             traffic: counts the bytes that this run sends, receives and holds.
         """
         self.traffic = traffic = traffic or Traffic()
-        held = self.plan_routes()
+        self.plan_routes()
         buffers = self._allocate()
-        held += sum(buffer.nbytes for buffer in buffers)
+        held = self._position_bytes + sum(buffer.nbytes for buffer in buffers)
         traffic.hold(held)
-        found = self._run(values, *buffers)
         try:
-            for each in found:  # noqa: UP028  (`yield from` would close `found` with this generator)
-                yield each
+            yield from to_the_end(self._run(values, *buffers))
         finally:
-            for _ in found:  # other ranks go on with the remaining rounds
-                pass
             traffic.release(held)
 
     def _run(
@@ -125,7 +114,10 @@ class Exchange:
                 _gather_rows(received, self._routes[done].received, done.unit, out)
             if round_ is not None:
                 if values is not None:
-                    local = self._pack(prefix, round_, values, local, flat, sent)
+                    names = [prefix + spec.name for spec in round_.specs.values()]
+                    with torch.no_grad():  # all names, since merging an adapter is collective
+                        local = {name: local[name] if name in local else values(name) for name in names}
+                        self._pack(prefix, round_, local, flat, sent)
                 pending = self._start(self._routes[round_], sent, received)
             if number:
                 for arrival in self._routes[done].arrivals:
@@ -140,31 +132,20 @@ class Exchange:
         return [flat, sent, sent if self._is_alone else sent.new_empty(most[2]), out]
 
     def _pack(
-        self,
-        prefix: str,
-        round_: Round,
-        values: Values,
-        before: dict[str, torch.Tensor],
-        flat: torch.Tensor,
-        sent: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
-        """Fill the messages of a round; return its values, which the next round may need again."""
-        names = {i: prefix + spec.name for i, spec in round_.specs.items()}
-        local: dict[str, torch.Tensor] = {}
-        with torch.no_grad():
-            for name in names.values():  # all of them: merging an adapter is collective
-                local[name] = before[name] if name in before else values(name)
-            into, sources = [], []
-            for copy in self._routes[round_].copies:
-                source, dtype = local[names[copy.tensor]], self._dtypes(names[copy.tensor])
-                if copy.inside is not None:
-                    source = source.reshape(source.shape or (1,))[copy.inside]
-                into.append(_view(flat, copy.start, source.shape, dtype))
-                sources.append(source)
-            if into:
-                torch._foreach_copy_(into, sources)
-            _gather_rows(flat, self._routes[round_].sent, round_.unit, sent)
-        return local
+        self, prefix: str, round_: Round, local: dict[str, torch.Tensor], flat: torch.Tensor, sent: torch.Tensor
+    ) -> None:
+        """Fill the messages of a round."""
+        into, sources = [], []
+        for copy in self._routes[round_].copies:
+            name = prefix + round_.specs[copy.tensor].name
+            source = local[name]
+            if copy.inside is not None:
+                source = source.reshape(source.shape or (1,))[copy.inside]
+            into.append(view(flat, copy.start, source.shape, self._dtypes(name)))
+            sources.append(source)
+        if into:
+            torch._foreach_copy_(into, sources)
+        _gather_rows(flat, self._routes[round_].sent, round_.unit, sent)
 
     def _start(self, route: Route, sent: torch.Tensor, received: torch.Tensor) -> dist.Work | None:
         if self._is_alone:
@@ -180,7 +161,6 @@ class Exchange:
         return dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True)
 
     def _received(self, prefix: str, route: Route, arrival: Arrival, out: torch.Tensor) -> Received:
-        """Return a parameter in its own layout."""
         assert self.member.kind is not None
         specs, parameter = arrival.bundle.specs, arrival.bundle.by_kind[self.member.kind][arrival.number]
         name = self._names(prefix, arrival)[arrival.number]
@@ -188,25 +168,25 @@ class Exchange:
         def values_of(piece: Piece, tensor: int) -> torch.Tensor:
             dtype = self._dtypes(prefix + specs[tensor].name)
             if piece.elements is None:
-                return _view(out, piece.start, piece.shape, dtype)
+                return view(out, piece.start, piece.shape, dtype)
             return out[route.short : route.nbytes].view(dtype).index_select(0, piece.elements).view(piece.shape)
 
         if not parameter.is_staged:
             values = values_of(arrival.pieces[0], parameter.regions[0].tensor)
             return Received(name, arrival.axis, arrival.part, arrival.parts, values)
-        parts = [(p.region.part, values_of(p, p.region.tensor)) for p in arrival.pieces if p.region is not None]
-        dtypes = [torch.float32 if part.form == "decay" else values.dtype for part, values in parts]
-        whole = torch.empty(arrival.shape, dtype=max(dtypes, key=lambda dtype: dtype.itemsize), device=self.device)
+        regions = [(piece.region, piece) for piece in arrival.pieces if piece.region is not None]
+        parts = [(r.part, _in_form(values_of(piece, r.tensor), r.part, self._head_dim)) for r, piece in regions]
+        dtype = max((values.dtype for _, values in parts), key=lambda dtype: dtype.itemsize)
+        whole = torch.empty(arrival.shape, dtype=dtype, device=self.device)
         for part, values in parts:
             into = [slice(low, high) for low, high in zip(part.at, part.end, strict=True)]
             if arrival.parts > 1:
                 into[arrival.axis] = slice(None)
             target = whole[tuple(into)]
-            target.copy_(_in_form(values, part, self._head_dim).reshape(target.shape))
+            target.copy_(values.reshape(target.shape))
         return Received(name, arrival.axis, arrival.part, arrival.parts, whole)
 
     def _names(self, prefix: str, arrival: Arrival) -> list[str]:
-        """Return the names of a bundle's parameters in this layer."""
         specs = [arrival.bundle.specs[i] for i in arrival.bundle.tensors]
         key = prefix + specs[0].name
         if key not in self._parameter_names:
@@ -218,8 +198,9 @@ class Exchange:
         """Return a route whose positions are tensors on this rank's device."""
 
         def moved(positions: Any) -> Any:
-            is_small = not positions.size or positions.max() < 2**31
-            return torch.from_numpy(positions.astype(np.int32 if is_small else np.int64)).to(self.device)
+            dtype = np.int32 if positions.max(initial=0) < 2**31 else np.int64
+            self._position_bytes += positions.size * dtype().itemsize
+            return torch.from_numpy(positions.astype(dtype)).to(self.device)
 
         def at_hand(piece: Piece) -> Piece:
             return piece if piece.elements is None else replace(piece, elements=moved(piece.elements))
@@ -228,17 +209,25 @@ class Exchange:
         return replace(route, sent=moved(route.sent), received=moved(route.received), arrivals=arrivals)
 
 
+def to_the_end(found: Iterator[_T]) -> Generator[_T, None, None]:
+    """Yield everything; if the consumer stops early, take the rest, because other ranks go on."""
+    try:
+        for each in found:  # noqa: UP028  (`yield from` would close `found` with this generator)
+            yield each
+    finally:
+        for _ in found:
+            pass
+
+
 def _gather_rows(source: torch.Tensor, rows: torch.Tensor, unit: int, into: torch.Tensor) -> None:
     """Copy rows of ``unit`` bytes of a buffer to another one."""
     if rows.numel():
-        width = next(
-            dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if unit % dtype.itemsize == 0
-        )
+        width = next(dtype for dtype in _WORDS if unit % dtype.itemsize == 0)
         table = source[: len(source) // unit * unit].view(width).view(-1, unit // width.itemsize)
         torch.index_select(table, 0, rows, out=into[: rows.numel() * unit].view(width).view(rows.numel(), -1))
 
 
-def _view(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def view(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 

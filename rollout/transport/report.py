@@ -9,11 +9,7 @@ _GB = 1e9
 
 @dataclass
 class Traffic:
-    """Counts the bytes that a rank sent to and received from other ranks, and the bytes of its buffers.
-
-    Attributes:
-        held: bytes in the buffers of the gather or exchange now; ``peak`` is their maximum.
-    """
+    """Bytes that a rank sent to and received from other ranks, and that its buffers hold now and held at their peak."""
 
     sent: int = 0
     received: int = 0
@@ -21,7 +17,7 @@ class Traffic:
     peak: int = 0
 
     def hold(self, nbytes: int) -> None:
-        """Count a buffer that was allocated; call ``release`` when it is freed."""
+        """Count buffers that were allocated; call ``release`` when they are freed."""
         self.held += nbytes
         self.peak = max(self.peak, self.held)
 
@@ -38,8 +34,7 @@ class TransferStats:
         gather_seconds: time spent waiting for tensors from the trainer's ranks.
         wire_seconds: time spent filling buckets.
         load_seconds: time spent waiting for the worker, which receives and loads them.
-        is_verl_sender: whether verl's own sender filled the buckets, because it is not the version that ours replaces
-            (``sender.py``).
+        is_verl_sender: whether verl's own sender filled the buckets, since its version is not known (``sender.py``).
     """
 
     tensors: int

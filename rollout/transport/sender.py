@@ -7,19 +7,19 @@ If verl's class has another source than the known one, it is used unchanged.
 import hashlib
 import inspect
 import logging
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterator
 from functools import cache
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 
-__all__ = ["fingerprint", "is_verl_sender", "new_sender"]
+__all__ = ["is_verl_sender", "new_sender"]
 
 logger = logging.getLogger("epfsdp2")
 
-# The methods of verl's sender that are replaced or called here, and the fingerprints of their known sources.
-_METHODS = ("__init__", "async_send_weights", "_init_socket", "_init_buffer", "_cleanup", "_direct_send_large_weight")
-_KNOWN = {"9b12b0e8532bf171"}
+_Weights = AsyncIterator[tuple[str, torch.Tensor]]
+_KNOWN = {"3248c2d221eb5828"}  # fingerprints of sources of verl's sender
 
 
 def new_sender(*args: Any, **kwargs: Any) -> Any:
@@ -37,59 +37,44 @@ def _class() -> type:
     from verl.utils.device import get_torch_device
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
+    if fingerprint() not in _KNOWN:
+        said = "epfsdp2: verl's BucketedWeightSender is not that of verl 0.9.1; weights are sent by it, without overlap"
+        logger.warning(said)
+        return BucketedWeightSender
+
+    def wait() -> None:
+        get_torch_device().current_stream().synchronize()
+
+    # verl's own method, which uses the device for nothing but its waits.
+    stock, device = BucketedWeightSender.async_send_weights, SimpleNamespace(synchronize=wait)
+    send = FunctionType(stock.__code__, {**stock.__globals__, "get_torch_device": lambda: device})
+
     class StreamSender(BucketedWeightSender):
-        async def async_send_weights(self, weights: AsyncIterable[tuple[str, torch.Tensor]]) -> None:
-            try:
-                self._init_socket()
-                self._init_buffer()
-                entries: dict[str, dict[str, Any]] = {}
-                at = 0
-                async for name, tensor in weights:
-                    at = -(-at // tensor.element_size()) * tensor.element_size()
-                    if entries and at + tensor.nbytes > self.bucket_size:
-                        self._send(entries, is_last=False)
-                        entries, at = {}, 0
-                    if tensor.nbytes > self.bucket_size:
-                        self._send_alone(name, tensor)
-                        continue
-                    where = {"shape": tensor.shape, "dtype": tensor.dtype, "offset": at, "handle": None}
-                    entries[name] = {"name": name, **where}
-                    into = self.buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                    into.copy_(tensor.detach(), non_blocking=True)
-                    at += tensor.nbytes
-                self._send(entries, is_last=True)
-            finally:
-                # The bucket's memory goes back to the device if nothing views it any more: vLLM may need it.
-                into = tensor = None  # type: ignore[assignment]
-                self._cleanup()
+        async def async_send_weights(self, weights: _Weights) -> None:
+            await send(self, self._fitting(weights))
 
-        def _send(self, entries: dict[str, dict[str, Any]], is_last: bool) -> None:
-            get_torch_device().current_stream().synchronize()
-            self.socket.send_pyobj({"bucket_meta": entries, "is_last": is_last})
-            self.socket.recv()
+        async def _fitting(self, weights: _Weights) -> _Weights:
+            async for name, tensor in weights:
+                if self.use_shm and tensor.nbytes > self.bucket_size:
+                    raise ValueError(
+                        f"{name} has {tensor.nbytes} bytes and the bucket {self.bucket_size}; raise "
+                        "rollout.checkpoint_engine.update_weights_bucket_megabytes."
+                    )
+                yield name, tensor.detach()
 
-        def _send_alone(self, name: str, tensor: torch.Tensor) -> None:
-            if self.use_shm:
-                raise ValueError(
-                    f"{name} has {tensor.nbytes} bytes and the bucket {self.bucket_size}; raise "
-                    "rollout.checkpoint_engine.update_weights_bucket_megabytes."
-                )
-            get_torch_device().current_stream().synchronize()
-            self._direct_send_large_weight(name, tensor)
+        def _direct_send_large_weight(self, name: str, weight: torch.Tensor) -> None:
+            wait()
+            super()._direct_send_large_weight(name, weight)
 
-    if fingerprint() in _KNOWN:
-        return StreamSender
-    said = "epfsdp2: verl's BucketedWeightSender is not that of verl 0.9.1; weights are sent by it, without overlap"
-    logger.warning(said)
-    return BucketedWeightSender
+    return StreamSender
 
 
 def fingerprint() -> str:
-    """Return a hash of the source of verl's sender; empty if it lacks a method or its source is not installed."""
+    """Return a hash of the source of verl's sender; empty if it is not installed."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     try:
-        source = "".join(inspect.getsource(getattr(BucketedWeightSender, name)) for name in _METHODS)
-    except (AttributeError, OSError):
+        source = inspect.getsource(BucketedWeightSender)
+    except OSError:
         return ""
     return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()

@@ -29,7 +29,7 @@ _POLL_MILLISECONDS = 200
 _LISTENING_SECONDS, _LOOK_SECONDS = 1.0, 0.002
 # Between queries of a collective. They cost some microseconds; other ranks' failures cost a request to the one store.
 _PAUSE_SECONDS, CHECK_SECONDS = 0.0005, 0.25
-# What a bucket's metadata is made of, besides dtypes.
+# What a bucket's metadata is made of, besides dtypes; the handle of a device's buffer is what ``reduce_tensor`` makes.
 _KNOWN = {
     "torch": ("Size", "Tensor"),
     "torch.multiprocessing.reductions": ("rebuild_cuda_tensor",),
@@ -52,8 +52,7 @@ async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any
 def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
     """Wait on the host, as NCCL's ``wait`` does not, until a collective has ended here, seen within a millisecond.
 
-    Raises ``WeightSyncError`` when another rank took no part in time, and what ``check`` raises, which is called every
-    ``CHECK_SECONDS`` and at the time limit.
+    Raises ``WeightSyncError`` after the time limit, and what ``check`` raises, which is called now and then.
     """
     now = time.monotonic()
     deadline, next_check = now + timeout_seconds, now + CHECK_SECONDS
@@ -109,16 +108,15 @@ class WatchedContext:
     def call(self, socket: zmq.Socket, event: int, method: Callable[..., _T], *args: Any) -> _T:
         """Call a socket's method when it is ready for ``event``; raises ``WeightSyncError`` if it never is."""
         started = time.monotonic()
-        while True:
+        while time.monotonic() < started + self.timeout_seconds:
             if socket.poll(_POLL_MILLISECONDS, event):
                 with contextlib.suppress(zmq.Again):  # the other end has disconnected since then
                     result = method(*args, flags=zmq.NOBLOCK)
                     self.waited_seconds += time.monotonic() - started
                     return result
             self.check()
-            if time.monotonic() >= started + self.timeout_seconds:
-                text = f"no answer from {self.waits_for} within {self.timeout_seconds:g} s"
-                raise WeightSyncError(f"{text}; it was killed, raised, or hangs")
+        text = f"no answer from {self.waits_for} within {self.timeout_seconds:g} s"
+        raise WeightSyncError(f"{text}; it was killed, raised, or hangs")
 
 
 class _WatchedSocket:
@@ -170,10 +168,7 @@ class _WatchedSocket:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads the pickled metadata of a bucket, and runs nothing of another message: anyone could bind the name first.
-
-    It has names, shapes, dtypes, offsets, and of a buffer in device memory what torch's ``reduce_tensor`` makes.
-    """
+    """Reads the pickled metadata of a bucket, and runs nothing of another message: anyone could bind the name first."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _KNOWN.get(module, ()):

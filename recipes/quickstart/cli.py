@@ -3,13 +3,10 @@
 import argparse
 import itertools
 import json
-import os
-import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from . import task
@@ -21,18 +18,6 @@ from .processes import Interrupted, ProcessTree
 __all__ = ["main", "parse"]
 
 _HERE = Path(__file__).resolve().parent
-# What verl's two trainers should find, whatever the shell has: one thread per process on a small machine, our own Ray,
-# which would start a worker for each of its CPUs that none of verl's actors takes, as these have an environment.
-_CHILD_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",
-    "RAY_prestart_worker_first_driver": "0",
-}
-# Its ports are this machine's alone: Ray listens on loopback where it is told that it is no cluster, and so does gloo.
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
-_RAY_ENV = ("RAY_ADDRESS", "RAY_TMPDIR")
 _OUTPUT_HELP = "folder for everything written; where it has an earlier run, that one is kept and a number is added"
 
 
@@ -109,17 +94,10 @@ class _Quickstart:
         self.metrics = self.output / "metrics.jsonl"
         self.warmed_up = self.output / "warmup" / f"global_step_{options.warmup_steps}" / "huggingface"
         self.seconds: dict[str, float] = {}
-        # vLLM's sockets go where this run cleans up, not into /tmp itself.
-        paths = {"VLLM_RPC_BASE_PATH": str(tree.folder)}
-        # Also where torch is a CUDA build on a machine without a GPU, which the platform can't tell by itself.
-        device = {} if torch.accelerator.is_available() else {"VERL_PLATFORM": "cpu"}
+        self.env = tree.environment()
         if options.rollout == "sglang":
             # SGLang leaves its sockets in the folder for temporary files.
-            device |= sglang_environment() | {"TMPDIR": str(tree.folder)}
-        # Whoever has no token of this run is refused by Ray; versions before 2.52 do not ask for one.
-        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        own = {k: v for k, v in os.environ.items() if k not in _RAY_ENV}
-        self.env = own | _CHILD_ENV | _LOOPBACK | token | paths | device
+            self.env |= sglang_environment() | {"TMPDIR": str(tree.folder)}
 
     def run(self) -> int:
         started, options = time.monotonic(), self.options

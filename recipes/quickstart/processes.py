@@ -7,6 +7,7 @@ descendant that loses its own, so that its process tree is complete at any time,
 
 import ctypes
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from ...engine.cleanup import held_by, present, remove_unused
 
@@ -30,6 +32,19 @@ _GRACE_SECONDS = 8.0
 _POLL_SECONDS = 0.3
 _LOOK_SECONDS = 5.0  # between two looks at what the processes hold, unless there is something new
 _libc = ctypes.CDLL(None)
+
+# What verl's two trainers should find, whatever the shell has: one thread per process on a small machine, our own Ray,
+# which would start a worker for each of its CPUs that none of verl's actors takes, as these have an environment.
+_CHILD_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "RAY_prestart_worker_first_driver": "0",
+}
+# Its ports are this machine's alone: Ray listens on loopback where it is told that it is no cluster, and so does gloo.
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
+_RAY_ENV = ("RAY_ADDRESS", "RAY_TMPDIR")
 
 
 class Interrupted(BaseException):
@@ -74,6 +89,17 @@ class ProcessTree:
             self._end_descendants()
             remove_unused(self._held)
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables for verl's trainers."""
+        # vLLM's sockets go where this run cleans up, not into /tmp itself.
+        paths = {"VLLM_RPC_BASE_PATH": str(self.folder)}
+        # Also where torch is a CUDA build on a machine without a GPU, which the platform can't tell by itself.
+        device = {} if torch.accelerator.is_available() else {"VERL_PLATFORM": "cpu"}
+        # Whoever has no token of this run is refused by Ray; versions before 2.52 do not ask for one.
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        own = {name: value for name, value in os.environ.items() if name not in _RAY_ENV}
+        return own | _CHILD_ENV | _LOOPBACK | token | paths | device
 
     def run(self, command: list[str], env: dict[str, str], log: Path, on_tick: Callable[[], None]) -> int:
         """Run ``command`` with its output in ``log``, calling ``on_tick`` a few times a second; return its exit status.

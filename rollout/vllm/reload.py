@@ -199,8 +199,7 @@ class Reload:
         for model, _ in self._models:
             reload_shims.finish_model(model)
             apply_buffer_updates(model, list(self._received_buffers.items()))
-        # Without packed linear layers: reading them back takes a matrix product each.
-        if wrong := self._checksums.difference(running_weights(self._models[0][0], packed_linears=False)):
+        if wrong := self._checksums.difference(running_weights(self._models[0][0])):
             raise WeightSyncError(wrong)
 
     def abandon(self) -> None:

@@ -50,7 +50,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "rollout/quantised_shards.py": TORCH,
     "rollout/plan": frozenset({"numpy"}),
     "rollout/sglang": TORCH | {"sglang", "verl"},
-    "rollout/vllm": TORCH | {"packaging", "verl", "vllm"},
+    "rollout/vllm": TORCH | {"verl", "vllm"},
     "rollout/vllm/adapter.py": TORCH | {"ray", "verl", "zmq"},
     "rollout/vllm/shims": TORCH | {"vllm"},
     "rollout/transport": TORCH | {"zmq"},

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...engine.compat import versions
 from ...engine.model import hf_names
 from .rollout_config import ROLLOUT, is_disaggregated, size_of
 from .rules import Family
@@ -74,7 +75,7 @@ class Server:
 
     def unknown_layout(self) -> str:
         """Return why the layout of the installed release is unknown; empty if it is known, or none is installed."""
-        return ""
+        return versions.untested(self.name)
 
     def named(
         self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from verl.utils.device import get_device_id, get_device_name
 
 from ..transport.checksums import with_checksums
 from ..transport.report import TransferStats
@@ -39,29 +40,21 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
-    from . import cpu_shim
+    from . import shims
 
-    cpu_shim.install()
+    shims.send_from_cpu()
     return globals().setdefault(name, type(name, (SlicedUpdates, ServerAdapter), {"__module__": __name__}))
 
 
 class SlicedUpdates:
     """Mix-in for verl's ``ServerAdapter``: each tensor-parallel worker is sent what it keeps, by the rank beside it."""
 
-    # verl's class provides these.
-    config: Any
-    device_mesh: Any
-    rollout_rank: int
-    server_actor: Any
-    _engine: Any
-    _init_server_adapter: Any
-
     _checked_mode = ""  # of the last sync, whose layout the workers have compared
     _buffers: "list[torch.Tensor] | None" = None
     _taken, _taken_at = 0, 0.0  # tensors that verl's own update took of this sync, and when it took the last
 
     async def update_weights(
-        self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+        self: Any, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:
         """Send ``weights`` to SGLang's workers. Arguments as in verl's method.
 
@@ -121,12 +114,11 @@ class SlicedUpdates:
                 request = self._post([packed for packed, _ in everyone])
 
     def _buckets(
-        self, selected: Any, tensors: Iterator[tuple[str, torch.Tensor]]
+        self: Any, selected: Any, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[Header, torch.Tensor, Any]]:
         """Yield the header and the memory of each bucket, and what SGLang is sent for it; then empty ones for ever."""
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-        from verl.utils.device import get_device_name
 
         monkey_patch_torch_reductions()
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 2
@@ -143,7 +135,7 @@ class SlicedUpdates:
             synchronize(memory)
             yield header, memory, MultiprocessingSerializer.serialize([(header.as_text(), memory)])
 
-    def _post(self, packed: list[Any]) -> "asyncio.Future[Any] | None":
+    def _post(self: Any, packed: list[Any]) -> "asyncio.Future[Any] | None":
         """Pass each worker its bucket; return SGLang's answer on the rank that asks it."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -159,12 +151,8 @@ class SlicedUpdates:
     async def _finish(
         self, request: "asyncio.Future[Any] | None", memory: torch.Tensor | None, failure: Exception | None
     ) -> None:
-        """Wait until the workers have loaded their buckets; raise on all ranks of the replica if one has failed.
-
-        Args:
-            memory: this rank's bucket; None before the first.
-            failure: why this rank can't send another bucket, if it can't.
-        """
+        """Wait until the workers have loaded their buckets (``memory``); raise on all ranks of the replica if one has
+        failed, or can't send another bucket (``failure``)."""
         text = ""
         try:
             if request is not None:
@@ -175,7 +163,7 @@ class SlicedUpdates:
         if memory is not None:
             self._agree(answer_of(memory))
 
-    def _agreed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor], None, None]:
+    def _agreed(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
         """Yield full tensors for verl's own update, some at a time, after all ranks of the replica have made them.
 
         verl gathers a bucket from each rank, and would wait for one that has failed before it.
@@ -223,7 +211,7 @@ class SlicedUpdates:
             rank = int(os.environ.get("RANK", "0"))
             raise WeightSyncError(f"weight sync failed on trainer rank {rank}: {failed[0]}") from failure
 
-    def _of_replica(self, mine: Any) -> list[Any]:
+    def _of_replica(self: Any, mine: Any) -> list[Any]:
         """Gather a value from each rank of a replica; raise if one takes no part in twice the time-out."""
         mesh = self.device_mesh["infer_tp"]
         everyone: list[Any] = [None] * mesh.size()
@@ -236,8 +224,6 @@ class SlicedUpdates:
 
 def shared_memory(nbytes: int) -> torch.Tensor:
     """Allocate memory that a worker on the same machine can read and write."""
-    from verl.utils.device import get_device_id, get_device_name
-
     if get_device_name() == "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8).share_memory_()
     return torch.zeros(nbytes, dtype=torch.uint8, device=get_device_id())

@@ -8,8 +8,9 @@ import contextlib
 import inspect
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from multiprocessing import shared_memory
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,7 +134,6 @@ async def send_weights(
     timeout_seconds: float,
     rank: int,
     future: Any = None,
-    failure_of: Callable[[Any], BaseException | None] | None = None,
 ) -> TransferStats:
     """Send weights through verl's bucketed transport and wait until the receiving call has ended.
 
@@ -144,19 +144,15 @@ async def send_weights(
         use_shm: whether the bucket is shared memory; otherwise CUDA IPC.
         timeout_seconds: longest wait for one message.
         rank: this rank, for the error's text.
-        future: awaitable of the receiving remote call; None on ranks that did not make the call.
-        failure_of: returns the exception with which ``future`` ended, or None, without waiting; Ray's by default.
+        future: Ray's reference of the receiving remote call; None on ranks that did not make the call.
 
     Raises:
         WeightSyncError: see ``WatchedUpdates.update_weights``.
     """
     started, progress = time.monotonic(), _Progress()
 
-    def failure() -> BaseException | None:
-        return None if future is None else (failure_of or _failure_of_ray_call)(future)
-
     def check() -> None:
-        if (cause := failure()) is not None:
+        if (cause := _failure_of_call(future)) is not None:
             raise cause
 
     waits_for = f"the vLLM worker behind {zmq_handle}"
@@ -174,7 +170,7 @@ async def send_weights(
     except Exception as error:
         if progress.failed_in_source:
             raise  # an error of the trainer, not of the transfer
-        cause = failure() or error
+        cause = _failure_of_call(future) or error
         raise WeightSyncError(
             f"weight sync failed on trainer rank {rank} after {progress.sent} tensors "
             f"(last: {progress.last or 'none'}): {_describe(cause)}"
@@ -210,7 +206,10 @@ class _Progress:
             self.nbytes += tensor.nbytes
 
 
-def _failure_of_ray_call(reference: Any) -> Exception | None:
+def _failure_of_call(reference: Any) -> BaseException | None:
+    """Return the exception with which a remote call has ended; None if it has not, without waiting."""
+    if reference is None:
+        return None
     import ray
 
     try:
@@ -243,10 +242,9 @@ async def _close(weights: Any) -> None:
 
 def _release(zmq_handle: str, shared_memory_name: str | None) -> None:
     """Remove the socket file, and the segment that verl's sender leaks if its first message is never answered."""
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(zmq_handle.removeprefix("ipc://"))
-    with contextlib.suppress(FileNotFoundError):
-        if shared_memory_name is not None:
+    Path(zmq_handle.removeprefix("ipc://")).unlink(missing_ok=True)
+    if shared_memory_name is not None:
+        with contextlib.suppress(FileNotFoundError):
             segment = shared_memory.SharedMemory(name=shared_memory_name)
             segment.close()
             segment.unlink()

@@ -109,24 +109,29 @@ def test_send_weights_times_each_message_not_the_sync(handle):
     assert time.monotonic() - started > 2.0  # twice the time-out
 
 
-def test_send_weights_raises_the_receiving_calls_failure_at_once(handle):
+def test_send_weights_raises_the_receiving_calls_failure_at_once(handle, monkeypatch):
     failed = concurrent.futures.Future()
+    monkeypatch.setattr(
+        server_adapter, "_failure_of_call", lambda future: future.exception() if future.done() else None
+    )
     threading.Timer(0.5, failed.set_exception, [RuntimeError("vLLM's own words")]).start()
     weights, started = Weights(), time.monotonic()
     with pytest.raises(WeightSyncError, match="RuntimeError: vLLM's own words") as caught:
-        send(handle, weights, 60.0, future=failed, failure_of=lambda f: f.exception() if f.done() else None)
+        send(handle, weights, 60.0, future=failed)
     assert time.monotonic() - started < 10
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert weights.closed
 
 
-def test_send_weights_times_out_on_a_call_that_never_returns(handle):
+def test_send_weights_times_out_on_a_call_that_never_returns(handle, monkeypatch):
+    monkeypatch.setattr(server_adapter, "_failure_of_call", lambda future: None)
+
     async def never():
         await asyncio.sleep(600)
 
     receive(handle, None)
     with pytest.raises(WeightSyncError, match="did not finish the update within 1 s"):
-        send(handle, Weights(), future=never(), failure_of=lambda _: None)
+        send(handle, Weights(), future=never())
 
 
 def test_send_weights_without_memory_for_a_bucket_takes_part_in_the_exchange(handle, monkeypatch):

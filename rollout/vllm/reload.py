@@ -8,7 +8,7 @@ units of a worker's parameters (``layout/slice_names.py``).
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +33,7 @@ class LayerRecord:
 
     def __init__(self, name: str, layer: Any):
         self.name, self.layer, self.info = name, layer, get_layerwise_info(layer)
-        self.kernel_parameters = list(self.info.kernel_tensors[0].values())
+        self.kernel_parameters = {id(parameter) for parameter in self.info.kernel_tensors[0].values()}
         parameters = {own: parameter for own, parameter in layer._parameters.items() if parameter is not None}
         # By a tensor's name: its shape without padding, the elements to come, those that came, memory of its units.
         self.shapes = {own: unpadded_shape(layer, own, parameter) for own, parameter in parameters.items()}
@@ -233,16 +233,15 @@ class Reload:
 
     def _check(self) -> list[LayerRecord]:
         """Raise unless all is complete and used; return the layers that share all parameters with complete layers."""
-        owners: defaultdict[int, list[LayerRecord]] = defaultdict(list)
-        for record in self._layers:
-            for parameter in record.kernel_parameters:
-                owners[id(parameter)].append(record)
+        complete = {
+            parameter for record in self._layers if record.is_complete for parameter in record.kernel_parameters
+        }
         tied, missing = [], []
         for record in self._layers:
             received, expected = record.counts()
             if received == expected:
                 continue
-            if not received and all(any(o.is_complete for o in owners[id(p)]) for p in record.kernel_parameters):
+            if not received and record.kernel_parameters <= complete:
                 tied.append(record)
             else:
                 missing.append(f"{record.name or type(record.layer).__name__} ({received} of {expected})")

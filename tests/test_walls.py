@@ -57,6 +57,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "rollout/transport/exchange.py": TORCH | {"numpy"},
     "rollout/transport/sender.py": TORCH | {"verl", "zmq"},
     "rollout/layout": TORCH,
+    "rollout/layout/server.py": TORCH | {"verl"},
     "engine/lora": TORCH | {"safetensors"},
     "engine/quantise": TORCH,
     "engine/parallelize.py": TORCH,

@@ -63,7 +63,11 @@ class Server:
         Args:
             timeout_seconds: longest wait for one message of a weight sync, on both sides.
         """
-        import_module(f"...{self.name}.adapter", __name__).install(timeout_seconds)
+        from verl.workers.rollout import base
+
+        adapter = import_module(f"...{self.name}.adapter", __name__)
+        adapter.Updates.timeout_seconds = timeout_seconds
+        base._ROLLOUT_REGISTRY[(self.name, "async")] = f"{adapter.__name__}.Adapter"
 
     def families(self) -> Mapping[str, Family]:
         """Return how the installed release differs from the common rules, by family (``model_type``)."""

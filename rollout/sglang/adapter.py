@@ -18,37 +18,28 @@ from ..transport.watched_sockets import WeightSyncError, await_result, taking_pa
 from .bucket import ANSWER_BYTES, Header, answer_of, fill, synchronize
 from .server import SGLANG_LOADER
 
-__all__ = ["install", "shared_memory"]
+__all__ = ["Updates", "shared_memory"]
 
 # On a CPU, where memory that a worker maps costs more than messages.
 _SHM_BYTES = 32 << 20
-_timeout_seconds = 300.0
-
-
-def install(timeout_seconds: float) -> None:
-    """Make verl build this adapter for SGLang; see ``Server.install``."""
-    from verl.workers.rollout import base
-
-    global _timeout_seconds
-    _timeout_seconds = timeout_seconds
-    base._ROLLOUT_REGISTRY[("sglang", "async")] = f"{__name__}.SlicingServerAdapter"
 
 
 def __getattr__(name: str) -> Any:
     # Made on first use: verl's adapter imports SGLang, which a process of another rollout may lack.
-    if name != "SlicingServerAdapter":
+    if name != "Adapter":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
     from . import shims
 
     shims.send_from_cpu()
-    return globals().setdefault(name, type(name, (SlicedUpdates, ServerAdapter), {"__module__": __name__}))
+    return globals().setdefault(name, type(name, (Updates, ServerAdapter), {"__module__": __name__}))
 
 
-class SlicedUpdates:
+class Updates:
     """Mix-in for verl's ``ServerAdapter``: each tensor-parallel worker is sent what it keeps, by the rank beside it."""
 
+    timeout_seconds = 300.0  # see ``Server.install``
     _checked_mode = ""  # of the last sync, whose layout the workers have compared
     _buffers: "list[torch.Tensor] | None" = None
     _taken, _taken_at = 0, 0.0  # tensors that verl's own update took of this sync, and when it took the last
@@ -73,7 +64,7 @@ class SlicedUpdates:
             failure: Exception | None = None
             try:
                 failed = "SGLang's server did not say where it is"
-                await await_result(self._init_server_adapter(), _timeout_seconds, failed)
+                await await_result(self._init_server_adapter(), self.timeout_seconds, failed)
             except Exception as error:  # the other ranks wait for this one
                 failure = error
             selected.check_plans(failure)
@@ -83,10 +74,10 @@ class SlicedUpdates:
         if dist.get_rank() == 0:
             print(f"[epfsdp2] {report}", flush=True)
         if self._engine is not None:
-            failed = "SGLang's server did not answer after the update"
-            await await_result(self._engine.flush_cache(), _timeout_seconds, failed)
+            failed, limit = "SGLang's server did not answer after the update", self.timeout_seconds
+            await await_result(self._engine.flush_cache(), limit, failed)
             if global_steps is not None:
-                await await_result(self.server_actor.set_global_steps.remote(global_steps), _timeout_seconds, failed)
+                await await_result(self.server_actor.set_global_steps.remote(global_steps), limit, failed)
 
     async def _send(self, selected: Any) -> TransferStats:
         started = time.monotonic()
@@ -145,7 +136,8 @@ class SlicedUpdates:
             serialized_named_tensors=packed, load_format=SGLANG_LOADER, flush_cache=False
         )
         # In a thread, since this one goes on with the next bucket; verl opens a session for each request.
-        answer = await_result(self._engine.update_weights_from_tensor(update), _timeout_seconds, "it did not answer")
+        call = self._engine.update_weights_from_tensor(update)
+        answer = await_result(call, self.timeout_seconds, "it did not answer")
         return asyncio.get_running_loop().run_in_executor(None, asyncio.run, answer)
 
     async def _finish(
@@ -194,11 +186,11 @@ class SlicedUpdates:
         update = asyncio.ensure_future(call)
         self._taken, self._taken_at = 0, time.monotonic()
         while not update.done():
-            left = self._taken_at + _timeout_seconds - time.monotonic()
+            left = self._taken_at + self.timeout_seconds - time.monotonic()
             if left <= 0:
                 update.cancel()
                 raise WeightSyncError(
-                    f"SGLang did not take the update within {_timeout_seconds:g} s, after {self._taken} tensors"
+                    f"SGLang did not take the update within {self.timeout_seconds:g} s, after {self._taken} tensors"
                 )
             await asyncio.wait({update}, timeout=left)
         await update
@@ -217,7 +209,7 @@ class SlicedUpdates:
         everyone: list[Any] = [None] * mesh.size()
         ready = dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=mesh.get_group(), async_op=True)
         assert ready is not None
-        wait_for_work(ready, 2 * _timeout_seconds)
+        wait_for_work(ready, 2 * self.timeout_seconds)
         dist.all_gather_object(everyone, mine, mesh.get_group())
         return everyone
 

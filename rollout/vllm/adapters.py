@@ -22,24 +22,20 @@ def without_adapters(*models: torch.nn.Module) -> Iterator[None]:
     vLLM puts that one there after loading, which renames parameters (``<layer>.base_layer.weight``) and hides layers
     from their models' loaders.
     """
-    wrapped: list[tuple[dict[str, Any], str, Any]] = [
-        (parent._modules, name, layer)
-        for model in models
-        for parent in model.modules()
-        for name, layer in parent._modules.items()
-        if isinstance(layer, BaseLayerWithLoRA)
-    ]
+    parents = [parent._modules for model in models for parent in model.modules()]
+    children: list[tuple[Any, ...]] = [(modules, *child) for modules in parents for child in modules.items()]
+    wrapped = [child for child in children if isinstance(child[2], BaseLayerWithLoRA)]
     experts: list[Any] = [part for *_, layer in wrapped for part in layer.modules()]
     prefixes = [(part, part.lora_base_layer_prefix) for part in experts if hasattr(part, "lora_base_layer_prefix")]
-    for children, name, layer in wrapped:
-        children[name] = layer.base_layer
+    for modules, name, layer in wrapped:
+        modules[name] = layer.base_layer
     for part, _ in prefixes:
         part.lora_base_layer_prefix = ""
     try:
         yield
     finally:
-        for children, name, layer in wrapped:
-            children[name] = layer
+        for modules, name, layer in wrapped:
+            modules[name] = layer
         for part, prefix in prefixes:
             part.lora_base_layer_prefix = prefix
 

@@ -233,9 +233,7 @@ class Reload:
 
     def _check(self) -> list[LayerRecord]:
         """Raise unless all is complete and used; return the layers that share all parameters with complete layers."""
-        complete = {
-            parameter for record in self._layers if record.is_complete for parameter in record.kernel_parameters
-        }
+        complete = {p for record in self._layers if record.is_complete for p in record.kernel_parameters}
         tied, missing = [], []
         for record in self._layers:
             received, expected = record.counts()
@@ -277,9 +275,8 @@ class Reload:
 def _memory_for_units(record: LayerRecord, own: str) -> torch.Tensor:
     """Return memory that collects the units of a parameter until its layer is complete, with zeros for padding rows.
 
-    It is the running parameter's if that has the same layout and dtype and is not shared with other tensors of the
-    layer: vLLM processes the complete layer into new memory, or in place (FlashInfer's blocks in 0.32), and only then
-    copies it into the running parameters.
+    It is the running parameter's if that has the same layout and dtype and shares no memory: vLLM processes the
+    complete layer into new memory, or in place, and only then copies it into the running parameters.
     """
     target, info = getattr(record.layer, own), record.info
     running = info.kernel_tensors[0].get(own)

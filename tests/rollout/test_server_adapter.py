@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from epfsdp2.rollout.vllm import adapter as server_adapter
-from epfsdp2.rollout.vllm.adapter import WatchedUpdates, WeightSyncError, send_weights
+from epfsdp2.rollout.vllm.adapter import Updates, WeightSyncError, send_weights
 from epfsdp2.rollout.vllm.server import EXTENSION
 
 
@@ -186,13 +186,13 @@ class StockAdapter:
         self.calls.append(("stock", wire_format))
 
 
-class Adapter(WatchedUpdates, StockAdapter):
+class Adapter(Updates, StockAdapter):
     pass
 
 
 @pytest.mark.parametrize("extension", ["epfsdp2.rollout.vllm_worker.WeightSyncExtension", "theirs.Extension", None])
 def test_adapter_calls_the_worker_sends_and_clears_the_cache(handle, monkeypatch, extension):
-    monkeypatch.setattr(server_adapter, "_timeout_seconds", 7.0)
+    monkeypatch.setattr(Updates, "timeout_seconds", 7.0)
     adapter = Adapter(handle, extension)
     receive(handle, None)
     asyncio.run(adapter.update_weights(Weights(), global_steps=3, peft_config=None))
@@ -240,7 +240,7 @@ def test_adapter_checks_layouts_before_the_first_sync_and_prints_reports(handle,
         receive(handle, None)
         sync(adapter, weights)
     asked = [(name, *rest) for name, *rest in adapter.calls if name != "clear_kv_cache"]
-    timeout = {"sync_timeout_seconds": server_adapter._timeout_seconds}
+    timeout = {"sync_timeout_seconds": Updates.timeout_seconds}
     assert asked == [
         ("epfsdp2_check_layout", {"layouts": [{"a": "[2] from 0"}]}),
         ("update_weights_from_ipc", {"use_shm": True, **timeout, "verify": True}),
@@ -268,7 +268,7 @@ def test_adapter_loads_the_stages_of_a_sync_one_after_the_other(handle, monkeypa
 
     monkeypatch.setattr(server_adapter, "send_weights", sends)
     asyncio.run(adapter.update_weights(Staged()))
-    taken = {"use_shm": True, "sync_timeout_seconds": server_adapter._timeout_seconds, "peft_config": {"r": 4}}
+    taken = {"use_shm": True, "sync_timeout_seconds": Updates.timeout_seconds, "peft_config": {"r": 4}}
     assert [call for call in adapter.calls if call[0] == "update_weights_from_ipc"] == [
         ("update_weights_from_ipc", {**taken, "base_sync_done": done}) for done in (False, True)
     ]
@@ -303,7 +303,7 @@ def test_adapter_with_differing_layouts_raises_before_sending(handle):
 
 
 def test_adapter_whose_server_does_not_clear_its_cache_ends_in_time(handle, monkeypatch):
-    monkeypatch.setattr(server_adapter, "_timeout_seconds", 1.0)
+    monkeypatch.setattr(Updates, "timeout_seconds", 1.0)
     adapter = Adapter(handle, EXTENSION)
     adapter.server_handle.clear_kv_cache = SimpleNamespace(remote=lambda: asyncio.sleep(600))
     receive(handle, None)
@@ -321,14 +321,14 @@ def test_install_imports_nothing_heavy_and_registers_the_adapter():
     code = """
 import sys
 from epfsdp2.rollout.vllm import adapter as server_adapter
-from epfsdp2.rollout.vllm.server import EXTENSION
+from epfsdp2.rollout.vllm.server import EXTENSION, VLLM
 assert "ray" not in sys.modules and "verl" not in sys.modules and "vllm" not in sys.modules
-server_adapter.install(7.0)
+VLLM.install(7.0)
 from verl.workers.rollout.base import get_rollout_class
 adapter = get_rollout_class("vllm", "async")
 from verl.workers.rollout.vllm_rollout import ServerAdapter
-assert adapter.__mro__[1:3] == (server_adapter.WatchedUpdates, ServerAdapter), adapter.__mro__
-assert server_adapter._timeout_seconds == 7.0
+assert adapter.__mro__[1:3] == (server_adapter.Updates, ServerAdapter), adapter.__mro__
+assert adapter.timeout_seconds == 7.0
 # What the mix-in replaces, and what it calls, is still there.
 import inspect
 update = list(inspect.signature(ServerAdapter.update_weights).parameters)

@@ -137,7 +137,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from epfsdp2.rollout.sglang import shims
-from epfsdp2.rollout.sglang.adapter import SlicedUpdates
+from epfsdp2.rollout.sglang.adapter import Updates
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 
 shims.send_from_cpu()
@@ -155,7 +155,7 @@ class Server:
         raise ConnectionError("nobody listens")
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-updates = SlicedUpdates()
+updates = Updates()
 updates.device_mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "infer_tp"))
 updates.config = SimpleNamespace(checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=16))
 updates._engine = Server()

@@ -6,7 +6,6 @@ Tests name it as ``worker_extension_cls``; vLLM's processes find this package by
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -20,6 +19,7 @@ from epfsdp2.rollout.vllm.loaded_weights import running_weights
 from epfsdp2.rollout.vllm.reload import Reload
 from epfsdp2.rollout.vllm.worker import WeightSyncExtension
 from tests.support.rollout.loader_trace import LoaderTracer, View
+from tests.support.rollout.packed_weights import packed_weights
 from tests.support.rollout.verify import digest
 
 __all__ = ["ReadableWorker"]
@@ -95,37 +95,7 @@ class ReadableWorker(WeightSyncExtension):
         model = self.model_runner.model
         with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad(), without_adapters(model):
             yield from running_weights(model)
-            yield from _packed_linears(model)
-
-
-def _packed_linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of linear layers that vLLM's CPU build packs, and of experts that are linear layers.
-
-    Each is applied to the identity: an output is 1 * w plus zeros. A head is the matrix that multiplies the hidden
-    states, even if it is tied to the embedding.
-    """
-    heads = {id(layer) for name, layer in model.named_modules(remove_duplicate=False) if name.endswith("lm_head")}
-    for name, layer in model.named_modules():
-        prefix = prefix_of(name)
-        if hasattr(layer, "gate_up_linear") and not layer.w13_weight.numel():
-            moe = layer.moe_config
-            up, down = torch.eye(moe.hidden_dim), torch.eye(moe.intermediate_size_per_partition)
-            for own, linears, inputs in (("w13", layer.gate_up_linear, up), ("w2", layer.down_linear, down)):
-                yield f"{prefix}{own}_weight", torch.stack([linear(inputs.to(moe.in_dtype)).t() for linear in linears])
-        if hasattr(layer, "cpu_linear"):
-            is_table = hasattr(layer, "shard_indices") and id(layer) not in heads
-            yield f"{prefix}weight", layer.weight.detach() if is_table else _packed_linear(layer)
-    for name, layer in model.named_modules(remove_duplicate=False):
-        # A tied embedding was read above as a table; here the packed copy that it holds as the head is read.
-        if name.endswith("lm_head") and hasattr(layer, "cpu_linear") and type(layer).__name__ != "ParallelLMHead":
-            yield f"{name}.weight", _packed_linear(layer)
-
-
-def _packed_linear(layer: Any) -> torch.Tensor:
-    """Return the ``[out, in]`` matrix of a packed linear layer."""
-    size = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None) or layer.input_size
-    dtype = getattr(layer, "params_dtype", None) or layer.weight.dtype
-    return layer.quant_method.apply(layer, torch.eye(size, dtype=dtype)).t().contiguous()
+            yield from packed_weights(model)
 
 
 def _traced(reload: Reload, views: Sequence[View]) -> dict[str, list[TargetSlice]]:

@@ -134,7 +134,7 @@ def _adapter(folder: Path, tp: int, port: int):
     from epfsdp2.rollout.sglang import adapter
     from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 
-    one = object.__new__(adapter.SlicingServerAdapter)
+    one = object.__new__(adapter.Adapter)
     one.config = RolloutConfig(
         name="sglang",
         tensor_model_parallel_size=tp,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...engine.compat import versions
 from ...engine.model import hf_names
 from .rollout_config import ROLLOUT, is_disaggregated, size_of
 from .rules import Family
@@ -62,7 +63,11 @@ class Server:
         Args:
             timeout_seconds: longest wait for one message of a weight sync, on both sides.
         """
-        import_module(f"...{self.name}.adapter", __name__).install(timeout_seconds)
+        from verl.workers.rollout import base
+
+        adapter = import_module(f"...{self.name}.adapter", __name__)
+        adapter.Updates.timeout_seconds = timeout_seconds
+        base._ROLLOUT_REGISTRY[(self.name, "async")] = f"{adapter.__name__}.Adapter"
 
     def families(self) -> Mapping[str, Family]:
         """Return how the installed release differs from the common rules, by family (``model_type``)."""
@@ -74,7 +79,7 @@ class Server:
 
     def unknown_layout(self) -> str:
         """Return why the layout of the installed release is unknown; empty if it is known, or none is installed."""
-        return ""
+        return versions.untested(self.name)
 
     def named(
         self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from verl.utils.device import get_device_id, get_device_name
 
 from ..transport.checksums import with_checksums
 from ..transport.report import TransferStats
@@ -17,51 +18,34 @@ from ..transport.watched_sockets import WeightSyncError, await_result, taking_pa
 from .bucket import ANSWER_BYTES, Header, answer_of, fill, synchronize
 from .server import SGLANG_LOADER
 
-__all__ = ["install", "shared_memory"]
+__all__ = ["Updates", "shared_memory"]
 
 # On a CPU, where memory that a worker maps costs more than messages.
 _SHM_BYTES = 32 << 20
-_timeout_seconds = 300.0
-
-
-def install(timeout_seconds: float) -> None:
-    """Make verl build this adapter for SGLang; see ``Server.install``."""
-    from verl.workers.rollout import base
-
-    global _timeout_seconds
-    _timeout_seconds = timeout_seconds
-    base._ROLLOUT_REGISTRY[("sglang", "async")] = f"{__name__}.SlicingServerAdapter"
 
 
 def __getattr__(name: str) -> Any:
     # Made on first use: verl's adapter imports SGLang, which a process of another rollout may lack.
-    if name != "SlicingServerAdapter":
+    if name != "Adapter":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
 
-    from . import cpu_shim
+    from . import shims
 
-    cpu_shim.install()
-    return globals().setdefault(name, type(name, (SlicedUpdates, ServerAdapter), {"__module__": __name__}))
+    shims.send_from_cpu()
+    return globals().setdefault(name, type(name, (Updates, ServerAdapter), {"__module__": __name__}))
 
 
-class SlicedUpdates:
+class Updates:
     """Mix-in for verl's ``ServerAdapter``: each tensor-parallel worker is sent what it keeps, by the rank beside it."""
 
-    # verl's class provides these.
-    config: Any
-    device_mesh: Any
-    rollout_rank: int
-    server_actor: Any
-    _engine: Any
-    _init_server_adapter: Any
-
+    timeout_seconds = 300.0  # see ``Server.install``
     _checked_mode = ""  # of the last sync, whose layout the workers have compared
     _buffers: "list[torch.Tensor] | None" = None
     _taken, _taken_at = 0, 0.0  # tensors that verl's own update took of this sync, and when it took the last
 
     async def update_weights(
-        self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+        self: Any, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:
         """Send ``weights`` to SGLang's workers. Arguments as in verl's method.
 
@@ -80,7 +64,7 @@ class SlicedUpdates:
             failure: Exception | None = None
             try:
                 failed = "SGLang's server did not say where it is"
-                await await_result(self._init_server_adapter(), _timeout_seconds, failed)
+                await await_result(self._init_server_adapter(), self.timeout_seconds, failed)
             except Exception as error:  # the other ranks wait for this one
                 failure = error
             selected.check_plans(failure)
@@ -90,10 +74,10 @@ class SlicedUpdates:
         if dist.get_rank() == 0:
             print(f"[epfsdp2] {report}", flush=True)
         if self._engine is not None:
-            failed = "SGLang's server did not answer after the update"
-            await await_result(self._engine.flush_cache(), _timeout_seconds, failed)
+            failed, limit = "SGLang's server did not answer after the update", self.timeout_seconds
+            await await_result(self._engine.flush_cache(), limit, failed)
             if global_steps is not None:
-                await await_result(self.server_actor.set_global_steps.remote(global_steps), _timeout_seconds, failed)
+                await await_result(self.server_actor.set_global_steps.remote(global_steps), limit, failed)
 
     async def _send(self, selected: Any) -> TransferStats:
         started = time.monotonic()
@@ -121,12 +105,11 @@ class SlicedUpdates:
                 request = self._post([packed for packed, _ in everyone])
 
     def _buckets(
-        self, selected: Any, tensors: Iterator[tuple[str, torch.Tensor]]
+        self: Any, selected: Any, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[Header, torch.Tensor, Any]]:
         """Yield the header and the memory of each bucket, and what SGLang is sent for it; then empty ones for ever."""
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-        from verl.utils.device import get_device_name
 
         monkey_patch_torch_reductions()
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 2
@@ -143,7 +126,7 @@ class SlicedUpdates:
             synchronize(memory)
             yield header, memory, MultiprocessingSerializer.serialize([(header.as_text(), memory)])
 
-    def _post(self, packed: list[Any]) -> "asyncio.Future[Any] | None":
+    def _post(self: Any, packed: list[Any]) -> "asyncio.Future[Any] | None":
         """Pass each worker its bucket; return SGLang's answer on the rank that asks it."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -153,18 +136,15 @@ class SlicedUpdates:
             serialized_named_tensors=packed, load_format=SGLANG_LOADER, flush_cache=False
         )
         # In a thread, since this one goes on with the next bucket; verl opens a session for each request.
-        answer = await_result(self._engine.update_weights_from_tensor(update), _timeout_seconds, "it did not answer")
+        call = self._engine.update_weights_from_tensor(update)
+        answer = await_result(call, self.timeout_seconds, "it did not answer")
         return asyncio.get_running_loop().run_in_executor(None, asyncio.run, answer)
 
     async def _finish(
         self, request: "asyncio.Future[Any] | None", memory: torch.Tensor | None, failure: Exception | None
     ) -> None:
-        """Wait until the workers have loaded their buckets; raise on all ranks of the replica if one has failed.
-
-        Args:
-            memory: this rank's bucket; None before the first.
-            failure: why this rank can't send another bucket, if it can't.
-        """
+        """Wait until the workers have loaded their buckets (``memory``); raise on all ranks of the replica if one has
+        failed, or can't send another bucket (``failure``)."""
         text = ""
         try:
             if request is not None:
@@ -175,7 +155,7 @@ class SlicedUpdates:
         if memory is not None:
             self._agree(answer_of(memory))
 
-    def _agreed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor], None, None]:
+    def _agreed(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
         """Yield full tensors for verl's own update, some at a time, after all ranks of the replica have made them.
 
         verl gathers a bucket from each rank, and would wait for one that has failed before it.
@@ -206,11 +186,11 @@ class SlicedUpdates:
         update = asyncio.ensure_future(call)
         self._taken, self._taken_at = 0, time.monotonic()
         while not update.done():
-            left = self._taken_at + _timeout_seconds - time.monotonic()
+            left = self._taken_at + self.timeout_seconds - time.monotonic()
             if left <= 0:
                 update.cancel()
                 raise WeightSyncError(
-                    f"SGLang did not take the update within {_timeout_seconds:g} s, after {self._taken} tensors"
+                    f"SGLang did not take the update within {self.timeout_seconds:g} s, after {self._taken} tensors"
                 )
             await asyncio.wait({update}, timeout=left)
         await update
@@ -223,21 +203,19 @@ class SlicedUpdates:
             rank = int(os.environ.get("RANK", "0"))
             raise WeightSyncError(f"weight sync failed on trainer rank {rank}: {failed[0]}") from failure
 
-    def _of_replica(self, mine: Any) -> list[Any]:
+    def _of_replica(self: Any, mine: Any) -> list[Any]:
         """Gather a value from each rank of a replica; raise if one takes no part in twice the time-out."""
         mesh = self.device_mesh["infer_tp"]
         everyone: list[Any] = [None] * mesh.size()
         ready = dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=mesh.get_group(), async_op=True)
         assert ready is not None
-        wait_for_work(ready, 2 * _timeout_seconds)
+        wait_for_work(ready, 2 * self.timeout_seconds)
         dist.all_gather_object(everyone, mine, mesh.get_group())
         return everyone
 
 
 def shared_memory(nbytes: int) -> torch.Tensor:
     """Allocate memory that a worker on the same machine can read and write."""
-    from verl.utils.device import get_device_id, get_device_name
-
     if get_device_name() == "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8).share_memory_()
     return torch.zeros(nbytes, dtype=torch.uint8, device=get_device_id())

@@ -14,8 +14,6 @@ __all__ = ["ANSWER_BYTES", "Header", "answer_of", "fill", "synchronize", "write_
 
 ANSWER_BYTES = 4096
 _ALIGNMENT = 16
-_NAMES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8")
-_DTYPES = {name: getattr(torch, name) for name in _NAMES}  # checksums are in int64
 
 
 @dataclass
@@ -24,11 +22,10 @@ class Header:
 
     Args:
         entries: name, shape, dtype and offset of each tensor.
-        is_first: whether a sync begins with this bucket.
+        is_first, is_last: whether a sync begins or ends with this bucket.
         layouts: in the first bucket of an adapter's first sync, the planned layout of each worker
             (``layout/layout_check.py``).
         verify: in the first bucket, whether checksums come last.
-        is_last: whether the worker has everything after this bucket.
     """
 
     entries: list[tuple[str, list[int], str, int]] = field(default_factory=list)
@@ -47,19 +44,20 @@ class Header:
     def tensors(self, memory: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Return views of the tensors in a bucket."""
         found = []
-        for name, shape, dtype, offset in self.entries:
-            nbytes = torch.Size(shape).numel() * _DTYPES[dtype].itemsize
-            found.append((name, memory[offset : offset + nbytes].view(_DTYPES[dtype]).view(shape)))
+        for name, shape, kind, offset in self.entries:
+            dtype: torch.dtype = getattr(torch, kind)
+            end = offset + torch.Size(shape).numel() * dtype.itemsize
+            found.append((name, memory[offset:end].view(dtype).view(shape)))
         return found
 
 
 def fill(
     tensors: Iterable[tuple[str, torch.Tensor]], buffers: list[torch.Tensor], allocate: Callable[[int], torch.Tensor]
 ) -> Iterator[tuple[Header, torch.Tensor]]:
-    """Copy tensors into two buffers in turn, and yield each that is full with its header; the last one says so.
+    """Copy tensors into two buffers in turn, and yield each that is full with its header.
 
     Args:
-        buffers: two of ``allocate``'s; a larger one replaces that which a tensor does not fit in.
+        buffers: two of ``allocate``'s; a larger one replaces one that is too small for a tensor.
         allocate: returns a uint8 tensor of so many bytes that the worker can read.
     """
     turn, at, header = 0, ANSWER_BYTES, Header(is_first=True)

@@ -5,7 +5,7 @@ from typing import Any
 from ..layout.layout_check import rank_entry
 from ..layout.specs import Rollout
 
-__all__ = ["changed_layout", "rank_of", "recompute"]
+__all__ = ["changed_layout", "rank_of"]
 
 # Flags of ``UnquantizedFusedMoEMethod``: backends that keep experts in another order, which their shape may not show.
 _BACKENDS = {
@@ -46,9 +46,3 @@ def rank_of() -> tuple[int, int, str]:
 
     rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     return rank, size, rank_entry(rank, Rollout(size, expert_parallel=get_moe_expert_parallel_world_size() > 1))
-
-
-def recompute(model: Any) -> None:
-    """Compute again what a family computes from its weights after loading: latent attention's ``w_kc`` and ``w_vc``."""
-    if hasattr(model, "post_load_weights"):
-        model.post_load_weights()

@@ -14,7 +14,7 @@ from ..layout.slice_names import parse_slice
 from ..transport.checksums import PlacedChecksums, ReceivedChecksums
 from ..transport.watched_sockets import WeightSyncError
 from .bucket import Header, synchronize, write_answer
-from .compat import changed_layout, rank_of, recompute
+from .compat import changed_layout, rank_of
 
 __all__ = ["load"]
 
@@ -38,22 +38,19 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 def _load(model: Any, header: Header, memory: torch.Tensor) -> None:
     if not header.entries and not header.is_last:
         return  # another worker of the replica has more to load
+    update: _Update | None = vars(model).pop(_STATE, None)
     if header.is_first:
-        setattr(model, _STATE, _Update(model, header.layouts, header.verify))
-    update: _Update | None = getattr(model, _STATE, None)
+        update = _Update(model, header.layouts, header.verify)
     if update is None:
         raise WeightSyncError("a bucket came before the first one of its sync, or after one that failed")
-    try:
-        update.load(header.tensors(memory))
-        if header.is_last:
-            update.finish()
-            delattr(model, _STATE)
-    except Exception:
-        delattr(model, _STATE)
-        raise
+    update.load(header.tensors(memory))
+    if header.is_last:
+        update.finish()
+    else:
+        setattr(model, _STATE, update)
 
 
-def _check(model: Any, layers: list[tuple[str, Any, dict[str, torch.Tensor]]], layouts: list[dict[str, str]]) -> None:
+def _check(model: Any, layers: list[tuple[str, Any, dict[str, Any]]], layouts: list[dict[str, str]]) -> None:
     rank, size, entry = rank_of()
     if len(layouts) != size:
         raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; SGLang has {size}")
@@ -66,18 +63,15 @@ class _Update:
     """One update of a worker's model; ``layouts`` are to compare it with, None in later syncs."""
 
     def __init__(self, model: Any, layouts: list[dict[str, str]] | None, verify: bool):
-        layers = [
-            (name, layer, {own: tensor for own, tensor in layer._parameters.items() if tensor is not None})
-            for name, layer in model.named_modules()
-        ]
+        self._model = model
+        layers = [(name, layer, dict(layer.named_parameters(recurse=False))) for name, layer in model.named_modules()]
         if layouts is not None:
             _check(model, layers, layouts)
-        self._model = model
         self._parameters = {
             prefix_of(name) + own: (layer, tensor) for name, layer, tensors in layers for own, tensor in tensors.items()
         }
         self._received, self._names = ReceivedChecksums(verify), set[str]()
-        self._placed = PlacedChecksums() if verify else None
+        self._verify, self._placed = verify, PlacedChecksums()
         self._counts = dict.fromkeys(self._parameters, 0)
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -96,7 +90,7 @@ class _Update:
                 )
             target[part].copy_(values)
             self._counts[parameter] += values.numel()
-            if self._placed is not None:
+            if self._verify:
                 self._placed.add(parameter, part, values.to(target.dtype))
 
     def finish(self) -> None:
@@ -113,7 +107,8 @@ class _Update:
             raise WeightSyncError(
                 f"{len(missing)} parameters of SGLang's model did not receive every element, first {missing[0]}"
             )
-        recompute(self._model)
+        if hasattr(self._model, "post_load_weights"):  # latent attention's w_kc and w_vc
+            self._model.post_load_weights()
         held = ((name, tensor.detach()) for name, (_, tensor) in self._parameters.items())
-        if wrong := self._received.difference() or (self._placed.difference(held) if self._placed else ""):
+        if wrong := self._received.difference() or self._placed.difference(held):
             raise WeightSyncError(wrong)

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import nn
 
-from ...engine.compat import versions
 from ...engine.errors import SettingError
 from ..layout.rollout_config import ROLLOUT, server_arguments, size_of
 from ..layout.rules import Family
@@ -43,8 +42,7 @@ _ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
     "speculative_algorithm": ((), "a draft model would be sent the slices of the model."),
 }
 # Families that need this set besides where SGLang runs on a GPU; on a CPU it is so in any case.
-_MAY_BE_FUSED = ("deepseek_v3", "glm4_moe")
-_NO_FUSION = ("disable_shared_experts_fusion", True)
+_MAY_BE_FUSED, _NO_FUSION = ("deepseek_v3", "glm4_moe"), "disable_shared_experts_fusion"
 
 
 class _SGLang(Server):
@@ -52,9 +50,6 @@ class _SGLang(Server):
 
     def families(self) -> Mapping[str, Family]:
         return FAMILIES
-
-    def unknown_layout(self) -> str:
-        return versions.untested(self.name)
 
     def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
         tp, experts = size_of(config, "tensor_model_parallel_size"), size_of(config, "expert_parallel_size")
@@ -78,10 +73,10 @@ class _SGLang(Server):
                 return Obstacle(f"{_SGLANG}.{name}", value, reason, str(served[0]) if served else "null")
         if found := self.unknown_family(family, "was not compared"):
             return found
-        setting, needed = _NO_FUSION
-        if family in _MAY_BE_FUSED and sglang.get("device") != "cpu" and sglang.get(setting) != needed:
+        fusion = sglang.get(_NO_FUSION)
+        if family in _MAY_BE_FUSED and sglang.get("device") != "cpu" and fusion is not True:
             reason = "SGLang may store the shared expert as one of the others."
-            return Obstacle(f"{_SGLANG}.{setting}", sglang.get(setting), reason, str(needed))
+            return Obstacle(f"{_SGLANG}.{_NO_FUSION}", fusion, reason, "True")
         return None
 
     def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:

@@ -1,15 +1,16 @@
-"""verl's vLLM server adapter with bounded waits: sends a trainer rank's weights to its vLLM worker.
+"""verl's vLLM server adapter, which sends a trainer rank's weights to its vLLM worker, with bounded waits.
 
-verl's own blocks in ``BucketedWeightSender`` until the worker answers, so that a killed worker hangs the run (verl
-0.9.1). This one raises the cause as soon as the receiving remote call has failed, or after a time-out.
+In verl 0.9.1 a killed worker hangs the run. This one raises the cause as soon as the receiving call has failed, or
+after a time-out.
 """
 
 import contextlib
 import inspect
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from multiprocessing import shared_memory
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,34 +22,22 @@ from ..transport.sender import is_verl_sender, new_sender
 from ..transport.watched_sockets import WatchedContext, WeightSyncError, await_result
 from .server import has_our_extension
 
-__all__ = ["WeightSyncError", "install"]
-
-_ADAPTER = "WatchedServerAdapter"
-
-_timeout_seconds = 300.0
-
-
-def install(timeout_seconds: float) -> None:
-    """Make verl build the watched adapter in this process; see ``Server.install``."""
-    from verl.workers.rollout import base
-
-    global _timeout_seconds
-    _timeout_seconds = timeout_seconds
-    base._ROLLOUT_REGISTRY[("vllm", "async")] = f"{__name__}.{_ADAPTER}"
+__all__ = ["Updates", "WeightSyncError", "send_weights"]
 
 
 def __getattr__(name: str) -> Any:
     # Made on first use: verl's adapter imports Ray and vLLM, which a process that trains without a rollout may lack.
-    if name != _ADAPTER:
+    if name != "Adapter":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-    return globals().setdefault(name, type(name, (WatchedUpdates, ServerAdapter), {"__module__": __name__}))
+    return globals().setdefault(name, type(name, (Updates, ServerAdapter), {"__module__": __name__}))
 
 
-class WatchedUpdates:
+class Updates:
     """Mix-in for verl's ``ServerAdapter`` (``self``) that replaces how named tensors are sent."""
 
+    timeout_seconds = 300.0  # see ``Server.install``
     _checked_mode = ""  # of the last sync, whose layout the workers have compared
 
     async def update_weights(
@@ -68,10 +57,11 @@ class WatchedUpdates:
             await self._update(stage, weights, {**kwargs, **arguments})
         if self._has_server:
             # Cached keys and values are of the old weights.
-            failure = "vLLM's server did not answer after the update"
-            await await_result(self.server_handle.clear_kv_cache.remote(), _timeout_seconds, failure)
+            failed = "vLLM's server did not answer after the update"
+            server, limit = self.server_handle, self.timeout_seconds
+            await await_result(server.clear_kv_cache.remote(), limit, failed)
             if global_steps is not None:
-                await await_result(self.server_handle.set_global_steps.remote(global_steps), _timeout_seconds, failure)
+                await await_result(server.set_global_steps.remote(global_steps), limit, failed)
 
     async def _update(self: Any, selected: Any, weights: Any, kwargs: dict[str, Any]) -> None:
         """Have the worker receive and load one stage, and send it."""
@@ -79,7 +69,7 @@ class WatchedUpdates:
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
         is_ours = has_our_extension(self.config)  # verl's takes neither of these arguments
         if is_ours:
-            kwargs["sync_timeout_seconds"] = _timeout_seconds
+            kwargs["sync_timeout_seconds"] = self.timeout_seconds
         if selected is not None:
             await self._check_layout(selected)
             weights = selected.tensors()
@@ -94,7 +84,7 @@ class WatchedUpdates:
             zmq_handle=self.zmq_handle,
             bucket_megabytes=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
-            timeout_seconds=_timeout_seconds,
+            timeout_seconds=self.timeout_seconds,
             rank=rank,
             future=future,
         )
@@ -117,7 +107,8 @@ class WatchedUpdates:
             layouts = {"layouts": weights.planned_layouts()}
             future = await self._execute_method("epfsdp2_check_layout", non_block=True, kwargs=layouts)
             if future is not None:
-                await await_result(future, _timeout_seconds, "vLLM did not compare its layout with the trainer's plan")
+                failed = "vLLM did not compare its layout with the trainer's plan"
+                await await_result(future, self.timeout_seconds, failed)
         except Exception as error:
             failure = WeightSyncError(_describe(error))
         weights.check_plans(failure)
@@ -133,7 +124,6 @@ async def send_weights(
     timeout_seconds: float,
     rank: int,
     future: Any = None,
-    failure_of: Callable[[Any], BaseException | None] | None = None,
 ) -> TransferStats:
     """Send weights through verl's bucketed transport and wait until the receiving call has ended.
 
@@ -143,20 +133,16 @@ async def send_weights(
         weights: named tensors, of a synchronous or asynchronous iterator.
         use_shm: whether the bucket is shared memory; otherwise CUDA IPC.
         timeout_seconds: longest wait for one message.
-        rank: this rank, for the error's text.
-        future: awaitable of the receiving remote call; None on ranks that did not make the call.
-        failure_of: returns the exception with which ``future`` ended, or None, without waiting; Ray's by default.
+        rank: for the error's text.
+        future: Ray's reference of the receiving remote call; None on ranks that did not make the call.
 
     Raises:
-        WeightSyncError: see ``WatchedUpdates.update_weights``.
+        WeightSyncError: see ``Updates.update_weights``.
     """
     started, progress = time.monotonic(), _Progress()
 
-    def failure() -> BaseException | None:
-        return None if future is None else (failure_of or _failure_of_ray_call)(future)
-
     def check() -> None:
-        if (cause := failure()) is not None:
+        if (cause := _failure_of_call(future)) is not None:
             raise cause
 
     waits_for = f"the vLLM worker behind {zmq_handle}"
@@ -174,7 +160,7 @@ async def send_weights(
     except Exception as error:
         if progress.failed_in_source:
             raise  # an error of the trainer, not of the transfer
-        cause = failure() or error
+        cause = _failure_of_call(future) or error
         raise WeightSyncError(
             f"weight sync failed on trainer rank {rank} after {progress.sent} tensors "
             f"(last: {progress.last or 'none'}): {_describe(cause)}"
@@ -193,24 +179,23 @@ class _Progress:
     async def of(self, weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
         from verl.workers.rollout.utils import ensure_async_iterator
 
-        iterator = ensure_async_iterator(weights)
-        while True:
-            started = time.monotonic()
-            try:
-                self.last, tensor = await anext(iterator)
-            except StopAsyncIteration:
-                return
-            except BaseException:
-                self.failed_in_source = True
-                raise
-            finally:
+        started = time.monotonic()
+        try:
+            async for self.last, tensor in ensure_async_iterator(weights):
                 self.gather_seconds += time.monotonic() - started
-            yield self.last, tensor
-            self.sent += 1
-            self.nbytes += tensor.nbytes
+                yield self.last, tensor
+                self.sent, self.nbytes = self.sent + 1, self.nbytes + tensor.nbytes
+                started = time.monotonic()
+            self.gather_seconds += time.monotonic() - started
+        except Exception:
+            self.failed_in_source = True
+            raise
 
 
-def _failure_of_ray_call(reference: Any) -> Exception | None:
+def _failure_of_call(reference: Any) -> BaseException | None:
+    """Return the exception with which a remote call has ended; None if it has not, without waiting."""
+    if reference is None:
+        return None
     import ray
 
     try:
@@ -243,10 +228,9 @@ async def _close(weights: Any) -> None:
 
 def _release(zmq_handle: str, shared_memory_name: str | None) -> None:
     """Remove the socket file, and the segment that verl's sender leaks if its first message is never answered."""
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(zmq_handle.removeprefix("ipc://"))
-    with contextlib.suppress(FileNotFoundError):
-        if shared_memory_name is not None:
+    Path(zmq_handle.removeprefix("ipc://")).unlink(missing_ok=True)
+    if shared_memory_name is not None:
+        with contextlib.suppress(FileNotFoundError):
             segment = shared_memory.SharedMemory(name=shared_memory_name)
             segment.close()
             segment.unlink()

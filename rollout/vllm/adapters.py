@@ -16,28 +16,27 @@ __all__ = ["load_adapters", "without_adapters"]
 
 
 @contextlib.contextmanager
-def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+def without_adapters(*models: torch.nn.Module) -> Iterator[None]:
     """Run the block with every layer in the place of the one that adds an adapter to it.
 
     vLLM puts that one there after loading, which renames parameters (``<layer>.base_layer.weight``) and hides layers
     from their models' loaders.
     """
-    children: list[tuple[Any, ...]] = [
-        (parent, *child) for parent in model.modules() for child in parent._modules.items()
-    ]
+    parents = [parent._modules for model in models for parent in model.modules()]
+    children: list[tuple[Any, ...]] = [(modules, *child) for modules in parents for child in modules.items()]
     wrapped = [child for child in children if isinstance(child[2], BaseLayerWithLoRA)]
-    experts = [part for *_, layer in wrapped for part in layer.modules() if hasattr(part, "lora_base_layer_prefix")]
-    prefixes = [part.lora_base_layer_prefix for part in experts]
-    for parent, name, layer in wrapped:
-        parent._modules[name] = layer.base_layer
-    for part in experts:
+    experts: list[Any] = [part for *_, layer in wrapped for part in layer.modules()]
+    prefixes = [(part, part.lora_base_layer_prefix) for part in experts if hasattr(part, "lora_base_layer_prefix")]
+    for modules, name, layer in wrapped:
+        modules[name] = layer.base_layer
+    for part, _ in prefixes:
         part.lora_base_layer_prefix = ""
     try:
         yield
     finally:
-        for parent, name, layer in wrapped:
-            parent._modules[name] = layer
-        for part, prefix in zip(experts, prefixes, strict=True):
+        for modules, name, layer in wrapped:
+            modules[name] = layer
+        for part, prefix in prefixes:
             part.lora_base_layer_prefix = prefix
 
 

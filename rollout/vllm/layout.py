@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from packaging.version import Version
-
 from ...engine.compat import versions
 from ...engine.errors import SettingError
 from ...engine.topology.mesh import divisors
@@ -21,12 +19,10 @@ from ..layout.rules import Family, named_rules, padded_vocabulary
 from ..layout.slices import TOWER
 from ..layout.specs import Rollout
 
-__all__ = ["CLASSES", "CLASS_OF_SLICES", "FP8_FAMILIES", "KNOWN_LAYOUTS", "NOT_SERVED", "NOT_SPREAD", "WHOLE"]
-__all__ += ["check_sizes", "families", "known_families", "unknown_layout"]
+__all__ = ["CLASSES", "CLASS_OF_SLICES", "FP8_FAMILIES", "NOT_SERVED", "NOT_SPREAD", "WHOLE"]
+__all__ += ["check_sizes", "families", "known_families"]
 
 _TP, _EP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_size"
-# Releases with which all tests of rollout/ passed, of benchmarks/results/stacks.json: their layouts are known.
-KNOWN_LAYOUTS = ("0.24.0", "0.27.1", "0.29.0")
 
 _LINEAR_ATTENTION = named_rules(
     (r"\.linear_attn\.(conv1d|in_proj_qkv)\.weight", rules.linear_qkv),
@@ -212,14 +208,6 @@ def families() -> dict[str, Family]:
 def known_families() -> frozenset[str]:
     """Return the families (``model_type``) whose layout in the installed vLLM these rules describe."""
     return frozenset(f for f in _FAMILIES if f not in _RELEASES or versions.vllm_in(_RELEASES[f]))
-
-
-def unknown_layout() -> str:
-    """Return why the layout of the installed release is unknown; empty if it is known, or none is installed."""
-    version = versions.installed("vllm")
-    if version is None or Version(version).public in KNOWN_LAYOUTS:
-        return ""
-    return f"vllm {version} was not tested with; layouts are known of vllm {', '.join(KNOWN_LAYOUTS)}"
 
 
 def check_sizes(rollout: Rollout, model: Any) -> None:

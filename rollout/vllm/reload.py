@@ -8,7 +8,7 @@ units of a worker's parameters (``layout/slice_names.py``).
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +33,7 @@ class LayerRecord:
 
     def __init__(self, name: str, layer: Any):
         self.name, self.layer, self.info = name, layer, get_layerwise_info(layer)
-        self.kernel_parameters = list(self.info.kernel_tensors[0].values())
+        self.kernel_parameters = {id(parameter) for parameter in self.info.kernel_tensors[0].values()}
         parameters = {own: parameter for own, parameter in layer._parameters.items() if parameter is not None}
         # By a tensor's name: its shape without padding, the elements to come, those that came, memory of its units.
         self.shapes = {own: unpadded_shape(layer, own, parameter) for own, parameter in parameters.items()}
@@ -199,8 +199,7 @@ class Reload:
         for model, _ in self._models:
             reload_shims.finish_model(model)
             apply_buffer_updates(model, list(self._received_buffers.items()))
-        # Without packed linear layers: reading them back takes a matrix product each.
-        if wrong := self._checksums.difference(running_weights(self._models[0][0], packed_linears=False)):
+        if wrong := self._checksums.difference(running_weights(self._models[0][0])):
             raise WeightSyncError(wrong)
 
     def abandon(self) -> None:
@@ -234,16 +233,13 @@ class Reload:
 
     def _check(self) -> list[LayerRecord]:
         """Raise unless all is complete and used; return the layers that share all parameters with complete layers."""
-        owners: defaultdict[int, list[LayerRecord]] = defaultdict(list)
-        for record in self._layers:
-            for parameter in record.kernel_parameters:
-                owners[id(parameter)].append(record)
+        complete = {p for record in self._layers if record.is_complete for p in record.kernel_parameters}
         tied, missing = [], []
         for record in self._layers:
             received, expected = record.counts()
             if received == expected:
                 continue
-            if not received and all(any(o.is_complete for o in owners[id(p)]) for p in record.kernel_parameters):
+            if not received and record.kernel_parameters <= complete:
                 tied.append(record)
             else:
                 missing.append(f"{record.name or type(record.layer).__name__} ({received} of {expected})")
@@ -279,9 +275,8 @@ class Reload:
 def _memory_for_units(record: LayerRecord, own: str) -> torch.Tensor:
     """Return memory that collects the units of a parameter until its layer is complete, with zeros for padding rows.
 
-    It is the running parameter's if that has the same layout and dtype and is not shared with other tensors of the
-    layer: vLLM processes the complete layer into new memory, or in place (FlashInfer's blocks in 0.32), and only then
-    copies it into the running parameters.
+    It is the running parameter's if that has the same layout and dtype and shares no memory: vLLM processes the
+    complete layer into new memory, or in place, and only then copies it into the running parameters.
     """
     target, info = getattr(record.layer, own), record.info
     running = info.kernel_tensors[0].get(own)

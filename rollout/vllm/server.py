@@ -44,7 +44,6 @@ class _Vllm(Server):
 
     families = staticmethod(layout.families)
     known_families = staticmethod(layout.known_families)
-    unknown_layout = staticmethod(layout.unknown_layout)
     named = staticmethod(for_vllm)
 
     def rollout_of(self, config: Any) -> Rollout:

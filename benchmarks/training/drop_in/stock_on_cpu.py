@@ -11,7 +11,7 @@ from verl.utils import model as verl_models
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp import transformer_impl
 
-from epfsdp2.rollout.sglang import cpu_shim
+from epfsdp2.rollout.sglang import shims
 
 __all__ = ["CriticModel"]
 
@@ -28,7 +28,7 @@ def _load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_rem
     return AutoModelForTokenClassification.from_pretrained(local_path, dtype=torch_dtype, config=model_config)
 
 
-cpu_shim.install()
+shims.send_from_cpu()
 verl_models.load_valuehead_model = _load_critic
 # Of a reference policy, in pinned memory, which only a GPU has; its parameters are on the CPU as it is.
 transformer_impl.CPUOffloadPolicy = lambda pin_memory: None

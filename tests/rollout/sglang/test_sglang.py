@@ -20,15 +20,15 @@ _SENDS = """
 import multiprocessing, sys
 import torch
 from sglang.srt.utils import MultiprocessingSerializer, patch_torch
-from epfsdp2.rollout.sglang import cpu_shim
+from epfsdp2.rollout.sglang import shims
 
 def receive(packed, answers):
     answers.put(MultiprocessingSerializer.deserialize(packed).sum().item())
 
 if __name__ == "__main__":
     if sys.argv[1] == "shim":
-        cpu_shim.install()
-        cpu_shim.install()  # once
+        shims.send_from_cpu()
+        shims.send_from_cpu()  # once
     patch_torch.monkey_patch_torch_reductions()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -63,11 +63,11 @@ _KEEPS = """
 import sys
 import sglang.srt.server_args
 from sglang.srt.state_capturer.base import BaseHostCache
-from epfsdp2.rollout.sglang import routes_shim
+from epfsdp2.rollout.sglang import shims
 
 if sys.argv[1] == "shim":
-    routes_shim.install()
-    routes_shim.install()  # once
+    shims.install()
+    shims.install()  # once
 if sys.argv[2] == "name":
     from sglang.srt.layers.moe.routed_experts_capturer import extract_routed_experts_from_meta_info
     routes = extract_routed_experts_from_meta_info({"meta_info": {"routed_experts": "AQAAAAIAAAA="}})
@@ -136,11 +136,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from epfsdp2.rollout.sglang import cpu_shim
-from epfsdp2.rollout.sglang.adapter import SlicedUpdates
+from epfsdp2.rollout.sglang import shims
+from epfsdp2.rollout.sglang.adapter import Updates
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 
-cpu_shim.install()
+shims.send_from_cpu()
 closed = []
 
 def tensors():
@@ -155,7 +155,7 @@ class Server:
         raise ConnectionError("nobody listens")
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-updates = SlicedUpdates()
+updates = Updates()
 updates.device_mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "infer_tp"))
 updates.config = SimpleNamespace(checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=16))
 updates._engine = Server()

@@ -113,7 +113,7 @@ class _Stock:
                 await self._engine.update_weights_from_tensor(SimpleNamespace(headers=[]))
 
 
-class _Adapter(adapter.SlicedUpdates, _Stock):
+class _Adapter(adapter.Updates, _Stock):
     pass
 
 

@@ -7,8 +7,9 @@ import torch
 
 from epfsdp2.rollout.layout.layout_check import unpadded_shape
 from epfsdp2.rollout.transport.checksums import PlacedChecksums
-from epfsdp2.rollout.vllm.loaded_weights import running_weights, unpack_by_index
+from epfsdp2.rollout.vllm.loaded_weights import running_weights
 from tests.support.rollout import verify
+from tests.support.rollout.packed_weights import unpack_by_index
 
 CONFIG = SimpleNamespace(
     num_attention_heads=4,

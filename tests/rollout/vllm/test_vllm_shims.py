@@ -185,13 +185,13 @@ def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
     ],
 )
 def test_amx_shim_lets_float32_experts_run_on_a_cpu_with_amx(monkeypatch, dtype, rows, answer):
-    amx_shim = importlib.import_module("epfsdp2.rollout.vllm.shims.amx_shim")
-    kind = getattr(amx_shim.cpu_experts_module(), "CPUFusedMOE", None)
+    cpu_shims = importlib.import_module("epfsdp2.rollout.vllm.shims.cpu_shims")
+    kind = getattr(cpu_shims.cpu_experts_module(), "CPUFusedMOE", None)
     platform = pytest.importorskip("vllm.platforms.cpu").CpuPlatform
     platform.import_kernels()
-    monkeypatch.setattr(amx_shim, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(cpu_shims, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     if kind is None:
-        amx_shim.install()
+        cpu_shims.install()
         pytest.skip("this vLLM chooses its CPU kernel by another class, which takes float32 beside AMX")
     if not hasattr(torch.ops._C, "prepack_moe_weight"):
         pytest.skip("not vLLM's CPU build for x86")
@@ -207,26 +207,26 @@ def test_amx_shim_lets_float32_experts_run_on_a_cpu_with_amx(monkeypatch, dtype,
             stock(kernel, layer)
     elif dtype == torch.float32:
         assert stock(kernel, layer) == (False, "none")
-    amx_shim.install()
+    cpu_shims.install()
     if answer is None and refuses:
         with pytest.raises(RuntimeError):
             kernel.check_grouped_gemm(layer)
     else:
         assert kernel.check_grouped_gemm(layer) == (answer or (False, "none"))
     silu = next(
-        function for kind, function in amx_shim.cpu_experts_module()._CPU_MOE_ACT_FN.items() if "SILU" in kind.name
+        function for kind, function in cpu_shims.cpu_experts_module()._CPU_MOE_ACT_FN.items() if "SILU" in kind.name
     )
     rows = torch.randn(3, 8)  # outside of a vLLM config
     assert torch.equal(silu(rows), torch.nn.functional.silu(rows[:, :4]) * rows[:, 4:])
 
 
 def test_routes_shim_captures_what_the_cpu_kernel_chooses_itself(monkeypatch):
-    routes_shim = importlib.import_module("epfsdp2.rollout.vllm.shims.routes_shim")
+    cpu_shims = importlib.import_module("epfsdp2.rollout.vllm.shims.cpu_shims")
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
     from vllm.v1.worker import gpu_model_runner
 
-    experts = routes_shim.cpu_experts_module()
-    monkeypatch.setattr(routes_shim, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    experts = cpu_shims.cpu_experts_module()
+    monkeypatch.setattr(cpu_shims, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     monkeypatch.setattr(experts, "select_experts", inspect.unwrap(experts.select_experts))
     in_class = hasattr(gpu_model_runner.GPUModelRunner, "_bind_routed_experts_capturer")
     owner = gpu_model_runner.GPUModelRunner if in_class else gpu_model_runner
@@ -259,7 +259,7 @@ def test_routes_shim_captures_what_the_cpu_kernel_chooses_itself(monkeypatch):
         bind()
     layer._quant_method.apply_monolithic(torch.zeros(2, 4), logits)
     assert not captured  # the day that it is not empty, the shim can go
-    routes_shim.install()
+    cpu_shims.install()
     bind()
     layer._quant_method.apply_monolithic(torch.zeros(2, 4), logits)
     apply(torch.zeros(2, 4), logits)  # of another layer, without a capturer

@@ -162,6 +162,6 @@ def test_verified_sync_sees_values_that_vllm_loses(start_engine, checkpoints):
     checkpoint = checkpoints[0]
     engine = start_engine(checkpoint.path, tp_size=1, extension="losing_extension.LosesAValue")
     with pytest.raises(
-        WeightSyncError, match="the values of model.layers.0.mlp.experts.w2_weight on the worker differ from those"
+        WeightSyncError, match="the values of model.layers.0.input_layernorm.weight on the worker differ from those"
     ):
         engine.sync(lambda rank: with_checksums(_units(checkpoint, 1, rank)), verify=True)

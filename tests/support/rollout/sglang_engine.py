@@ -41,10 +41,10 @@ class _Engine:
         from sglang import Engine
 
         from epfsdp2.rollout.layout.specs import Rollout
-        from epfsdp2.rollout.sglang import cpu_shim
+        from epfsdp2.rollout.sglang import shims
         from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 
-        cpu_shim.install()
+        shims.send_from_cpu()
         self.rollout = Rollout(asked.tp, expert_parallel=asked.ep, server="sglang")
         self.folder, self.generates = Path(tempfile.gettempdir()), asked.generates
         self.is_first = True

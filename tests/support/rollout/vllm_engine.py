@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Listener
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -206,7 +207,7 @@ class Engine:
         Returns:
             The statistics of each rank's transfer.
         """
-        from epfsdp2.rollout.vllm.adapter import send_weights
+        from epfsdp2.rollout.vllm import adapter
 
         receiving = self.call(
             "update_weights_from_ipc", use_shm=True, sync_timeout_seconds=timeout_seconds, verify=verify
@@ -217,7 +218,7 @@ class Engine:
             future = asyncio.wrap_future(receiving) if watches else None
             if future is not None:  # nobody may wait for it once the sender has failed
                 future.add_done_callback(lambda done: done.cancelled() or done.exception())
-            return await send_weights(
+            return await adapter.send_weights(
                 as_taken(weights(rank)),
                 zmq_handle=self.handle(rank),
                 bucket_megabytes=1,
@@ -225,10 +226,13 @@ class Engine:
                 timeout_seconds=timeout_seconds,
                 rank=rank,
                 future=future,
-                failure_of=lambda _: receiving.exception() if receiving.done() else None,
             )
 
-        with concurrent.futures.ThreadPoolExecutor(self.tp_size) as senders:
+        def failure(future):  # which is no reference of Ray's
+            return None if future is None or not receiving.done() else receiving.exception()
+
+        patched = mock.patch.object(adapter, "_failure_of_call", failure)
+        with patched, concurrent.futures.ThreadPoolExecutor(self.tp_size) as senders:
             results = [senders.submit(asyncio.run, send(rank)) for rank in range(self.tp_size)]
         return [result.result() for result in results]
 

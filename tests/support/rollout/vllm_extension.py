@@ -19,6 +19,7 @@ from epfsdp2.rollout.vllm.loaded_weights import running_weights
 from epfsdp2.rollout.vllm.reload import Reload
 from epfsdp2.rollout.vllm.worker import WeightSyncExtension
 from tests.support.rollout.loader_trace import LoaderTracer, View
+from tests.support.rollout.packed_weights import packed_weights
 from tests.support.rollout.verify import digest
 
 __all__ = ["ReadableWorker"]
@@ -94,6 +95,7 @@ class ReadableWorker(WeightSyncExtension):
         model = self.model_runner.model
         with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad(), without_adapters(model):
             yield from running_weights(model)
+            yield from packed_weights(model)
 
 
 def _traced(reload: Reload, views: Sequence[View]) -> dict[str, list[TargetSlice]]:

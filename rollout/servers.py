@@ -4,21 +4,20 @@ The driver and the trainer's ranks call the same functions. Each takes verl's ro
 dataclass, and reads nothing else of the run.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from ..engine.errors import SettingError
 from .layout.layout_check import RANK, entry, rank_entry
 from .layout.rollout_config import BACKEND, ROLLOUT
 from .layout.server import Obstacle, Server
-from .layout.slices import channel_slices, has_known_rows, kept_slices, scale_slices, whole_slice
+from .layout.slices import has_known_rows, kept_slices, scale_slices
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .sglang.server import SGLANG
 from .vllm.server import VLLM
 
-__all__ = ["BACKEND", "DEFAULT", "SERVERS", "choose_mode", "install", "is_quantised", "quantisation_settings"]
-__all__ += ["planned_layout", "planned_layouts", "rollout_of", "server_named", "server_of"]
-__all__ += ["slices_of_scales", "target_slices"]
+__all__ = ["BACKEND", "DEFAULT", "SERVERS", "choose_mode", "install", "is_quantised", "planned_layout", "rollout_of"]
+__all__ += ["server_named", "server_of", "slices_of_scales", "target_slices"]
 
 DEFAULT: Server = VLLM
 SERVERS: dict[str, Server] = {server.name: server for server in (VLLM, SGLANG)}
@@ -48,11 +47,6 @@ def rollout_of(config: Any) -> Rollout:
     return server_of(config).rollout_of(config)
 
 
-def quantisation_settings(config: Any) -> list[tuple[str, object]]:
-    """Return the settings, with their values, that make a rollout quantise the weights that it receives."""
-    return server_of(config).quantisation_settings(config)
-
-
 def choose_mode(
     requested: str, config: Any, family: str | None, *, untested: str | None = None, backend: str = "naive"
 ) -> tuple[SyncMode, str]:
@@ -74,7 +68,7 @@ def choose_mode(
     if found is None:
         return "sliced", ""
     if requested == "auto":
-        is_as_good = rollout.keeps_all and server.is_as_fast_in_full and not rollout.is_quantised
+        is_as_good = rollout.workers == 1 and server.is_as_fast_in_full and not rollout.is_quantised
         return "full", "" if is_as_good else f"{found.setting}={found.value}: {found.reason}"
     works = f"{_SETTING}=auto" + (f", or {found.setting}={found.works}" if found.works else "")
     raise SettingError(_SETTING, requested, f"can't be with {found.setting}={found.value}: {found.reason}", works)
@@ -90,12 +84,8 @@ def _obstacle(server: Server, config: Any, family: str | None, untested: str, ba
     return server.obstacle(config, family) or (unknown if untested else None)
 
 
-def target_slices(
-    tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads, mode: SyncMode = "sliced"
-) -> list[TargetSlice]:
-    """Return the blocks of a tensor that a worker receives: the whole in mode ``full``; see ``kept_slices``."""
-    if mode == "full":
-        return [whole_slice(tensor)]
+def target_slices(tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads) -> list[TargetSlice]:
+    """Return the blocks of a tensor that a worker keeps; see ``kept_slices``."""
     return kept_slices(tensor, server_named(rollout.server).families(), rollout, worker, heads)
 
 
@@ -115,7 +105,7 @@ def slices_of_scales(
     """
     if not rollout.is_quantised or not is_quantised(family, tensor.name, rollout.server):
         return []
-    return scale_slices(tensor, slices, rollout.block) if rollout.block else channel_slices(slices)
+    return scale_slices(tensor, slices, rollout)
 
 
 def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int, heads: Heads) -> dict[str, str]:
@@ -133,8 +123,3 @@ def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int,
             first[part.parameter] = part.block.low[0] if has_known_rows(tensor.name) else 0
     layout = {parameter: entry(end, first[parameter]) for parameter, end in ends.items()}
     return {RANK: rank_entry(worker % rollout.tp, rollout)} | layout
-
-
-def planned_layouts(tensors: Sequence[TensorSpec], rollout: Rollout, heads: Heads) -> list[dict[str, str]]:
-    """Return the ``planned_layout`` of each worker of a replica."""
-    return [planned_layout(tensors, rollout, worker, heads) for worker in range(rollout.workers)]

@@ -72,10 +72,6 @@ class Rollout:
     def workers(self) -> int:
         return self.tp * self.dp
 
-    @property
-    def keeps_all(self) -> bool:
-        return self.workers == 1
-
 
 @dataclass(frozen=True)
 class Heads:

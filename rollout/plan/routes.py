@@ -23,7 +23,7 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Member:
-    """A rank's part in a sync, and that of the other ranks of its group.
+    """A rank's part in a sync, and those of the other ranks of its group.
 
     Args:
         source: its number in its trainer replica; None where it sends nothing.
@@ -38,16 +38,12 @@ class Member:
     sources: tuple[int, ...]
 
     @classmethod
-    def colocated(cls, plan: TransferPlan, replica: int, rank: int) -> "Member":
-        """Describe a rank of a trainer replica, all of which feed workers beside them."""
-        ranks = plan.topology.fsdp
-        kinds = plan.targets.kinds[replica * ranks : (replica + 1) * ranks]
-        return cls(rank, kinds[rank], kinds, tuple(range(ranks)))
-
-    @classmethod
-    def separate(cls, plan: TransferPlan, rank: int) -> "Member":
-        """Describe a rank of a group of all trainer ranks and, after them, of the workers."""
+    def of(cls, plan: TransferPlan, rank: int) -> "Member":
+        """Describe a trainer rank, whose group is its replica; or a rank of the group with workers of their own."""
         ranks, trainers, targets = plan.topology.fsdp, plan.topology.world, plan.targets
+        if not targets.are_separate:
+            kinds = targets.kinds[rank // ranks * ranks :][:ranks]
+            return cls(rank % ranks, kinds[rank % ranks], kinds, tuple(range(ranks)))
         own = rank // ranks if rank < trainers else targets.replicas[rank - trainers]
         none = (-1,) * (trainers + len(targets.kinds))
         if rank < trainers:
@@ -136,7 +132,7 @@ def route_of(round_: Round, member: Member, plan: TransferPlan) -> Route:
         _unpacking(round_, member, plan.topology.fsdp) if member.kind is not None else (_NONE, none, 0, ())
     )
     nbytes = len(rows) * unit
-    if plan.is_gather:  # one message for all, as long as the longest of any rank
+    if plan.targets.are_gathered:  # one message for all, as long as the longest of any rank
         lengths, most, own = np.array(sizes) // unit, max(sizes) // unit, sent_sizes[0] // unit
         ends = np.cumsum(lengths)
         source = np.searchsorted(ends, rows, side="right")

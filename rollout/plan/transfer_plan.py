@@ -54,9 +54,13 @@ class RoundTooSmallError(ValueError):
         self.what, self.needed = what, needed
 
 
-def round_bytes(memory_bytes: int) -> int:
-    """Return the bytes that a rank may send, and receive, per round so that all its buffers fit ``memory_bytes``."""
-    return memory_bytes // ROUND_BUFFERS
+def round_bytes(memory_bytes: int, in_full: bool = False) -> int:
+    """Return the bytes that a rank may send, and receive, per round so that all its buffers fit ``memory_bytes``.
+
+    In full there are beside the buffers a tensor in memory of its own, and a copy of it in a checkpoint's layout; but
+    what a rank sends and its own values are parts of what it receives, and one buffer together.
+    """
+    return memory_bytes // (ROUND_BUFFERS + in_full)
 
 
 @dataclass(frozen=True)
@@ -66,21 +70,28 @@ class Targets:
     Args:
         kinds: for each worker its kind, e.g. its index in its replica; workers of a kind keep the same.
         replicas: for each worker the trainer replica that sends to it.
+        are_separate: whether they are in processes of their own, which follow the trainer's in one group.
     """
 
     kinds: tuple[int, ...]
     replicas: tuple[int, ...]
+    are_separate: bool
 
     @classmethod
     def colocated(cls, topology: TrainerTopology, workers: int) -> "Targets":
         """Describe one worker beside each trainer rank, in replicas of so many workers."""
         ranks = range(topology.world)
-        return cls(tuple(rank % workers for rank in ranks), tuple(rank // topology.fsdp for rank in ranks))
+        return cls(tuple(rank % workers for rank in ranks), tuple(rank // topology.fsdp for rank in ranks), False)
 
     @classmethod
     def separate(cls, kinds: Sequence[int], topology: TrainerTopology) -> "Targets":
         """Describe workers in processes of their own, to which the trainer's replicas send in turn."""
-        return cls(tuple(kinds), tuple(i % topology.dp_replicate for i in range(len(kinds))))
+        return cls(tuple(kinds), tuple(i % topology.dp_replicate for i in range(len(kinds))), True)
+
+    @cached_property
+    def are_gathered(self) -> bool:
+        """Whether every rank's worker keeps the whole model: then ranks gather instead of exchanging."""
+        return not self.are_separate and not any(self.kinds)
 
     @cached_property
     def count(self) -> Ints:
@@ -170,7 +181,6 @@ class TransferPlan:
         layers: name prefix of each group of tensors (``"model.layers.0."``; ``""`` outside of layers) and the index of
             its template.
         limit: the most bytes that a rank sends, and the most that it receives, in one round.
-        is_gather: whether every rank's worker keeps the whole model: then ranks gather instead of exchanging.
     """
 
     layers: tuple[tuple[str, int], ...]
@@ -178,7 +188,6 @@ class TransferPlan:
     topology: TrainerTopology
     targets: Targets
     limit: int
-    is_gather: bool
 
     @property
     def rounds(self) -> Iterator[tuple[str, int, int]]:
@@ -233,7 +242,6 @@ def make_transfer_plan(
     slices_of: Callable[[TensorSpec, int], Sequence[TargetSlice]],
     limit: int,
     may_split: Callable[[str], bool] = lambda name: True,
-    is_gather: bool = False,
     by_name: bool = False,
 ) -> TransferPlan:
     """Plan a sync.
@@ -245,7 +253,6 @@ def make_transfer_plan(
             layers with equal tensors.
         limit: the most bytes that a rank sends, and the most that it receives, in one round.
         may_split: tells by name whether a tensor may be sent in parts.
-        is_gather: whether every rank's worker keeps the whole model.
         by_name: whether whole tensors are sent, of experts some at a time. What can't be divided enough exceeds the
             limit then.
 
@@ -267,7 +274,7 @@ def make_transfer_plan(
     made: list[Template] = []
     order: list[tuple[str, int]] = []
     kinds = range(targets.count.shape[1])
-    nothing = _Load(targets, is_gather, np.zeros((topology.fsdp, len(kinds)), dtype=np.int64))
+    nothing = _Load(targets, np.zeros((topology.fsdp, len(kinds)), dtype=np.int64))
     sending: dict[tuple[object, ...], Senders] = {}
     for prefix, members in groups:
         inside = tuple(TensorSpec(t.name.removeprefix(prefix), t.shape, t.itemsize, t.cuts) for t in members)
@@ -282,7 +289,7 @@ def make_transfer_plan(
             bundles = bundles_of(inside, senders, slices, splits, by_name)
             made.append(Template(inside, tuple(bundles), tuple(_rounds(bundles, nothing, limit, not by_name))))
         order.append((prefix, templates[inside]))
-    return TransferPlan(tuple(order), tuple(made), topology, targets, limit, is_gather)
+    return TransferPlan(tuple(order), tuple(made), topology, targets, limit)
 
 
 def _layer_of(name: str, layers: set[str]) -> str:
@@ -304,7 +311,6 @@ class _Load:
     """
 
     targets: Targets
-    is_gather: bool
     sent: Ints
     short: int = 0
 
@@ -312,7 +318,7 @@ class _Load:
     def most(self) -> int:
         """The most bytes that any rank sends or receives."""
         ranks = len(self.sent)
-        if self.is_gather:  # messages are as long as the longest
+        if self.targets.are_gathered:  # messages are as long as the longest
             return ranks * (int(self.sent.max(initial=0)) + self.short)
         count = self.targets.count
         sent = (self.sent @ count.T).max(initial=0) + self.short * count.sum(axis=1).max(initial=0)

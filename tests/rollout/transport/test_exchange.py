@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
-from epfsdp2.rollout.layout.slices import holders
+from epfsdp2.engine.topology.index_ranges import shard_ranges
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
+from epfsdp2.rollout.layout.trainer_tensors import tensor_specs
 from epfsdp2.rollout.plan.transfer_plan import ROUND_BUFFERS
 from epfsdp2.rollout.servers import target_slices
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
@@ -66,7 +66,7 @@ def _planned_bytes(exchange):
         round_ = plan.templates[template].rounds[number]
         long = sum((share.bundle.sent(share.part, share.parts) for share in round_.long), 0 * plan.sent)
         short = round_.short_offsets[1]
-        if plan.is_gather:  # messages are as long as the longest
+        if plan.targets.are_gathered:  # messages are as long as the longest
             sent += len(others) * int(long.max() + short)
             received += len(others) * int(long.max() + short)
             continue
@@ -76,7 +76,9 @@ def _planned_bytes(exchange):
 
 
 def _facts(tensor, meshes):
-    return tensor.name, tensor.shape, tensor.itemsize, holders(tensor, meshes.topology)
+    coordinates = map(meshes.topology.coordinate, range(meshes.topology.fsdp))
+    held = [[r for r in shard_ranges(tensor.shape, tensor.cuts, at) if r.numel] for at in coordinates]
+    return tensor.name, tensor.shape, tensor.itemsize, held
 
 
 def _brings_the_parameters(folder, cases):
@@ -84,7 +86,7 @@ def _brings_the_parameters(folder, cases):
         where, reference = str((mesh, rollout, dtype)), reference_model(folder)
         sync = _sync(folder, mesh, dtype)
         topology, worker = sync.meshes.topology, dist.get_rank() % rollout.workers
-        tensors = sharded_tensor_specs(sync.model, dtype.itemsize)
+        tensors = tensor_specs(sync.model, dtype.itemsize)
         before = tensors_before_sharding(reference, topology, mesh[2], itemsize=dtype.itemsize)
         assert [_facts(t, sync.meshes) for t in tensors] == [_facts(t, sync.meshes) for t in before], where
         for number in range(3):

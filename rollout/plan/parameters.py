@@ -15,7 +15,7 @@ import numpy as np
 from ..layout.specs import TargetSlice, TensorSpec
 from .senders import Ints, Senders
 
-__all__ = ["ALIGNMENT", "Bundle", "Parameter", "Region", "bundles_of"]
+__all__ = ["ALIGNMENT", "Bundle", "Region", "Run", "bundles_of"]
 
 # A tensor that is contiguous for fewer bytes than this in some message is sent whole, to all workers.
 _SHORTEST_RUN = 64
@@ -23,6 +23,11 @@ _SHORTEST_RUN = 64
 _LARGEST_SHORT = 4 << 20
 ALIGNMENT = 16
 """Bytes of which offsets in buffers are multiples, so that they can be viewed as any dtype."""
+
+
+# Bytes for which all that is sent of a bundle is contiguous at both ends; and by tensor the first dim that such a run
+# covers, and the elements of that dim's rows.
+Run = tuple[int, dict[int, tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -74,13 +79,6 @@ class Parameter:
         """Return the dim of this parameter that is a dim of the tensors."""
         return len(self.shape) - dim if self.is_staged and dim else dim
 
-    def shape_of_part(self, dim: int, part: int, parts: int) -> tuple[int, ...]:
-        """Return the shape of every ``parts``-th index from ``part`` on along a dim of the tensors."""
-        if parts == 1:
-            return self.shape
-        axis = self.axis_of(dim)
-        return (*self.shape[:axis], len(range(part, self.shape[axis], parts)), *self.shape[axis + 1 :])
-
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
@@ -119,17 +117,11 @@ class Bundle:
         return max((p.shape[p.axis_of(self.part_dim)] for p in parameters), default=1)
 
     @cached_property
-    def run(self) -> tuple[int, dict[int, tuple[int, int]]]:
-        """Bytes for which everything sent of it is contiguous at both ends.
-
-        Returns:
-            Bytes and, by tensor, the first dim that a run covers and the elements of that dim's rows.
-        """
+    def run(self) -> Run:
         return self._run(first=0)
 
     @cached_property
-    def run_of_parts(self) -> tuple[int, dict[int, tuple[int, int]]]:
-        """``run`` where it is sent in parts."""
+    def run_of_parts(self) -> Run:
         return self._run(first=self.part_dim + 1)
 
     @property
@@ -137,7 +129,7 @@ class Bundle:
         """Whether its tensors are sent whole."""
         return self.run[0] < _SHORTEST_RUN and sum(self.specs[i].nbytes for i in self.tensors) <= _LARGEST_SHORT
 
-    def _run(self, first: int) -> tuple[int, dict[int, tuple[int, int]]]:
+    def _run(self, first: int) -> Run:
         found, dims = 0, {}
         for i in self.tensors:
             regions = [r for ps in self.by_kind for p in ps for r in p.regions if r.tensor == i]
@@ -168,14 +160,7 @@ class Bundle:
 def _contiguous(
     held: Senders, shape: tuple[int, ...], regions: Sequence[Region], first: int
 ) -> tuple[tuple[int, int], int]:
-    """Find for how many elements a tensor is contiguous wherever it is cut.
-
-    Args:
-        first: the first dim that may be one of those that a run covers.
-
-    Returns:
-        The first dim that a run covers and the elements of its rows; and the elements of a run.
-    """
+    """Return the first dim that a run covers, from ``first`` on, and the elements of its rows; and those of a run."""
     has_elements = (held.high > held.low).all(axis=2)
     low, high, before = (a[has_elements] for a in (held.low, held.high, held.low - held.origin))
     shards = held.shard[np.any(has_elements, axis=1)]
@@ -201,12 +186,11 @@ def bundles_of(
     may_split: Sequence[bool],
     by_rows: bool,
 ) -> list[Bundle]:
-    """Find the bundles of a group of tensors, in the order of their first tensors.
+    """Return the bundles of a group of tensors, in the order of their first tensors.
 
     Args:
         slices: by kind of worker and tensor, what it keeps.
-        may_split: whether a tensor may be sent in parts.
-        by_rows: see ``Bundle``.
+        may_split: by tensor, whether it may be sent in parts.
     """
     first_of: dict[str, int] = {}
     bundle = list(range(len(specs)))  # by tensor, the number of its bundle's first one

@@ -11,33 +11,23 @@ layers with a template are alike. Every rank takes part in every round, whether 
 """
 
 import hashlib
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 
 from ..layout.specs import TargetSlice, TensorSpec, TrainerTopology
-from .parameters import ALIGNMENT, Bundle, bundles_of
-from .senders import Ints, Senders, senders_of
+from .parameters import ALIGNMENT, Bundle, Run, bundles_of
+from .senders import Ints, senders_of
 
-__all__ = [
-    "ROUND_BUFFERS",
-    "Round",
-    "RoundTooSmallError",
-    "Share",
-    "Targets",
-    "Template",
-    "TransferPlan",
-    "make_transfer_plan",
-    "round_bytes",
-]
+__all__ = ["ROUND_BUFFERS", "Round", "RoundTooSmallError", "Share", "Targets", "Template", "TransferPlan"]
+__all__ += ["make_transfer_plan", "round_bytes"]
 
 # What a rank sends, what it receives, its worker's parameters, its own values, and the positions of all these.
 ROUND_BUFFERS = 5
-# Messages are multiples of the run of a round's bundles, which is not made shorter than this by one more bundle.
+# One more bundle makes the run of a round, of which its messages are multiples, no shorter than this.
 _LONG_RUN = 512
 _TRIED_PARTS = 32
 
@@ -95,7 +85,7 @@ class Targets:
 
     @cached_property
     def count(self) -> Ints:
-        """Workers of each kind that each trainer replica sends to, ``[replicas, kinds]``."""
+        """The workers of each kind that each trainer replica sends to, ``[replicas, kinds]``."""
         found = np.zeros((max(self.replicas, default=0) + 1, max(self.kinds, default=0) + 1), dtype=np.int64)
         np.add.at(found, (list(self.replicas), list(self.kinds)), 1)
         return found
@@ -106,19 +96,18 @@ class Share:
     """What a round sends of a bundle: the ``part``-th of ``parts``."""
 
     bundle: Bundle
-    part: int = 0
-    parts: int = 1
+    part: int
+    parts: int
 
     @property
-    def run(self) -> tuple[int, dict[int, tuple[int, int]]]:
+    def run(self) -> Run:
         return self.bundle.run if self.parts == 1 else self.bundle.run_of_parts
 
-    def part_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this part of memory with the tensors' dims."""
+    def part_of(self, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        """Return the shape of this part of memory that is divided along ``dim``."""
         if self.parts == 1:
             return shape
-        d = self.bundle.part_dim
-        return (*shape[:d], len(range(self.part, shape[d], self.parts)), *shape[d + 1 :])
+        return (*shape[:dim], len(range(self.part, shape[dim], self.parts)), *shape[dim + 1 :])
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,19 +138,18 @@ class Round:
 
     @property
     def alignment(self) -> int:
-        """Bytes of which offsets in buffers are multiples, so that they can be viewed as any dtype."""
+        """Bytes of which offsets in this round's buffers are multiples."""
         return math.lcm(self.unit, ALIGNMENT)
 
     @cached_property
-    def short_offsets(self) -> tuple[Ints, int]:
-        """Where each rank's part of each short tensor begins in its message, ``[ranks, tensors]``; and all bytes."""
-        tensors = [(bundle, i) for bundle in self.short for i in bundle.tensors]
-        if not tensors:
-            return np.zeros((1, 0), dtype=np.int64), 0
-        sizes = np.stack([b.senders[i].numel * b.specs[i].itemsize for b, i in tensors], axis=1)
-        sizes = -(-sizes // ALIGNMENT) * ALIGNMENT
-        ends = np.cumsum(sizes, axis=1)
-        return ends - sizes, int(-(-ends[:, -1].max() // self.alignment) * self.alignment)
+    def short_offsets(self) -> tuple[dict[int, Ints], int]:
+        """Where each rank's part of each short tensor begins in its message, ``[ranks]``; and the bytes of all."""
+        found, end = {}, np.zeros(1, dtype=np.int64)
+        for bundle, i in ((b, i) for b in self.short for i in b.tensors):
+            sizes = -(-bundle.senders[i].numel * bundle.specs[i].itemsize // ALIGNMENT) * ALIGNMENT
+            end = end + sizes
+            found[i] = end - sizes
+        return found, int(-(-end.max() // self.alignment) * self.alignment)
 
 
 @dataclass(frozen=True)
@@ -218,20 +206,13 @@ class TransferPlan:
 
     def digest(self) -> str:
         """Return a hash that two ranks share exactly when they plan from the same facts, and so the same rounds."""
-        facts = [
-            [
-                [(t.name, t.shape, t.itemsize, str(t.cuts)) for t in template.tensors],
-                [
-                    [(p.name, str([r.part for r in p.regions])) for p in parameters]
-                    for bundle in template.bundles
-                    for parameters in bundle.by_kind
-                ],
-                [[len(r.long), len(r.short), r.unit] for r in template.rounds],
-            ]
-            for template in self.templates
-        ]
-        data = json.dumps([self.limit, self.layers, self.targets.kinds, self.targets.replicas, facts])
-        return hashlib.blake2b(data.encode(), digest_size=16).hexdigest()
+        facts: list[object] = [self.limit, self.layers, self.targets]
+        for template in self.templates:
+            kinds = [of_kind for bundle in template.bundles for of_kind in bundle.by_kind]
+            facts.append(template.tensors)
+            facts.append([[(p.name, [region.part for region in p.regions]) for p in of_kind] for of_kind in kinds])
+            facts.append([(len(r.long), len(r.short), r.unit) for r in template.rounds])
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 def make_transfer_plan(
@@ -260,7 +241,7 @@ def make_transfer_plan(
         RoundTooSmallError: a row of a parameter, or a parameter that can't be divided by rows, exceeds the limit.
     """
     groups: list[tuple[str, list[TensorSpec]]] = []
-    known: set[str] = set(layers)
+    known = frozenset(layers)
     of_layer: dict[str, list[TensorSpec]] = {}
     for tensor in tensors:
         prefix = _layer_of(tensor.name, known)
@@ -270,35 +251,29 @@ def make_transfer_plan(
             groups.append((prefix, of_layer[prefix]))
         of_layer[prefix].append(tensor)
 
-    templates: dict[tuple[TensorSpec, ...], int] = {}
-    made: list[Template] = []
-    order: list[tuple[str, int]] = []
+    templates: dict[tuple[TensorSpec, ...], Template] = {}
+    order: list[tuple[str, tuple[TensorSpec, ...]]] = []
     kinds = range(targets.count.shape[1])
     nothing = _Load(targets, np.zeros((topology.fsdp, len(kinds)), dtype=np.int64))
-    sending: dict[tuple[object, ...], Senders] = {}
+    senders = cache(partial(senders_of, topology=topology))  # of tensors without their names
     for prefix, members in groups:
-        inside = tuple(TensorSpec(t.name.removeprefix(prefix), t.shape, t.itemsize, t.cuts) for t in members)
+        inside = tuple(replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in members)
+        order.append((prefix, inside))
         if inside not in templates:
-            templates[inside] = len(made)
-            for t in inside:
-                if (t.shape, t.cuts) not in sending:
-                    sending[t.shape, t.cuts] = senders_of(t, topology)
-            senders = [sending[t.shape, t.cuts] for t in inside]
             slices = [[slices_of(full, kind) for full in members] for kind in kinds]
             splits = [may_split(full.name) for full in members]
-            bundles = bundles_of(inside, senders, slices, splits, by_name)
-            made.append(Template(inside, tuple(bundles), tuple(_rounds(bundles, nothing, limit, not by_name))))
-        order.append((prefix, templates[inside]))
-    return TransferPlan(tuple(order), tuple(made), topology, targets, limit)
+            held = [senders(replace(tensor, name="")) for tensor in inside]
+            bundles = bundles_of(inside, held, slices, splits, by_name)
+            templates[inside] = Template(inside, tuple(bundles), tuple(_rounds(bundles, nothing, limit, not by_name)))
+    numbers = {inside: number for number, inside in enumerate(templates)}
+    in_order = tuple((prefix, numbers[inside]) for prefix, inside in order)
+    return TransferPlan(in_order, tuple(templates.values()), topology, targets, limit)
 
 
-def _layer_of(name: str, layers: set[str]) -> str:
-    end = name.find(".")
-    while end >= 0:
-        if name[:end] in layers:
-            return name[: end + 1]
-        end = name.find(".", end + 1)
-    return ""
+def _layer_of(name: str, layers: Collection[str]) -> str:
+    """Return the prefix of the outermost layer that a tensor belongs to."""
+    ends = (end for end, character in enumerate(name) if character == ".")
+    return next((name[: end + 1] for end in ends if name[:end] in layers), "")
 
 
 @dataclass
@@ -324,7 +299,7 @@ class _Load:
         sent = (self.sent @ count.T).max(initial=0) + self.short * count.sum(axis=1).max(initial=0)
         return int(max(sent, self.sent.sum(axis=0).max(initial=0) + self.short * ranks))
 
-    def plus(self, bundle: Bundle, part: int = 0, parts: int = 1) -> "_Load":
+    def plus(self, bundle: Bundle, part: int, parts: int) -> "_Load":
         return replace(self, sent=self.sent + bundle.sent(part, parts))
 
     def plus_short(self, bundle: Bundle) -> "_Load":

@@ -154,7 +154,9 @@ class RolloutSync:
                 yield found._replace(values=found.values.clone())
                 traffic.release(found.values.nbytes)
 
-    def values(self, adapters: AdapterUse = "merged", rollout: Rollout | None = None, wait: Any = None) -> Values:
+    def values(
+        self, adapters: AdapterUse = "merged", rollout: Rollout | None = None, wait: Any = dist.Work.wait
+    ) -> Values:
         """Return a function from a tensor's name to this rank's values to send; see ``local_values``.
 
         Args:
@@ -163,7 +165,6 @@ class RolloutSync:
         """
         # Reading a model's parameters anew takes longer than sending a small layer.
         state = {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
-        wait = wait or dist.Work.wait
         local = local_values(self.model, self.device, adapters, wait)
         if rollout is None or not rollout.is_quantised:
             return lambda name: local(name, state[name])
@@ -179,11 +180,6 @@ class RolloutSync:
 
         return of
 
-    def missing_bytes(self, adapters: bool = False) -> int:
-        """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""
-        params = (adapter_weights if adapters else weights)(self.model)
-        return sum((p.numel() - local_tensor(p).numel()) * self.dtypes[name].itemsize for name, p in params)
-
     def tensor_specs(self) -> list[TensorSpec]:
         """Describe the tensors to send, for a plan."""
         return tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
@@ -193,18 +189,17 @@ class RolloutSync:
         tensors, dtypes, layers = tuple(self.tensor_specs()), tuple(self.dtypes.items()), tuple(self.layers)
         return SentModel(tensors, dtypes, layers, self.meshes.topology, self.heads)
 
-    def exchange(self, rollout: Rollout, worker: int) -> Exchange:
-        """Return the exchange that brings ``worker`` of each replica its parameters; planned once.
+    def exchange(self, rollout: Rollout) -> Exchange:
+        """Return the exchange that brings each rank's worker its parameters; planned once.
 
         Running it is collective, this call is not.
         """
-        if (rollout, worker) not in self._exchanges:
+        if rollout not in self._exchanges:
             targets = Targets.colocated(self.meshes.topology, rollout.workers)
             limit, group = round_bytes(self.settings.memory_bytes), self.meshes.replica_group
-            self._exchanges[rollout, worker] = self.sent_model().exchange(
-                rollout, targets, limit, dist.get_rank(), self.device, group
-            )
-        return self._exchanges[rollout, worker]
+            exchange = self.sent_model().exchange(rollout, targets, limit, dist.get_rank(), self.device, group)
+            self._exchanges[rollout] = exchange
+        return self._exchanges[rollout]
 
     def _full_exchange(self, of_adapters: bool) -> Exchange:
         """Return the exchange that brings every rank the whole of each tensor."""
@@ -246,12 +241,7 @@ class RolloutSync:
 
 
 class RolloutWeights:
-    """What an engine sends in one sync.
-
-    Args:
-        sync: the engine's exporter.
-        adapters: whether adapters are merged into the weights, left out, or sent alone.
-        peft_config: see ``RolloutSync.weights``.
+    """What an engine sends in one sync; arguments as of ``RolloutSync.weights``.
 
     Attributes:
         mode: full tensors, the worker's parameters (``sliced``), or the adapters alone.
@@ -265,7 +255,7 @@ class RolloutWeights:
         self.mode: SyncMode | Literal["adapters"] = "adapters" if adapters == "alone" else "full"
         self.has_checksums = self.is_quantised_here = False
         self.traffic = Traffic()
-        self._rollout, self._worker, self._number, self._as_checkpoint = Rollout(), 0, 0, False
+        self._rollout, self._number, self._as_checkpoint = Rollout(), 0, False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.tensors()
@@ -274,8 +264,8 @@ class RolloutWeights:
         """Yield what the worker loads one after the other, each with further arguments of vLLM's worker: only this."""
         yield self.for_rollout(config, worker), {}
 
-    def for_worker(self, mode: SyncMode, rollout: Rollout, worker: int, is_quantised: bool = False) -> "RolloutWeights":
-        """Send this to a worker, whichever mode the settings name; see ``for_rollout``.
+    def for_worker(self, mode: SyncMode, rollout: Rollout, is_quantised: bool = False) -> "RolloutWeights":
+        """Send this to a worker of such a rollout, whichever mode the settings name; see ``for_rollout``.
 
         Args:
             is_quantised: whether the rollout quantises the weights that it receives in full.
@@ -283,7 +273,7 @@ class RolloutWeights:
         if self.adapters == "left out":
             self.sync.base.record()
         if self.adapters != "alone":
-            self.mode, self._rollout, self._worker = mode, rollout, worker
+            self.mode, self._rollout = mode, rollout
         self._number = next(self.sync.numbers)
         # verl's own loader quantises full tensors, and accepts neither stacks of experts nor checksums.
         self._as_checkpoint = is_quantised and self.mode == "full"
@@ -295,7 +285,7 @@ class RolloutWeights:
         return self
 
     def for_rollout(self, config: Any, worker: int) -> "RolloutWeights":
-        """Choose what is sent to the worker with this index in its replica.
+        """Choose what is sent to the worker with this index in its replica: the one beside this rank.
 
         Args:
             config: verl's rollout config.
@@ -305,9 +295,9 @@ class RolloutWeights:
             BaseChangedError: adapters are sent alone, and the weights are no longer those that the rollout has.
         """
         if self.adapters == "alone":
-            return self.for_worker("full", Rollout(), worker)
+            return self.for_worker("full", Rollout())
         mode = self.sync.choose_mode(config)
-        return self.for_worker(mode, rollout_of(config), worker, bool(server_of(config).quantisation_settings(config)))
+        return self.for_worker(mode, rollout_of(config), bool(server_of(config).quantisation_settings(config)))
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the tensors or parameters under names that the worker accepts; collective."""
@@ -325,7 +315,7 @@ class RolloutWeights:
 
     @property
     def _exchange(self) -> Exchange:
-        return self.sync.exchange(self._rollout, self._worker)
+        return self.sync.exchange(self._rollout)
 
     def check_plans(self, failure: Exception | None) -> None:
         """Raise on every rank if plans differ between ranks or any rank has failed; collective, before data is sent.
@@ -353,7 +343,9 @@ class RolloutWeights:
     def min_received_bytes(self) -> int:
         """Return the bytes of what this rank sends to its worker that it does not hold itself."""
         if self.mode != "sliced":
-            return self.sync.missing_bytes(self.mode == "adapters")
+            found = (adapter_weights if self.mode == "adapters" else weights)(self.sync.model)
+            missing = ((name, p.numel() - local_tensor(p).numel()) for name, p in found)
+            return sum(count * self.sync.dtypes[name].itemsize for name, count in missing)
         plan, kind = self._exchange.plan, self._exchange.member.kind
         assert kind is not None
         return int(plan.needed[kind] - plan.sent[self.sync.meshes.fsdp_rank, kind])

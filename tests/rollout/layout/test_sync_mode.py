@@ -261,7 +261,7 @@ def _counted(folder):
         <= 1.2 * gathered.min_received_bytes
     )
     assert memory / 3 < gathered.traffic.peak <= memory
-    exchange = weights.sync.exchange(rollout_of(TP2), rank % 2)
+    exchange = weights.sync.exchange(rollout_of(TP2))
     plan, (own, kind) = exchange.plan, (rank, rank % 2)
     assert sliced.min_received_bytes == plan.needed[kind] - plan.sent[own, kind]
     # What is short is sent whole to every worker: norms, and routers' weights.

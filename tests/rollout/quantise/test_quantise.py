@@ -87,7 +87,9 @@ def test_quantise_reduces_scales_within_the_limit_and_of_one_weight_at_least():
     for limit, reductions in ((0, 4), (40, 3), (1 << 20, 1)):
         shards = QuantisedShards(weights, lambda name, tensor: tensor, Blocks(BLOCK), "cpu", limit)
         with mock.patch.object(dist, "all_reduce") as reduced:
-            found.append({name: (bits(shards(name, weight)), shards.scales[name]) for name, weight in weights.items()})
+            found.append(
+                {name: (bits(shards(name, weight)), shards.scales_of(name)) for name, weight in weights.items()}
+            )
         assert reduced.call_count == reductions, limit
     for name, (values, scales) in found[0].items():
         for others in found[1:]:

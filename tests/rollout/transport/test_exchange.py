@@ -97,7 +97,7 @@ def _brings_the_parameters(folder, cases):
             weights = weights_for(sync, rollout, worker)
             found = collected(weights.tensors())
             _check_parameters(found, _whole_parameters(sync, _state(reference), rollout, worker), (where, number))
-            exchange = weights.sync.exchange(weights._rollout, worker)
+            exchange = weights.sync.exchange(weights._rollout)
             assert (weights.traffic.sent, weights.traffic.received) == _planned_bytes(exchange), where
             assert weights.traffic.held == 0 < weights.traffic.peak <= MEMORY, (where, weights.traffic.peak)
         assert len(list(exchange.plan.rounds)) > 5
@@ -137,7 +137,7 @@ def test_exchange_of_tied_parameters_sends_them_once(tmp_path):
 
 def _one_stops_early(folder):
     sync, rank = _sync(folder), dist.get_rank()
-    exchange, traffic = sync.exchange(Rollout(2), rank % 2), Traffic()
+    exchange, traffic = sync.exchange(Rollout(2)), Traffic()
     parameters = exchange.run(sync.values(), traffic)
     taken = list(itertools.islice(parameters, 3 if rank == 1 else None))
     parameters.close()
@@ -165,7 +165,7 @@ def _recorded(events):
 
 def _bounded(folder):
     sync, sizes = _sync(folder), []
-    exchange = sync.exchange(Rollout(2), dist.get_rank() % 2)
+    exchange = sync.exchange(Rollout(2))
     with _recorded(sizes):
         for _ in exchange.run(sync.values()):
             pass
@@ -181,7 +181,7 @@ def test_exchange_buffers_stay_within_the_limit(tmp_path):
 def _round_by_round(folder):
     """Parameters come in the order of rounds, and the next round is on its way while they are used."""
     sync, events = _sync(folder, dtype=torch.bfloat16), []
-    exchange, traffic = sync.exchange(Rollout(2), dist.get_rank() % 2), Traffic()
+    exchange, traffic = sync.exchange(Rollout(2)), Traffic()
     with _recorded(events):
         for found in exchange.run(sync.values(), traffic):
             events.append((found.parameter, found.first, found.step))
@@ -213,8 +213,8 @@ def test_exchange_yields_rounds_one_after_the_other(tmp_path):
 
 def _counts_calls(folder, rollout, out):
     """Write the calls, in Python and from it, of a second sync that rank 0 makes, and its rounds and parameters."""
-    sync, worker = _sync(folder, (1, -1, 1, 1), memory=1 << 24), dist.get_rank() % rollout.workers
-    exchange = sync.exchange(rollout, worker)
+    sync = _sync(folder, (1, -1, 1, 1), memory=1 << 24)
+    exchange = sync.exchange(rollout)
     found = [len(list(exchange.run(sync.values()))), len(list(exchange.plan.rounds))]
     for _ in exchange.run(sync.values()):
         pass

@@ -36,7 +36,7 @@ def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> No
     for folder in syncs:
         model, meshes = sharded_model(Path(folder), workers, ep=ep, attention="eager")
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("sliced", 5 << 18))
-        weights = sync.weights().for_worker("sliced", rollout, rank)
+        weights = sync.weights().for_worker("sliced", rollout)
         sending = send_weights(
             with_checksums(weights.tensors()),
             zmq_handle=handles[rank],
@@ -46,7 +46,7 @@ def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> No
             rank=rank,
         )
         asyncio.run(sending)
-        heads, exchange = Heads.of(model.config), sync.exchange(rollout, rank)
+        heads, exchange = Heads.of(model.config), sync.exchange(rollout)
         kept = [(t, part) for t in tensor_specs(model) for part in target_slices(t, rollout, rank, heads)]
         needed = sum(part.block.numel * t.itemsize for t, part in kept if part.form != "zeros")
         assert exchange.plan.needed[rank] == needed

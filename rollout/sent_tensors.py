@@ -53,17 +53,11 @@ def slices_of_workers(
 
 @dataclass(frozen=True)
 class SentModel:
-    """An engine's tensors, sharding and dtypes, from which all ranks of a sync make the same plan.
+    """An engine's tensors, sharding and dtypes, from which all ranks of a sync make the same plan."""
 
-    Args:
-        tensors: in the model's order, as they are stored.
-        dtypes: by name, in which they are sent to a rollout that is not quantised.
-        layers: FQNs of the layers.
-    """
-
-    tensors: tuple[TensorSpec, ...]
-    dtypes: tuple[tuple[str, torch.dtype], ...]
-    layers: tuple[str, ...]
+    tensors: tuple[TensorSpec, ...]  # in the model's order
+    dtypes: tuple[tuple[str, torch.dtype], ...]  # by name, in which they are sent to a rollout that is not quantised
+    layers: tuple[str, ...]  # FQNs
     topology: Topology
     heads: Heads
 

@@ -37,7 +37,11 @@ def server_of(config: Any) -> Server:
 
 
 def install(timeout_seconds: float) -> None:
-    """Make verl build the adapters of all servers in this process; see ``Server.install``."""
+    """Make verl build the adapters of all servers in this process; before verl builds the rollout.
+
+    Args:
+        timeout_seconds: longest wait for one message of a weight sync, on both sides.
+    """
     for server in SERVERS.values():
         server.install(timeout_seconds)
 
@@ -98,22 +102,14 @@ def is_quantised(family: str, name: str, server: str = "") -> bool:
 def slices_of_scales(
     tensor: TensorSpec, slices: Iterable[TargetSlice], rollout: Rollout, family: str
 ) -> list[TargetSlice]:
-    """Return where the scales of a weight's slices go in a worker; none where its values have none.
-
-    Raises:
-        ValueError: a slice begins or ends inside of a block (``scale_slices``).
-    """
+    """Return where the scales of a weight's slices go; none where it has none. Raises as ``scale_slices``."""
     if not rollout.is_quantised or not is_quantised(family, tensor.name, rollout.server):
         return []
     return scale_slices(tensor, slices, rollout)
 
 
 def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int, heads: Heads) -> dict[str, str]:
-    """Return the entry of each parameter that a worker keeps, as the trainer plans it (``layout/layout_check.py``).
-
-    Raises:
-        ValueError: the server could not shard a tensor by this tensor-parallel size.
-    """
+    """Return the entry of each parameter that a worker keeps (``layout_check.py``); raises as ``kept_slices``."""
     ends: dict[str, tuple[int, ...]] = {}
     first: dict[str, int] = {}
     for tensor in tensors:
@@ -121,5 +117,5 @@ def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int,
         for part in (*slices, *slices_of_scales(tensor, slices, rollout, heads.family)):
             ends[part.parameter] = tuple(map(max, part.end, ends.get(part.parameter, part.end)))
             first[part.parameter] = part.block.low[0] if has_known_rows(tensor.name) else 0
-    layout = {parameter: entry(end, first[parameter]) for parameter, end in ends.items()}
-    return {RANK: rank_entry(worker % rollout.tp, rollout)} | layout
+    rank = rank_entry(worker % rollout.tp, rollout)
+    return {RANK: rank} | {parameter: entry(end, first[parameter]) for parameter, end in ends.items()}

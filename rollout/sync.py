@@ -44,19 +44,12 @@ logger = logging.getLogger("epfsdp2")
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """The user's settings of the weight sync.
+    """The user's settings of the weight sync."""
 
-    Args:
-        requested: ``engine.rollout_sync``.
-        memory_bytes: bound of a rank's buffers.
-        verify_syncs: number of first syncs that carry checksums; -1 for all.
-        server: verl's name of the rollout's server, whose loader decides under which names full tensors are sent.
-    """
-
-    requested: str
-    memory_bytes: int
-    verify_syncs: int = 0
-    server: str = ""
+    requested: str  # ``engine.rollout_sync``
+    memory_bytes: int  # bound of a rank's buffers
+    verify_syncs: int = 0  # number of first syncs that carry checksums; -1 for all
+    server: str = ""  # verl's name of it; its loader decides under which names full tensors are sent
 
 
 class RolloutSync:
@@ -97,7 +90,7 @@ class RolloutSync:
         self.numbers = itertools.count(1)  # of syncs
 
     def weights(self, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None) -> "RolloutWeights":
-        """Return the weights of the next sync, with adapters merged or left out, or the adapters alone.
+        """Return what the next sync sends: weights with adapters merged or left out, or the adapters alone.
 
         Args:
             peft_config: of adapters that rollout ranks in other processes are sent apart from the weights.
@@ -285,10 +278,11 @@ class RolloutWeights:
         return self
 
     def for_rollout(self, config: Any, worker: int) -> "RolloutWeights":
-        """Choose what is sent to the worker with this index in its replica: the one beside this rank.
+        """Choose what is sent to the worker beside this rank.
 
         Args:
             config: verl's rollout config.
+            worker: its index in its replica.
 
         Raises:
             SettingError: the rollout does not support the mode that ``engine.rollout_sync`` names.
@@ -318,13 +312,10 @@ class RolloutWeights:
         return self.sync.exchange(self._rollout)
 
     def check_plans(self, failure: Exception | None) -> None:
-        """Raise on every rank if plans differ between ranks or any rank has failed; collective, before data is sent.
+        """Raise ``WeightSyncError`` on all ranks if their plans differ or any has failed; collective.
 
         Args:
             failure: this rank's failure, if any.
-
-        Raises:
-            WeightSyncError: on all ranks.
         """
         digest = ""
         try:

@@ -30,19 +30,12 @@ def named_rules(*pairs: tuple[str, Rule]) -> NamedRules:
 
 @dataclass(frozen=True)
 class Family:
-    """How the layout of a family differs from the common rules.
+    """How the layout of a family differs from the common rules."""
 
-    Args:
-        renamed: pairs of the trainer's and the worker's substring of a parameter name.
-        rules: rules that take precedence over the common ones.
-        is_stacked: whether checkpoints, and with them the worker's loader, have experts as stacks alone.
-        is_transposed: whether the trainer's experts have inputs as rows, and the worker's have outputs.
-    """
-
-    renamed: tuple[tuple[str, str], ...] = ()
-    rules: NamedRules = ()
-    is_stacked: bool = False
-    is_transposed: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()  # the trainer's and the worker's substring of a parameter name
+    rules: NamedRules = ()  # before the common ones
+    is_stacked: bool = False  # whether checkpoints, and with them the worker's loader, have experts as stacks alone
+    is_transposed: bool = False  # whether the trainer's experts have inputs as rows, and the worker's have outputs
 
 
 def padded_vocabulary(rows: int) -> int:
@@ -75,9 +68,7 @@ def _cut(
 
     Args:
         parts: size of each, the number of its shards, and the index of the one that is kept.
-        into: dim of the parameter along which they follow one another; ``dim`` by default.
-        at: index there of the first.
-        name: of the parameter; the tensor's by default.
+        into: dim of the parameter along which they follow one another from ``at`` on; ``dim`` by default.
     """
     found, start = [], 0
     for size, shards, index in parts:
@@ -106,8 +97,7 @@ def fused(own: str, theirs: str, *kinds: str) -> Rule:
     """Return the rule that places tensors of equally many rows one after the other in a fused parameter.
 
     Args:
-        own: the tensors' module, with ``{}`` for its kind.
-        theirs: the parameter's module.
+        own, theirs: the modules of a tensor, with ``{}`` for its kind, and of the parameter.
         kinds: in the parameter's order.
     """
 

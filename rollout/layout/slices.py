@@ -1,7 +1,6 @@
-"""Computes which elements of a model each trainer rank holds and which each worker of a rollout keeps.
+"""Computes which elements of a model each worker of a rollout keeps.
 
-The trainer's side follows from how each parameter is sharded (``engine/topology/index_ranges.py``), the workers' from
-how a server shards a model under tensor, expert and data parallelism:
+It follows from how a server shards a model under tensor, expert and data parallelism:
 
 * a column-parallel weight along its outputs, a row-parallel one along its inputs, a vocabulary along its rows, padded;
 * attention by heads; with more ranks than key-value heads, neighbouring ranks hold the same head;

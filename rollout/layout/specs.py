@@ -25,17 +25,12 @@ SYNC_MODES: tuple[SyncMode, ...] = ("full", "sliced")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, global shape and sharding of a trainer tensor; fused experts are ``[E, 2 I, D]`` and ``[E, D, I]``.
-
-    Args:
-        itemsize: bytes per element in the dtype in which it is sent.
-        cuts: sharding steps over the trainer's mesh axes, outermost first.
-    """
+    """Name, global shape and sharding of a trainer tensor; fused experts are ``[E, 2 I, D]`` and ``[E, D, I]``."""
 
     name: str
     shape: tuple[int, ...]
-    itemsize: int
-    cuts: tuple[ShardStep, ...] = ()
+    itemsize: int  # bytes per element in the dtype in which it is sent
+    cuts: tuple[ShardStep, ...] = ()  # over the trainer's mesh axes, outermost first
 
     @property
     def nbytes(self) -> int:
@@ -46,23 +41,17 @@ class TensorSpec:
 class Rollout:
     """The parallel sizes of one rollout replica.
 
-    Args:
-        expert_parallel: vLLM's ``enable_expert_parallel``, SGLang's ``ep_size``: each of the ``tp * dp`` workers keeps
-            some whole experts. Without it each keeps a part of every expert. Other tensors are sharded over ``tp``
-            alone.
-        tower: of a model that sees images.
-        server: verl's name of it, whose layout the workers have (``rollout/servers.py``); "" for the default one.
-        block: rows and columns that share a scale where the workers hold weights in FP8 by blocks; 0 elsewhere.
-        channels: what the workers hold weights in where each row has a scale.
+    With ``expert_parallel`` (vLLM's ``enable_expert_parallel``, SGLang's ``ep_size``) each of the ``tp * dp`` workers
+    keeps some whole experts, without it a part of every expert. Other tensors are sharded over ``tp`` alone.
     """
 
     tp: int = 1
     dp: int = 1
     expert_parallel: bool = False
-    tower: Tower = "sharded"
-    server: str = ""
-    block: int = 0
-    channels: Channels = ""
+    tower: Tower = "sharded"  # of a model that sees images
+    server: str = ""  # verl's name of it, whose layout the workers have (``rollout/servers.py``); "" for the default
+    block: int = 0  # rows and columns that share a scale where the workers hold weights in FP8 by blocks
+    channels: Channels = ""  # what the workers hold weights in where each row has a scale
 
     @property
     def is_quantised(self) -> bool:
@@ -75,31 +64,18 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of a model's attention by which it is sharded, and its family (``model_type``), which may have own rules.
+    """Sizes of a model's attention by which it is sharded, and its family (``model_type``)."""
 
-    Args:
-        queries: query heads; two for each where a gate of its output is stored beside it.
-        keys: key-value heads.
-        dim: rows of a head.
-        values_are_keys: whether servers store the keys' weights as those of the values too.
-        layers: ``(keys, dim, values_are_keys)`` of each layer, where layers differ.
-        query_rank: rows of the queries' compression, where latent attention stores that of keys and values below it
-            in the same parameter; 0 elsewhere.
-        index_rows: rows of the keys of an indexer, by which sparse attention chooses.
-        linear_keys: rows of the keys of linear attention.
-        state: of Mamba2, rows of all heads, of all groups' states, and the number of groups.
-    """
-
-    queries: int
-    keys: int
-    dim: int
+    queries: int  # query heads; two for each where a gate of its output is stored beside it
+    keys: int  # key-value heads
+    dim: int  # rows of a head
     family: str = ""
-    values_are_keys: bool = False
-    layers: tuple[tuple[int, int, bool], ...] = ()
-    query_rank: int = 0
-    index_rows: int = 0
-    linear_keys: int = 0
-    state: tuple[int, int, int] = (0, 0, 0)
+    values_are_keys: bool = False  # whether servers store the keys' weights as those of the values too
+    layers: tuple[tuple[int, int, bool], ...] = ()  # ``(keys, dim, values_are_keys)`` of each, where layers differ
+    query_rank: int = 0  # rows of the queries' compression, where latent attention stores that of the keys below it
+    index_rows: int = 0  # rows of the keys of an indexer, by which sparse attention chooses
+    linear_keys: int = 0  # rows of the keys of linear attention
+    state: tuple[int, int, int] = (0, 0, 0)  # of Mamba2: rows of all heads, of all groups' states, and the groups
 
     @classmethod
     def of(cls, config: Any) -> "Heads":

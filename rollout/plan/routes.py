@@ -23,19 +23,12 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Member:
-    """A rank's part in a sync, and those of the other ranks of its group.
+    """A rank's part in a sync, and those of the other ranks of its group."""
 
-    Args:
-        source: its number in its trainer replica; None where it sends nothing.
-        kind: of its worker; None where it receives nothing.
-        targets: for each rank of the group, the kind of its worker if this rank sends to it, else -1.
-        sources: for each rank of the group, its number in the trainer replica that sends to this rank, else -1.
-    """
-
-    source: int | None
-    kind: int | None
-    targets: tuple[int, ...]
-    sources: tuple[int, ...]
+    source: int | None  # its number in its trainer replica; None where it sends nothing
+    kind: int | None  # of its worker; None where it receives nothing
+    targets: tuple[int, ...]  # for each rank of the group, the kind of its worker if this rank sends to it, else -1
+    sources: tuple[int, ...]  # for each rank of the group, its number in the replica that sends to this rank, else -1
 
     @classmethod
     def of(cls, plan: TransferPlan, rank: int) -> "Member":
@@ -64,61 +57,41 @@ class Copy:
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a parameter's values, or those of one of its regions, are among what a rank has received.
+    """Where a parameter's values, or those of one of its regions, are among what a rank has received."""
 
-    Args:
-        region: None for the whole parameter.
-        shape: of the values.
-        start: their first byte.
-        elements: of what is sent whole, the positions of their elements in what all ranks have sent of that; in an
-            array, or a tensor once they are on a device.
-    """
-
-    region: Region | None
+    region: Region | None  # None for the whole parameter
     shape: tuple[int, ...]
-    start: int = 0
+    start: int = 0  # their first byte
+    # Of what is sent whole, the positions of their elements in what all ranks have sent of that; an array, or a tensor
+    # once they are on a device.
     elements: Any = None
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A parameter, or a part of it, that a worker gets in a round.
-
-    Args:
-        number: of the parameter among those of its bundle.
-        axis: the dim of the parameter that parts divide.
-        shape: of the part that comes.
-    """
+    """A parameter, or a part of it, that a worker gets in a round."""
 
     bundle: Bundle
-    number: int
-    axis: int
+    number: int  # of the parameter among those of its bundle
+    axis: int  # the dim of the parameter that parts divide
     part: int
     parts: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the part that comes
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class Route:
-    """What a rank copies, sends, receives and gets in a round.
+    """What a rank copies, sends, receives and gets in a round."""
 
-    Args:
-        copies: what it copies to its flat buffer of ``flat_bytes``.
-        sent: positions in that of the rows of all its messages, in the order of the group's ranks.
-        sent_sizes, received_sizes: bytes of the message to and from each rank.
-        received: positions in the received messages of the rows of the round's buffer, of ``nbytes``.
-        short: where in that begins what ranks have sent whole.
-    """
-
-    copies: tuple[Copy, ...]
+    copies: tuple[Copy, ...]  # to its flat buffer
     flat_bytes: int
-    sent: Any
-    sent_sizes: list[int]
-    received: Any
-    received_sizes: list[int]
-    nbytes: int
-    short: int
+    sent: Any  # positions in that of the rows of all its messages, in the order of the group's ranks
+    sent_sizes: list[int]  # bytes of the message to each rank
+    received: Any  # positions in the received messages of the rows of the round's buffer
+    received_sizes: list[int]  # bytes of the message from each rank
+    nbytes: int  # of the round's buffer
+    short: int  # where in that begins what ranks have sent whole
     arrivals: tuple[Arrival, ...]
 
 

@@ -22,17 +22,12 @@ class Senders:
     """The boxes of a tensor that the ranks of one trainer replica send. A scalar counts as one row.
 
     A rank has several boxes where its shard is made of several (``ShardStep.split_factor``).
-
-    Attributes:
-        low, high: ``[ranks, boxes, dims]``, the elements ``low <= index < high``; a box may be empty.
-        origin: ``[ranks, boxes, dims]``; an element's index minus this is its index in the rank's shard.
-        shard: ``[ranks, dims]``, shape of the rank's shard.
     """
 
-    low: Ints
+    low: Ints  # ``[ranks, boxes, dims]``: the elements ``low <= index < high``; a box may be empty
     high: Ints
-    origin: Ints
-    shard: Ints
+    origin: Ints  # ``[ranks, boxes, dims]``: an element's index minus this is its index in the rank's shard
+    shard: Ints  # ``[ranks, dims]``: shape of the rank's shard
 
     @property
     def numel(self) -> Ints:

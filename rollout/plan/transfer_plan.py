@@ -33,11 +33,7 @@ _TRIED_PARTS = 32
 
 
 class RoundTooSmallError(ValueError):
-    """A round can't hold what can't be divided.
-
-    Attributes:
-        needed: bytes that it would have to hold.
-    """
+    """A round can't hold what can't be divided, and has ``needed`` bytes."""
 
     def __init__(self, what: str, needed: int, limit: int):
         super().__init__(f"{what} is {needed} bytes on a rank, more than the {limit} bytes that a round may hold.")
@@ -55,17 +51,11 @@ def round_bytes(memory_bytes: int, in_full: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Targets:
-    """The receiving workers.
+    """The receiving workers."""
 
-    Args:
-        kinds: for each worker its kind, e.g. its index in its replica; workers of a kind keep the same.
-        replicas: for each worker the trainer replica that sends to it.
-        are_separate: whether they are in processes of their own, which follow the trainer's in one group.
-    """
-
-    kinds: tuple[int, ...]
-    replicas: tuple[int, ...]
-    are_separate: bool
+    kinds: tuple[int, ...]  # of each worker, e.g. its index in its replica; workers of a kind keep the same
+    replicas: tuple[int, ...]  # for each worker the trainer replica that sends to it
+    are_separate: bool  # whether they are in processes of their own, which follow the trainer's in one group
 
     @classmethod
     def colocated(cls, topology: TrainerTopology, workers: int) -> "Targets":
@@ -112,15 +102,10 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """What a round sends.
+    """What a round sends."""
 
-    Args:
-        long: shares that are sent in pieces, to each worker what it keeps.
-        short: bundles whose tensors every worker is sent whole.
-    """
-
-    long: tuple[Share, ...]
-    short: tuple[Bundle, ...] = ()
+    long: tuple[Share, ...]  # in pieces, to each worker what it keeps
+    short: tuple[Bundle, ...] = ()  # whole, to every worker
 
     @cached_property
     def unit(self) -> int:
@@ -163,14 +148,9 @@ class Template:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All rounds of a sync, in the order of the model's layers.
+    """All rounds of a sync, in the order of the model's layers."""
 
-    Attributes:
-        layers: name prefix of each group of tensors (``"model.layers.0."``; ``""`` outside of layers) and the index of
-            its template.
-        limit: the most bytes that a rank sends, and the most that it receives, in one round.
-    """
-
+    # The name prefix of each group of tensors (``"model.layers.0."``; ``""`` outside of layers) and its template.
     layers: tuple[tuple[str, int], ...]
     templates: tuple[Template, ...]
     topology: TrainerTopology
@@ -278,16 +258,11 @@ def _layer_of(name: str, layers: Collection[str]) -> str:
 
 @dataclass
 class _Load:
-    """The bytes that ranks move in a round.
-
-    Attributes:
-        sent: by each rank to a worker of each kind, ``[ranks, kinds]``.
-        short: by each rank to every worker.
-    """
+    """The bytes that ranks move in a round."""
 
     targets: Targets
-    sent: Ints
-    short: int = 0
+    sent: Ints  # by each rank to a worker of each kind, ``[ranks, kinds]``
+    short: int = 0  # by each rank to every worker
 
     @property
     def most(self) -> int:
@@ -338,11 +313,7 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
 
 
 def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
-    """Return the fewest parts in which no rank moves more than ``limit`` bytes of a bundle, or the fewest that it can.
-
-    Raises:
-        RoundTooSmallError: there are none, and it has to fit.
-    """
+    """Return the fewest parts in which no rank moves more than ``limit`` bytes of a bundle, or as few as it can."""
 
     def most(parts: int) -> int:
         # Parts have the same rows but for one: of many parts, a few tell enough.

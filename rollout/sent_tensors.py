@@ -1,7 +1,7 @@
 """The tensors of a sync, and who gets which parts; of quantised weights values, and the scales of each beside it."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,13 @@ SCALES = "::scales"
 
 def with_scales(tensors: Iterable[TensorSpec], rollout: Rollout, family: str) -> list[TensorSpec]:
     """Return the tensors as they are sent to such a rollout: weights that it holds quantised with their scales."""
-    if not rollout.is_quantised:
-        return list(tensors)
     scheme, found = scheme_of(rollout.block, rollout.channels), []
     for tensor in tensors:
-        if not is_quantised(family, tensor.name):
+        if rollout.is_quantised and is_quantised(family, tensor.name):
+            found.append(replace(tensor, itemsize=scheme.dtype.itemsize))
+            found.append(TensorSpec(tensor.name + SCALES, scheme.sharing(IndexRange.of(tensor.shape)).shape, 4))
+        else:
             found.append(tensor)
-            continue
-        found.append(TensorSpec(tensor.name, tensor.shape, scheme.dtype.itemsize, tensor.cuts))
-        found.append(TensorSpec(tensor.name + SCALES, scheme.sharing(IndexRange.of(tensor.shape)).shape, 4))
     return found
 
 

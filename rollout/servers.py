@@ -51,15 +51,12 @@ def rollout_of(config: Any) -> Rollout:
     return server_of(config).rollout_of(config)
 
 
-def choose_mode(
-    requested: str, config: Any, family: str | None, *, untested: str | None = None, backend: str = "naive"
-) -> tuple[SyncMode, str]:
+def choose_mode(requested: str, config: Any, family: str | None, *, backend: str = "naive") -> tuple[SyncMode, str]:
     """Return the sync mode for a rollout and, where ``auto`` had to fall back to ``full``, the reason.
 
     Args:
         requested: ``engine.rollout_sync``.
         family: ``model_type`` of the model; None skips the check where it is not known yet.
-        untested: the reason why the layout of the rollout's version is unknown; that of the installed one by default.
         backend: name of the checkpoint-engine backend.
 
     Raises:
@@ -68,7 +65,7 @@ def choose_mode(
     if requested == "full":
         return "full", ""
     server, rollout = server_of(config), rollout_of(config)
-    found = _obstacle(server, config, family, server.unknown_layout() if untested is None else untested, backend)
+    found = _obstacle(server, config, family, backend)
     if found is None:
         return "sliced", ""
     if requested == "auto":
@@ -78,14 +75,16 @@ def choose_mode(
     raise SettingError(_SETTING, requested, f"can't be with {found.setting}={found.value}: {found.reason}", works)
 
 
-def _obstacle(server: Server, config: Any, family: str | None, untested: str, backend: str) -> Obstacle | None:
+def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> Obstacle | None:
     if server.name not in SERVERS:
         return Obstacle(f"{ROLLOUT}.name", server.name, "it takes full tensors alone.", DEFAULT.name)
     if backend not in _SLICE_BACKENDS:
         setting = f"{ROLLOUT}.checkpoint_engine.backend"
         return Obstacle(setting, backend, "this backend sends full tensors.", "naive")
-    unknown = Obstacle(server.name, "installed", f"{untested}, and a layout may have changed.", "")
-    return server.obstacle(config, family) or (unknown if untested else None)
+    if found := server.obstacle(config, family):
+        return found
+    unknown = server.unknown_layout()
+    return Obstacle(server.name, "installed", f"{unknown}, and a layout may have changed.", "") if unknown else None
 
 
 def target_slices(tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads) -> list[TargetSlice]:

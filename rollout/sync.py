@@ -67,19 +67,13 @@ class RolloutSync:
     """
 
     def __init__(
-        self,
-        model: Any,
-        meshes: Meshes,
-        layers: list[str],
-        dtypes: Mapping[str, torch.dtype],
-        settings: SyncSettings,
+        self, model: Any, meshes: Meshes, layers: list[str], dtypes: Mapping[str, torch.dtype], settings: SyncSettings
     ):
         self.model, self.meshes, self.layers, self.settings = model, meshes, layers, settings
-        self.dtypes = {name: narrower(p.dtype, dtypes.get(name)) for name, p in model.named_parameters()}
-        buffers = persistent_buffers(model)
-        self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
         # Cached: finding them takes longer than sending a small layer.
-        self._buffers = list(buffers)
+        self._buffers = {name: buffer.dtype for name, buffer in persistent_buffers(model).items()}
+        self.dtypes = {name: narrower(p.dtype, dtypes.get(name)) for name, p in model.named_parameters()}
+        self.dtypes |= self._buffers
         self.heads, self._server = Heads.of(model.config), server_named(settings.server)
         self.device = meshes.dense.device_type
         self.base = SentBase(model)
@@ -121,8 +115,8 @@ class RolloutSync:
             for name, _, first, step, values in tensors:
                 if step == 1:
                     yield from named(self.model, [(name, values)], waiting)
-                    continue
-                yield from hf_names.experts_from(self.model, name, values, first, step)
+                else:
+                    yield from hf_names.experts_from(self.model, name, values, first, step)
 
     def adapters(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield every adapter in full, under names that vLLM's adapter loader takes; collective."""

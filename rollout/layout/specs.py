@@ -85,10 +85,8 @@ class Heads:
         def size(name: str) -> int:
             return getattr(config, name, None) or 0
 
-        queries = config.num_attention_heads
-        heads = cls(
-            queries, size("num_key_value_heads") or queries, size("head_dim") or config.hidden_size // queries, family
-        )
+        queries, dim = config.num_attention_heads, size("head_dim")
+        heads = cls(queries, size("num_key_value_heads") or queries, dim or config.hidden_size // queries, family)
         if keys := size("linear_num_key_heads"):
             gated = getattr(config, "attn_output_gate", True)
             return replace(heads, queries=queries * (1 + gated), linear_keys=keys * config.linear_key_head_dim)
@@ -102,9 +100,8 @@ class Heads:
             own, whole = (heads.keys, heads.dim, False), (heads.keys, dim, False)
             if config.attention_k_eq_v:
                 whole = (config.num_global_key_value_heads or heads.keys, dim, True)
-            return replace(
-                heads, layers=tuple(whole if kind == "full_attention" else own for kind in config.layer_types)
-            )
+            layers = (whole if kind == "full_attention" else own for kind in config.layer_types)
+            return replace(heads, layers=tuple(layers))
         if size("index_topk"):
             heads = replace(heads, index_rows=config.index_head_dim)
         return replace(heads, query_rank=size("q_lora_rank") if size("kv_lora_rank") else 0)
@@ -135,7 +132,7 @@ class TargetSlice:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The position in the parameter where the block ends, exclusive in each dim."""
+        """Where the block ends in the parameter, exclusive in each dim."""
         return self.moved(self.block.shape)
 
     def moved(self, by: Sequence[int]) -> tuple[int, ...]:

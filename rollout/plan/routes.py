@@ -34,14 +34,15 @@ class Member:
     def of(cls, plan: TransferPlan, rank: int) -> "Member":
         """Describe a trainer rank, whose group is its replica; or a rank of the group with workers of their own."""
         ranks, trainers, targets = plan.topology.fsdp, plan.topology.world, plan.targets
+        replica, source = divmod(rank, ranks)
         if not targets.are_separate:
-            kinds = targets.kinds[rank // ranks * ranks :][:ranks]
-            return cls(rank % ranks, kinds[rank % ranks], kinds, tuple(range(ranks)))
-        own = rank // ranks if rank < trainers else targets.replicas[rank - trainers]
+            kinds = targets.kinds[replica * ranks : (replica + 1) * ranks]
+            return cls(source, kinds[source], kinds, tuple(range(ranks)))
+        own = replica if rank < trainers else targets.replicas[rank - trainers]
         none = (-1,) * (trainers + len(targets.kinds))
         if rank < trainers:
             sends = (k if r == own else -1 for k, r in zip(targets.kinds, targets.replicas, strict=True))
-            return cls(rank % ranks, None, (*none[:trainers], *sends), none)
+            return cls(source, None, (*none[:trainers], *sends), none)
         receives = (i % ranks if i // ranks == own else -1 for i in range(trainers))
         return cls(None, targets.kinds[rank - trainers], none, (*receives, *none[trainers:]))
 

@@ -1,10 +1,9 @@
 """Plans a weight sync: which tensors go to the workers in which round, and how many bytes each rank moves.
 
-A plan is a pure function of the trainer's and the rollout's layouts, so every rank computes it on its own, and ranks
-compare digests of what it follows from. Its cost grows linearly with the ranks: workers of the same kind keep the same,
-however many there are, and what ranks send is computed for all of them at once (``senders.py``). Layers with the same
-tensors share a *template*. Which bytes a rank sends where, and where it puts those that it receives, is computed for
-that rank alone (``routes.py``).
+Every rank computes the plan on its own, from the layouts of trainer and rollout, and ranks compare digests of these.
+The cost grows linearly with the ranks: workers of the same kind keep the same, however many there are, and what ranks
+send is computed for all of them at once (``senders.py``). Layers with the same tensors share a *template*. Each rank
+computes for itself which bytes it sends where, and where it puts those that it receives (``routes.py``).
 
 A round sends bundles of parameters (``parameters.py``), and has bundles of one layer only, so that the rounds of all
 layers with a template are alike. Every rank takes part in every round, whether or not it has anything to send.
@@ -159,10 +158,8 @@ class TransferPlan:
 
     @property
     def rounds(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the prefix, the template and the number in it of each round."""
-        for prefix, template in self.layers:
-            for number in range(len(self.templates[template].rounds)):
-                yield prefix, template, number
+        """The prefix, the template and the number in it of each round."""
+        return ((prefix, t, n) for prefix, t in self.layers for n in range(len(self.templates[t].rounds)))
 
     @cached_property
     def sent(self) -> Ints:

@@ -167,14 +167,11 @@ class RolloutSync:
 
         return of
 
-    def tensor_specs(self) -> list[TensorSpec]:
-        """Describe the tensors to send, for a plan."""
-        return tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
-
     def sent_model(self) -> SentModel:
         """Describe what plans are made from."""
-        tensors, dtypes, layers = tuple(self.tensor_specs()), tuple(self.dtypes.items()), tuple(self.layers)
-        return SentModel(tensors, dtypes, layers, self.meshes.topology, self.heads)
+        tensors = tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
+        dtypes, layers = tuple(self.dtypes.items()), tuple(self.layers)
+        return SentModel(tuple(tensors), dtypes, layers, self.meshes.topology, self.heads)
 
     def exchange(self, rollout: Rollout) -> Exchange:
         """Return the exchange that brings each rank's worker its parameters; planned once.
@@ -193,8 +190,8 @@ class RolloutSync:
         if of_adapters not in self._exchanges:
             limit = round_bytes(self.settings.memory_bytes, in_full=True)
             found = adapter_weights(self.model) if of_adapters else ()
-            specs = [TensorSpec(n, tuple(p.shape), self.dtypes[n].itemsize, shard_steps(p)) for n, p in found]
-            specs = specs if of_adapters else self.tensor_specs()
+            halves = [TensorSpec(n, tuple(p.shape), self.dtypes[n].itemsize, shard_steps(p)) for n, p in found]
+            specs = halves if of_adapters else self.sent_model().tensors
             large = {tensor.name for tensor in specs if tensor.nbytes > limit and not of_adapters}
 
             def may_split(name: str) -> bool:

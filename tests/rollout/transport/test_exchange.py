@@ -44,7 +44,7 @@ def _whole_parameters(sync, whole, rollout, worker):
     """Return what a worker keeps, cut from whole tensors, and which elements of each parameter are filled."""
     slices = [
         (part, whole[spec.name].detach().to(sync.dtypes[spec.name]))
-        for spec in sync.tensor_specs()
+        for spec in sync.sent_model().tensors
         for part in target_slices(spec, rollout, worker, sync.heads)
     ]
     return stored_parameters(slices)

@@ -10,6 +10,7 @@ layers with a template are alike. Every rank takes part in every round, whether 
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -271,8 +272,8 @@ class _Load:
         sent = (self.sent @ count.T).max(initial=0) + self.short * count.sum(axis=1).max(initial=0)
         return int(max(sent, self.sent.sum(axis=0).max(initial=0) + self.short * ranks))
 
-    def plus(self, bundle: Bundle, part: int, parts: int) -> "_Load":
-        return replace(self, sent=self.sent + bundle.sent(part, parts))
+    def plus(self, share: Share) -> "_Load":
+        return replace(self, sent=self.sent + share.bundle.sent(share.part, share.parts))
 
     def plus_short(self, bundle: Bundle) -> "_Load":
         return replace(self, short=self.short + bundle.short_bytes)
@@ -290,13 +291,13 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
     long_ones = [bundle for bundle in bundles if bundle not in whole]
     for bundle in sorted(long_ones, key=lambda b: (not any(b.specs[i].cuts for i in b.tensors), -b.run[0])):
         parts = _parts(bundle, nothing, limit, must_fit)
-        own = Share(bundle, 0, parts).run[0]
-        for part in range(parts):
-            more, shared = load.plus(bundle, part, parts), math.gcd(run, own)
+        for share in (Share(bundle, part, parts) for part in range(parts)):
+            own, more = share.run[0], load.plus(share)
+            shared = math.gcd(run, own)
             if long and (shared < min(run, own, _LONG_RUN) or more.most > limit):
                 yield Round(tuple(long))
-                long, more, shared = [], nothing.plus(bundle, part, parts), own
-            long.append(Share(bundle, part, parts))
+                long, more, shared = [], nothing.plus(share), own
+            long.append(share)
             load, run = more, shared
     for bundle in whole:
         more = load.plus_short(bundle)
@@ -310,12 +311,12 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
 
 
 def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
-    """Return the fewest parts in which no rank moves more than ``limit`` bytes of a bundle, or as few as it can."""
+    """Return the fewest parts in which no rank moves more than ``limit`` bytes of a bundle, or those of least bytes."""
 
     def most(parts: int) -> int:
         # Parts have the same rows but for one: of many parts, a few tell enough.
         tried = range(0, parts, max(1, parts // _TRIED_PARTS))
-        return max(nothing.plus(bundle, part, parts).most for part in tried)
+        return max(nothing.plus(Share(bundle, part, parts)).most for part in tried)
 
     parts = min(bundle.max_parts, max(1, -(-most(1) // limit)))
     needed, best = most(parts), parts
@@ -324,8 +325,7 @@ def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
         if (less := most(parts)) < needed:
             needed, best = less, parts
     if needed > limit and must_fit:
-        name, shape = next((p.name, p.shape) for parameters in bundle.by_kind for p in parameters)
-        raise RoundTooSmallError(
-            f"{'one row' if bundle.max_parts > 1 else 'all'} of {name} {list(shape)}", needed, limit
-        )
+        first = next(itertools.chain(*bundle.by_kind))
+        what = f"{'one row' if bundle.max_parts > 1 else 'all'} of {first.name} {list(first.shape)}"
+        raise RoundTooSmallError(what, needed, limit)
     return best

@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ class QuantisedShards:
         device: device type of the tensors that the default group's backend sends.
         limit: bytes of the scales that are reduced in one all-reduce; those of one weight may have more.
         wait: waits for a collective; raises where another rank has left the sync.
-
     """
 
     def __init__(
@@ -42,61 +41,57 @@ class QuantisedShards:
         limit: int,
         wait: Callable[[Any], object] = lambda work: work.wait(),
     ):
-        self._weights, self._values, self.scheme, self._device = weights, values, scheme, device
-        self._wait = wait
+        self._weights, self._values, self._scheme, self._device = weights, values, scheme, device
+        self._limit, self._wait = limit, wait
         self._last: tuple[str, torch.Tensor] | None = None  # a tensor that is sent in parts is needed several times
-        # Shapes of the scales that are not known yet.
-        self._missing = {n: torch.Size(scheme.sharing(IndexRange.of(w.shape)).shape) for n, w in weights.items()}
-        self._limit = limit
-        self.scales: dict[str, torch.Tensor] = {}
+        self._missing = {name: scheme.sharing(IndexRange.of(weight.shape)) for name, weight in weights.items()}
+        self._scales: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name not in self._weights:
             return self._values(name, tensor)
         if self._last is None or self._last[0] != name:
             self._last = None
-            self.scales_of(name)
-            with torch.no_grad():
-                self._last = (name, self._quantised(name, tensor))
+            self._last = (name, self._quantised(name, self.scales_of(name)))
         return self._last[1]
 
+    @torch.no_grad()
     def scales_of(self, name: str) -> torch.Tensor:
         """Return all scales of a weight, float32; collective as calling this is."""
-        with torch.no_grad():
-            if name in self._missing:
-                self._add_scales(name)
-        return self.scales[name]
+        if name in self._missing:
+            self._add_scales(name)
+        return self._scales[name]
 
     def _add_scales(self, first: str) -> None:
         """Compute the scales of a weight, and of as many others as the limit allows; collective."""
         order = [first, *(name for name in self._missing if name != first)]
-        ends = list(itertools.accumulate(4 * self._missing[name].numel() for name in order))
-        names = order[: max(1, bisect.bisect(ends, self._limit))]
-        shapes = {name: self._missing.pop(name) for name in names}
-        sizes = [shape.numel() for shape in shapes.values()]
+        ends = list(itertools.accumulate(4 * self._missing[name].numel for name in order))
+        whole = {name: self._missing.pop(name) for name in order[: max(1, bisect.bisect(ends, self._limit))]}
+        sizes = [scales.numel for scales in whole.values()]
         maxima = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
-        grids = {n: part.view(shape) for (n, shape), part in zip(shapes.items(), maxima.split(sizes), strict=True)}
+        grids = {n: part.view(s.shape) for (n, s), part in zip(whole.items(), maxima.split(sizes), strict=True)}
         for name, grid in grids.items():
-            self._add_maxima(grid, name, self._weights[name])
+            self._add_maxima(name, grid)
         self._wait(dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True))
-        self.scales |= {name: self.scheme.scales(grid) for name, grid in grids.items()}
+        self._scales |= {name: self._scheme.scales(grid) for name, grid in grids.items()}
 
-    def _add_maxima(self, grid: torch.Tensor, name: str, weight: torch.Tensor) -> None:
-        local, ranges = self._values(name, weight), local_ranges(weight)
-        for held in filter(_has_elements, ranges):
-            found = self.scheme.maxima(local[slices_in_shard(held, ranges)], held)
-            at = grid[self.scheme.sharing(held).slices]
-            at.copy_(torch.maximum(at, found.to(grid.device)))
+    def _add_maxima(self, name: str, grid: torch.Tensor) -> None:
+        local = self._values(name, self._weights[name])
+        for held, inside, shared in self._parts(name):
+            found = self._scheme.maxima(local[inside], held).to(grid.device)
+            grid[shared] = torch.maximum(grid[shared], found)
 
-    def _quantised(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        local, ranges = self._values(name, weight), local_ranges(weight)
-        found = torch.empty(local.shape, dtype=self.scheme.dtype, device=local.device)
-        for held in filter(_has_elements, ranges):
-            inside = slices_in_shard(held, ranges)
-            scales = self.scales[name][self.scheme.sharing(held).slices].to(local.device)
-            self.scheme.quantise(local[inside], scales, held, found[inside])
+    @torch.no_grad()
+    def _quantised(self, name: str, scales: torch.Tensor) -> torch.Tensor:
+        local = self._values(name, self._weights[name])
+        found = torch.empty(local.shape, dtype=self._scheme.dtype, device=local.device)
+        for held, inside, shared in self._parts(name):
+            self._scheme.quantise(local[inside], scales[shared].to(local.device), held, found[inside])
         return found
 
-
-def _has_elements(held: IndexRange) -> bool:
-    return held.numel > 0
+    def _parts(self, name: str) -> Iterator[tuple[IndexRange, tuple[slice, ...], tuple[slice, ...]]]:
+        """Yield each range of a weight that this rank holds, its slices in the shard, and those of its scales."""
+        ranges = local_ranges(self._weights[name])
+        for held in ranges:
+            if held.numel:
+                yield held, slices_in_shard(held, ranges), self._scheme.sharing(held).slices

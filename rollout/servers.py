@@ -4,21 +4,20 @@ The driver and the trainer's ranks call the same functions. Each takes verl's ro
 dataclass, and reads nothing else of the run.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from ..engine.errors import SettingError
 from .layout.layout_check import RANK, entry, rank_entry
 from .layout.rollout_config import BACKEND, ROLLOUT
 from .layout.server import Obstacle, Server
-from .layout.slices import channel_slices, has_known_rows, kept_slices, scale_slices, whole_slice
+from .layout.slices import has_known_rows, kept_slices, scale_slices
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .sglang.server import SGLANG
 from .vllm.server import VLLM
 
-__all__ = ["BACKEND", "DEFAULT", "SERVERS", "choose_mode", "install", "is_quantised", "quantisation_settings"]
-__all__ += ["planned_layout", "planned_layouts", "rollout_of", "server_named", "server_of"]
-__all__ += ["slices_of_scales", "target_slices"]
+__all__ = ["BACKEND", "DEFAULT", "SERVERS", "choose_mode", "install", "is_quantised", "planned_layout", "rollout_of"]
+__all__ += ["server_named", "server_of", "slices_of_scales", "target_slices"]
 
 DEFAULT: Server = VLLM
 SERVERS: dict[str, Server] = {server.name: server for server in (VLLM, SGLANG)}
@@ -38,7 +37,11 @@ def server_of(config: Any) -> Server:
 
 
 def install(timeout_seconds: float) -> None:
-    """Make verl build the adapters of all servers in this process; see ``Server.install``."""
+    """Make verl build the adapters of all servers in this process; before verl builds the rollout.
+
+    Args:
+        timeout_seconds: longest wait for one message of a weight sync, on both sides.
+    """
     for server in SERVERS.values():
         server.install(timeout_seconds)
 
@@ -48,20 +51,12 @@ def rollout_of(config: Any) -> Rollout:
     return server_of(config).rollout_of(config)
 
 
-def quantisation_settings(config: Any) -> list[tuple[str, object]]:
-    """Return the settings, with their values, that make a rollout quantise the weights that it receives."""
-    return server_of(config).quantisation_settings(config)
-
-
-def choose_mode(
-    requested: str, config: Any, family: str | None, *, untested: str | None = None, backend: str = "naive"
-) -> tuple[SyncMode, str]:
+def choose_mode(requested: str, config: Any, family: str | None, *, backend: str = "naive") -> tuple[SyncMode, str]:
     """Return the sync mode for a rollout and, where ``auto`` had to fall back to ``full``, the reason.
 
     Args:
         requested: ``engine.rollout_sync``.
         family: ``model_type`` of the model; None skips the check where it is not known yet.
-        untested: the reason why the layout of the rollout's version is unknown; that of the installed one by default.
         backend: name of the checkpoint-engine backend.
 
     Raises:
@@ -70,32 +65,30 @@ def choose_mode(
     if requested == "full":
         return "full", ""
     server, rollout = server_of(config), rollout_of(config)
-    found = _obstacle(server, config, family, server.unknown_layout() if untested is None else untested, backend)
+    found = _obstacle(server, config, family, backend)
     if found is None:
         return "sliced", ""
     if requested == "auto":
-        is_as_good = rollout.keeps_all and server.is_as_fast_in_full and not rollout.is_quantised
+        is_as_good = rollout.workers == 1 and server.is_as_fast_in_full and not rollout.is_quantised
         return "full", "" if is_as_good else f"{found.setting}={found.value}: {found.reason}"
     works = f"{_SETTING}=auto" + (f", or {found.setting}={found.works}" if found.works else "")
     raise SettingError(_SETTING, requested, f"can't be with {found.setting}={found.value}: {found.reason}", works)
 
 
-def _obstacle(server: Server, config: Any, family: str | None, untested: str, backend: str) -> Obstacle | None:
+def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> Obstacle | None:
     if server.name not in SERVERS:
         return Obstacle(f"{ROLLOUT}.name", server.name, "it takes full tensors alone.", DEFAULT.name)
     if backend not in _SLICE_BACKENDS:
         setting = f"{ROLLOUT}.checkpoint_engine.backend"
         return Obstacle(setting, backend, "this backend sends full tensors.", "naive")
-    unknown = Obstacle(server.name, "installed", f"{untested}, and a layout may have changed.", "")
-    return server.obstacle(config, family) or (unknown if untested else None)
+    if found := server.obstacle(config, family):
+        return found
+    unknown = server.unknown_layout()
+    return Obstacle(server.name, "installed", f"{unknown}, and a layout may have changed.", "") if unknown else None
 
 
-def target_slices(
-    tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads, mode: SyncMode = "sliced"
-) -> list[TargetSlice]:
-    """Return the blocks of a tensor that a worker receives: the whole in mode ``full``; see ``kept_slices``."""
-    if mode == "full":
-        return [whole_slice(tensor)]
+def target_slices(tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads) -> list[TargetSlice]:
+    """Return the blocks of a tensor that a worker keeps; see ``kept_slices``."""
     return kept_slices(tensor, server_named(rollout.server).families(), rollout, worker, heads)
 
 
@@ -108,22 +101,14 @@ def is_quantised(family: str, name: str, server: str = "") -> bool:
 def slices_of_scales(
     tensor: TensorSpec, slices: Iterable[TargetSlice], rollout: Rollout, family: str
 ) -> list[TargetSlice]:
-    """Return where the scales of a weight's slices go in a worker; none where its values have none.
-
-    Raises:
-        ValueError: a slice begins or ends inside of a block (``scale_slices``).
-    """
+    """Return where the scales of a weight's slices go; none where it has none. Raises as ``scale_slices``."""
     if not rollout.is_quantised or not is_quantised(family, tensor.name, rollout.server):
         return []
-    return scale_slices(tensor, slices, rollout.block) if rollout.block else channel_slices(slices)
+    return scale_slices(tensor, slices, rollout)
 
 
 def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int, heads: Heads) -> dict[str, str]:
-    """Return the entry of each parameter that a worker keeps, as the trainer plans it (``layout/layout_check.py``).
-
-    Raises:
-        ValueError: the server could not shard a tensor by this tensor-parallel size.
-    """
+    """Return the entry of each parameter that a worker keeps (``layout_check.py``); raises as ``kept_slices``."""
     ends: dict[str, tuple[int, ...]] = {}
     first: dict[str, int] = {}
     for tensor in tensors:
@@ -131,10 +116,5 @@ def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int,
         for part in (*slices, *slices_of_scales(tensor, slices, rollout, heads.family)):
             ends[part.parameter] = tuple(map(max, part.end, ends.get(part.parameter, part.end)))
             first[part.parameter] = part.block.low[0] if has_known_rows(tensor.name) else 0
-    layout = {parameter: entry(end, first[parameter]) for parameter, end in ends.items()}
-    return {RANK: rank_entry(worker % rollout.tp, rollout)} | layout
-
-
-def planned_layouts(tensors: Sequence[TensorSpec], rollout: Rollout, heads: Heads) -> list[dict[str, str]]:
-    """Return the ``planned_layout`` of each worker of a replica."""
-    return [planned_layout(tensors, rollout, worker, heads) for worker in range(rollout.workers)]
+    rank = rank_entry(worker % rollout.tp, rollout)
+    return {RANK: rank} | {parameter: entry(end, first[parameter]) for parameter, end in ends.items()}

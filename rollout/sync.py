@@ -5,6 +5,7 @@ calls ``for_rollout`` before, which chooses what is sent.
 """
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,22 +16,22 @@ import torch.distributed as dist
 
 from ..engine.lora.adapters import A, B, lora_of
 from ..engine.lora.frozen_base import SentBase
-from ..engine.lora.merge import AdapterUse, LocalValues, adapter_weights, local_values, weights
+from ..engine.lora.merge import AdapterUse, adapter_weights, local_values, weights
 from ..engine.lora.rollout_names import RolloutNames
 from ..engine.model import hf_names
 from ..engine.quantise.schemes import scheme_of
 from ..engine.topology.dtensor import local_tensor, persistent_buffers, shard_steps
 from ..engine.topology.mesh import Meshes
 from ..engine.topology.rank_consistency import check_agreement
+from .layout.rules import whole_slice
 from .layout.slice_names import slice_name
-from .layout.slices import whole_slice
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
-from .layout.trainer_tensors import sharded_tensor_specs
+from .layout.trainer_tensors import tensor_specs
 from .plan.routes import Member
-from .plan.transfer_plan import ROUND_BUFFERS, Targets, TransferPlan, make_transfer_plan, round_bytes
+from .plan.transfer_plan import Targets, make_transfer_plan, round_bytes
 from .quantised_shards import QuantisedShards
 from .sent_tensors import SCALES, SentModel
-from .servers import choose_mode, is_quantised, quantisation_settings, rollout_of, server_named
+from .servers import choose_mode, is_quantised, rollout_of, server_named, server_of
 from .transport.checksums import has_checksums
 from .transport.exchange import Exchange, Received, Values
 from .transport.report import SyncReport, Traffic, TransferStats
@@ -43,19 +44,12 @@ logger = logging.getLogger("epfsdp2")
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """The user's settings of the weight sync.
+    """The user's settings of the weight sync."""
 
-    Args:
-        requested: ``engine.rollout_sync``.
-        memory_bytes: bound of a rank's buffers.
-        verify_syncs: number of first syncs that carry checksums; -1 for all.
-        server: verl's name of the rollout's server, whose loader decides under which names full tensors are sent.
-    """
-
-    requested: str
-    memory_bytes: int
-    verify_syncs: int = 0
-    server: str = ""
+    requested: str  # ``engine.rollout_sync``
+    memory_bytes: int  # bound of a rank's buffers
+    verify_syncs: int = 0  # number of first syncs that carry checksums; -1 for all
+    server: str = ""  # verl's name of it; its loader decides under which names full tensors are sent
 
 
 class RolloutSync:
@@ -73,50 +67,33 @@ class RolloutSync:
     """
 
     def __init__(
-        self,
-        model: Any,
-        meshes: Meshes,
-        layers: list[str],
-        dtypes: Mapping[str, torch.dtype],
-        settings: SyncSettings,
+        self, model: Any, meshes: Meshes, layers: list[str], dtypes: Mapping[str, torch.dtype], settings: SyncSettings
     ):
         self.model, self.meshes, self.layers, self.settings = model, meshes, layers, settings
-        self.dtypes = {name: narrower(p.dtype, dtypes.get(name)) for name, p in model.named_parameters()}
-        buffers = persistent_buffers(model)
-        self.dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
         # Cached: finding them takes longer than sending a small layer.
-        self._buffers = list(buffers)
+        self._buffers = {name: buffer.dtype for name, buffer in persistent_buffers(model).items()}
+        self.dtypes = {name: narrower(p.dtype, dtypes.get(name)) for name, p in model.named_parameters()}
+        self.dtypes |= self._buffers
         self.heads, self._server = Heads.of(model.config), server_named(settings.server)
         self.device = meshes.dense.device_type
         self.base = SentBase(model)
         self.last_report: SyncReport | None = None
         self._exchanges: dict[object, Exchange] = {}
-        self._by_expert: dict[str, bool] = {}
         self._adapter_names: RolloutNames | None = None
-        self._last_warning = ""
-        self._sync_count = 0
+        self._last_warning, self._has_warned_of_size = "", False
+        self.numbers = itertools.count(1)  # of syncs
 
     def weights(self, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None) -> "RolloutWeights":
-        """Return the weights of the next sync, with adapters merged or left out, or the adapters alone.
+        """Return what the next sync sends: weights with adapters merged or left out, or the adapters alone.
 
         Args:
             peft_config: of adapters that rollout ranks in other processes are sent apart from the weights.
         """
         return RolloutWeights(self, adapters, peft_config)
 
-    def next_number(self) -> int:
-        """Count a sync; return its number, from 1."""
-        self._sync_count += 1
-        return self._sync_count
-
-    @property
-    def family(self) -> str:
-        """The ``model_type`` of the model."""
-        return self.model.config.model_type
-
     def choose_mode(self, config: Any) -> SyncMode:
         """Choose the sync mode for a rollout; warns once, on rank 0, why ``auto`` fell back to ``full``."""
-        mode, reason = choose_mode(self.settings.requested, config, self.family)
+        mode, reason = choose_mode(self.settings.requested, config, self.heads.family)
         if reason and reason != self._last_warning and dist.get_rank() == 0:
             logger.warning("epfsdp2: engine.rollout_sync=auto falls back to full: %s", reason)
         self._last_warning = reason
@@ -138,8 +115,8 @@ class RolloutSync:
             for name, _, first, step, values in tensors:
                 if step == 1:
                     yield from named(self.model, [(name, values)], waiting)
-                    continue
-                yield from hf_names.experts_from(self.model, name, values, first, step)
+                else:
+                    yield from hf_names.experts_from(self.model, name, values, first, step)
 
     def adapters(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield every adapter in full, under names that vLLM's adapter loader takes; collective."""
@@ -164,7 +141,9 @@ class RolloutSync:
                 yield found._replace(values=found.values.clone())
                 traffic.release(found.values.nbytes)
 
-    def values(self, adapters: AdapterUse = "merged", rollout: Rollout | None = None, wait: Any = None) -> Values:
+    def values(
+        self, adapters: AdapterUse = "merged", rollout: Rollout | None = None, wait: Any = dist.Work.wait
+    ) -> Values:
         """Return a function from a tensor's name to this rank's values to send; see ``local_values``.
 
         Args:
@@ -173,11 +152,14 @@ class RolloutSync:
         """
         # Reading a model's parameters anew takes longer than sending a small layer.
         state = {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
-        wait = wait or dist.Work.wait
         local = local_values(self.model, self.device, adapters, wait)
         if rollout is None or not rollout.is_quantised:
             return lambda name: local(name, state[name])
-        quantised = self._quantised(rollout, local, wait)
+        params = {n: p for n, p in weights(self.model) if is_quantised(self.heads.family, n)}
+        scheme = scheme_of(rollout.block, rollout.channels)
+        # One weight at a time with adapters: then one gather of its adapter serves its scales and its values.
+        limit = round_bytes(self.settings.memory_bytes) if lora_of(self.model) is None else 0
+        quantised = QuantisedShards(params, local, scheme, self.device, limit, wait)
 
         def of(name: str) -> torch.Tensor:
             weight = name.removesuffix(SCALES)
@@ -185,91 +167,65 @@ class RolloutSync:
 
         return of
 
-    def _quantised(self, rollout: Rollout, values: LocalValues, wait: Any) -> QuantisedShards:
-        """Return this rank's values, quantised as such a rollout holds them; see ``QuantisedShards``."""
-        params = {n: p for n, p in weights(self.model) if is_quantised(self.heads.family, n)}
-        scheme = scheme_of(rollout.block, rollout.channels)
-        # One weight at a time with adapters: then one gather of its adapter serves its scales and its values.
-        limit = round_bytes(self.settings.memory_bytes) if lora_of(self.model) is None else 0
-        return QuantisedShards(params, values, scheme, self.device, limit, wait)
-
-    def missing_bytes(self, adapters: bool = False) -> int:
-        """Return the bytes, as they are sent, of all weights or adapters that this rank does not hold."""
-        params = (adapter_weights if adapters else weights)(self.model)
-        return sum((p.numel() - local_tensor(p).numel()) * self.dtypes[name].itemsize for name, p in params)
-
-    def tensor_specs(self) -> list[TensorSpec]:
-        """Describe the tensors to send, for a plan."""
-        return sharded_tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
-
     def sent_model(self) -> SentModel:
         """Describe what plans are made from."""
-        tensors, dtypes, layers = tuple(self.tensor_specs()), tuple(self.dtypes.items()), tuple(self.layers)
-        return SentModel(self.family, tensors, dtypes, layers, self.meshes.topology, self.heads)
+        tensors = tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
+        dtypes, layers = tuple(self.dtypes.items()), tuple(self.layers)
+        return SentModel(tuple(tensors), dtypes, layers, self.meshes.topology, self.heads)
 
-    def exchange(self, rollout: Rollout, worker: int) -> Exchange:
-        """Return the exchange that brings ``worker`` of each replica its parameters; planned once.
+    def exchange(self, rollout: Rollout) -> Exchange:
+        """Return the exchange that brings each rank's worker its parameters; planned once.
 
         Running it is collective, this call is not.
         """
-        if (rollout, worker) not in self._exchanges:
+        if rollout not in self._exchanges:
             targets = Targets.colocated(self.meshes.topology, rollout.workers)
             limit, group = round_bytes(self.settings.memory_bytes), self.meshes.replica_group
-            self._exchanges[rollout, worker] = self.sent_model().exchange(
-                rollout, targets, limit, self._member_of, self.device, group, is_gather=rollout.keeps_all
-            )
-        return self._exchanges[rollout, worker]
+            exchange = self.sent_model().exchange(rollout, targets, limit, dist.get_rank(), self.device, group)
+            self._exchanges[rollout] = exchange
+        return self._exchanges[rollout]
 
     def _full_exchange(self, of_adapters: bool) -> Exchange:
         """Return the exchange that brings every rank the whole of each tensor."""
         if of_adapters not in self._exchanges:
-            # Beside its buffers there is a tensor in memory of its own, and a copy of it in a checkpoint's layout. What
-            # it sends and its own values are parts of what it receives, and one buffer together.
-            limit = self.settings.memory_bytes // (ROUND_BUFFERS + 1)
+            limit = round_bytes(self.settings.memory_bytes, in_full=True)
             found = adapter_weights(self.model) if of_adapters else ()
-            specs = [TensorSpec(n, tuple(p.shape), self.dtypes[n].itemsize, shard_steps(p)) for n, p in found]
-            specs = specs if of_adapters else self.tensor_specs()
-            large = {tensor.name for tensor in specs if tensor.nbytes > limit}
+            halves = [TensorSpec(n, tuple(p.shape), self.dtypes[n].itemsize, shard_steps(p)) for n, p in found]
+            specs = halves if of_adapters else self.sent_model().tensors
+            large = {tensor.name for tensor in specs if tensor.nbytes > limit and not of_adapters}
 
             def may_split(name: str) -> bool:
-                return name in large and not of_adapters and self._is_stored_by_expert(name)
+                return name in large and self._is_stored_by_expert(name)
+
+            def whole(tensor: TensorSpec, worker: int = 0) -> list[TargetSlice]:
+                return [whole_slice(tensor)]
 
             topology, dtypes = self.meshes.topology, self.dtypes.__getitem__
             targets = Targets.colocated(topology, 1)
-            plan = make_transfer_plan(
-                specs, self.layers, topology, targets, _whole, limit, may_split, is_gather=True, by_name=True
-            )
-            member, group = self._member_of(plan), self.meshes.replica_group
-            self._exchanges[of_adapters] = Exchange(plan, member, lambda t: _whole(t, 0), dtypes, self.device, group)
+            plan = make_transfer_plan(specs, self.layers, topology, targets, whole, limit, may_split, by_name=True)
+            member, group = Member.of(plan, dist.get_rank()), self.meshes.replica_group
+            self._exchanges[of_adapters] = Exchange(plan, member, whole, dtypes, self.device, group)
         return self._exchanges[of_adapters]
-
-    def _member_of(self, plan: TransferPlan) -> Member:
-        return Member.colocated(plan, *divmod(dist.get_rank(), self.meshes.topology.fsdp))
 
     def _is_stored_by_expert(self, name: str) -> bool:
         """Tell whether checkpoints store a stack expert by expert; warns once of one that has to be held in full."""
-        if name not in self._by_expert:
-            param = self.model.get_parameter(name)
-            self._by_expert[name] = by_expert = hf_names.is_by_expert(self.model, name, param.shape)
-            if not by_expert and list(self._by_expert.values()).count(False) == 1 and dist.get_rank() == 0:
-                logger.warning(
-                    "epfsdp2: engine.rollout_sync=full holds all of %s at once, %d bytes, more than "
-                    "engine.sync_megabytes=%d allows: checkpoints of %s store it as one tensor",
-                    name,
-                    param.numel() * self.dtypes[name].itemsize,
-                    self.settings.memory_bytes >> 20,
-                    self.family,
-                )
-        return self._by_expert[name]
+        param = self.model.get_parameter(name)
+        by_expert = hf_names.is_by_expert(self.model, name, param.shape)
+        if not by_expert and not self._has_warned_of_size and dist.get_rank() == 0:
+            self._has_warned_of_size = True
+            logger.warning(
+                "epfsdp2: engine.rollout_sync=full holds all of %s at once, %d bytes, more than "
+                "engine.sync_megabytes=%d allows: checkpoints of %s store it as one tensor",
+                name,
+                param.numel() * self.dtypes[name].itemsize,
+                self.settings.memory_bytes >> 20,
+                self.heads.family,
+            )
+        return by_expert
 
 
 class RolloutWeights:
-    """What an engine sends in one sync.
-
-    Args:
-        sync: the engine's exporter.
-        adapters: whether adapters are merged into the weights, left out, or sent alone.
-        peft_config: see ``RolloutSync.weights``.
+    """What an engine sends in one sync; arguments as of ``RolloutSync.weights``.
 
     Attributes:
         mode: full tensors, the worker's parameters (``sliced``), or the adapters alone.
@@ -283,7 +239,7 @@ class RolloutWeights:
         self.mode: SyncMode | Literal["adapters"] = "adapters" if adapters == "alone" else "full"
         self.has_checksums = self.is_quantised_here = False
         self.traffic = Traffic()
-        self._rollout, self._worker, self._number, self._as_checkpoint = Rollout(), 0, 0, False
+        self._rollout, self._number, self._as_checkpoint = Rollout(), 0, False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.tensors()
@@ -292,8 +248,8 @@ class RolloutWeights:
         """Yield what the worker loads one after the other, each with further arguments of vLLM's worker: only this."""
         yield self.for_rollout(config, worker), {}
 
-    def for_worker(self, mode: SyncMode, rollout: Rollout, worker: int, is_quantised: bool = False) -> "RolloutWeights":
-        """Send this to a worker, whichever mode the settings name; see ``for_rollout``.
+    def for_worker(self, mode: SyncMode, rollout: Rollout, is_quantised: bool = False) -> "RolloutWeights":
+        """Send this to a worker of such a rollout, whichever mode the settings name; see ``for_rollout``.
 
         Args:
             is_quantised: whether the rollout quantises the weights that it receives in full.
@@ -301,8 +257,8 @@ class RolloutWeights:
         if self.adapters == "left out":
             self.sync.base.record()
         if self.adapters != "alone":
-            self.mode, self._rollout, self._worker = mode, rollout, worker
-        self._number = self.sync.next_number()
+            self.mode, self._rollout = mode, rollout
+        self._number = next(self.sync.numbers)
         # verl's own loader quantises full tensors, and accepts neither stacks of experts nor checksums.
         self._as_checkpoint = is_quantised and self.mode == "full"
         is_verified = has_checksums(self._number, self.sync.settings.verify_syncs)
@@ -313,19 +269,20 @@ class RolloutWeights:
         return self
 
     def for_rollout(self, config: Any, worker: int) -> "RolloutWeights":
-        """Choose what is sent to the worker with this index in its replica.
+        """Choose what is sent to the worker beside this rank.
 
         Args:
             config: verl's rollout config.
+            worker: its index in its replica.
 
         Raises:
             SettingError: the rollout does not support the mode that ``engine.rollout_sync`` names.
             BaseChangedError: adapters are sent alone, and the weights are no longer those that the rollout has.
         """
         if self.adapters == "alone":
-            return self.for_worker("full", Rollout(), worker)
+            return self.for_worker("full", Rollout())
         mode = self.sync.choose_mode(config)
-        return self.for_worker(mode, rollout_of(config), worker, bool(quantisation_settings(config)))
+        return self.for_worker(mode, rollout_of(config), bool(server_of(config).quantisation_settings(config)))
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the tensors or parameters under names that the worker accepts; collective."""
@@ -343,16 +300,13 @@ class RolloutWeights:
 
     @property
     def _exchange(self) -> Exchange:
-        return self.sync.exchange(self._rollout, self._worker)
+        return self.sync.exchange(self._rollout)
 
     def check_plans(self, failure: Exception | None) -> None:
-        """Raise on every rank if plans differ between ranks or any rank has failed; collective, before data is sent.
+        """Raise ``WeightSyncError`` on all ranks if their plans differ or any has failed; collective.
 
         Args:
             failure: this rank's failure, if any.
-
-        Raises:
-            WeightSyncError: on all ranks.
         """
         digest = ""
         try:
@@ -371,7 +325,9 @@ class RolloutWeights:
     def min_received_bytes(self) -> int:
         """Return the bytes of what this rank sends to its worker that it does not hold itself."""
         if self.mode != "sliced":
-            return self.sync.missing_bytes(self.mode == "adapters")
+            found = (adapter_weights if self.mode == "adapters" else weights)(self.sync.model)
+            missing = ((name, p.numel() - local_tensor(p).numel()) for name, p in found)
+            return sum(count * self.sync.dtypes[name].itemsize for name, count in missing)
         plan, kind = self._exchange.plan, self._exchange.member.kind
         assert kind is not None
         return int(plan.needed[kind] - plan.sent[self.sync.meshes.fsdp_rank, kind])
@@ -386,7 +342,3 @@ class RolloutWeights:
 def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """Return ``wanted`` if it is narrower than ``stored``, else ``stored``."""
     return wanted if wanted is not None and wanted.itemsize < stored.itemsize else stored
-
-
-def _whole(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
-    return [whole_slice(tensor)]

@@ -9,9 +9,8 @@ from functools import reduce
 
 import pytest
 
-from epfsdp2.engine.topology.index_ranges import ShardStep
+from epfsdp2.engine.topology.index_ranges import ShardStep, shard_ranges
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout.slices import holders
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.servers import target_slices
 from tests.support.imports import ROOT
@@ -137,7 +136,9 @@ def test_parallelize_page_is_short_and_has_seven_steps():
 def test_flow_example_of_a_slice_has_the_rows_that_the_page_says():
     name, shape = "model.layers.0.mlp.experts.gate_up_proj", (128, 1536, 2048)
     tensor = TensorSpec(name, shape, 2, (ShardStep(0, "ep", 8), ShardStep(0, "ep_fsdp", 2)))
-    assert {block.shape for block in holders(tensor, Topology.arrange(16, 8))} == {(8, 1536, 2048)}
+    topology = Topology.arrange(16, 8)
+    held = [shard_ranges(shape, tensor.cuts, topology.coordinate(rank)) for rank in range(topology.fsdp)]
+    assert {block.shape for blocks in held for block in blocks} == {(8, 1536, 2048)}
     gate, up = target_slices(tensor, Rollout(tp=4), 3, Heads(32, 4, 128, "qwen3_moe"))
     assert [(part.block.low[1], part.block.high[1], part.at[1]) for part in (gate, up)] == [
         (576, 768, 0),

@@ -45,9 +45,9 @@ def _sync(size: Size, repeats: int) -> dict[str, Any]:
     """Seconds of a trainer rank for its first sync, planning included, for later ones, and for those in full."""
     with on_fake_ranks(size.world), no_bytes():
         sync, rollout = sync_of(size), SYNCS[size]
-        first, parameters = _timed(lambda: run(sync.exchange(rollout, 0), sync.values()))
-        again = [_timed(lambda: run(sync.exchange(rollout, 0), sync.values()))[0] for _ in range(repeats)]
-        rounds = len(list(sync.exchange(rollout, 0).plan.rounds))
+        first, parameters = _timed(lambda: run(sync.exchange(rollout), sync.values()))
+        again = [_timed(lambda: run(sync.exchange(rollout), sync.values()))[0] for _ in range(repeats)]
+        rounds = len(list(sync.exchange(rollout).plan.rounds))
         found = {"first": first, "again": statistics.median(again), "parameters": parameters, "rounds": rounds}
         if size in FULL:
             full = [_timed(lambda: sum(1 for _ in sync.full())) for _ in range(repeats + 1)][1:]

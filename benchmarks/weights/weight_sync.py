@@ -86,7 +86,7 @@ class Trainer:
         if side in self.stock:
             return stock_weights(self.stock[side])
         kind, stored, _ = side.partition("-bf16")
-        weights = self.ours[stored].weights().for_worker(kind, self.rollout, self.rank % self.rollout.workers)
+        weights = self.ours[stored].weights().for_worker(kind, self.rollout)
         return weights.tensors()
 
 

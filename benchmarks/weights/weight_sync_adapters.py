@@ -61,9 +61,9 @@ def ranks(tp: int, handles: list[str], folder: Path, turns: int, megabytes: int,
     )
     dtypes = compute_dtypes(model, ShardingOptions(**options))
     sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("auto", megabytes << 20))
-    base = sync.weights("left out").for_worker("sliced", Rollout(tp), rank % tp)
+    base = sync.weights("left out").for_worker("sliced", Rollout(tp))
     began, sent = [], []
-    for weights in (base, *(sync.weights("alone").for_worker("full", Rollout(), 0) for _ in range(turns))):
+    for weights in (base, *(sync.weights("alone").for_worker("full", Rollout()) for _ in range(turns))):
         dist.barrier()
         began.append(time.monotonic())
         sending = send_weights(

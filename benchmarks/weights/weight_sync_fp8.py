@@ -57,7 +57,7 @@ def _ranks(tp: int, handles: list[str], folder: Path, turns: list[str], out: Pat
             source = stock_weights(model)
         else:
             rollout = Rollout(tp, block=BLOCK)
-            source = sync.weights().for_worker(side, rollout, rank % tp, is_quantised=True).tensors()
+            source = sync.weights().for_worker(side, rollout, is_quantised=True).tensors()
         dist.barrier()
         began.append(time.monotonic())
         sending = send_weights(

@@ -44,7 +44,7 @@ def _ranks(tp: int, handles: list[str], folder: Path, ep: int, turns: list[str],
     sync = ours(folder, torch.float32, ep, MEGABYTES)
     began, sent = [], {}
     for side in turns:
-        weights = sync.weights().for_worker(side, Rollout(tp), rank % tp).tensors()
+        weights = sync.weights().for_worker(side, Rollout(tp)).tensors()
         dist.barrier()
         began.append(time.monotonic())
         if rank >= len(handles):

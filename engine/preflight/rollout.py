@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...rollout.layout.specs import Heads, SyncMode, TensorSpec
-from ...rollout.layout.trainer_tensors import tensor_specs_of
+from ...rollout.layout.trainer_tensors import tensor_specs
 from ...rollout.plan.transfer_plan import (
     ROUND_BUFFERS,
     RoundTooSmallError,
@@ -100,8 +100,7 @@ def _check_plan(
     targets = Targets.colocated(topology, workers) if colocated else Targets.separate(range(workers), topology)
     limit, layers = round_bytes(megabytes << 20), layer_names(facts.model)
     try:
-        is_gather = colocated and workers == 1
-        make_transfer_plan(tensors, layers, topology, targets, slices_of, limit, is_gather=is_gather)
+        make_transfer_plan(tensors, layers, topology, targets, slices_of, limit)
     except RoundTooSmallError as error:
         rule = f"{error.what} is {error.needed} bytes on a rank, and a {kind} sync holds {ROUND_BUFFERS} times that."
         raise SettingError(_MEMORY, megabytes, rule, f"{_MEMORY}={-(-ROUND_BUFFERS * error.needed >> 20)}") from None
@@ -163,10 +162,10 @@ def tensors_before_sharding(
     expert_plan: Mapping[str, int] | None = None,
     itemsize: Mapping[str, int] | int | None = None,
 ) -> list[TensorSpec]:
-    """Return what ``trainer_tensors.sharded_tensor_specs`` will return once this model is sharded; it may be on meta.
+    """Return what ``trainer_tensors.tensor_specs`` will return once this model is sharded; it may be on meta.
 
     Raises:
         UnsupportedModelError, SettingError: as ``parallelize``.
     """
     cuts = cuts_before_sharding(model, topology, expert_shard_dim, expert_plan)
-    return list(tensor_specs_of(model, cuts, itemsize))
+    return tensor_specs(model, itemsize, cuts)

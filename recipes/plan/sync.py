@@ -27,10 +27,10 @@ from ...engine.preflight.rollout import tensors_before_sharding
 from ...engine.topology.expert_placement import check_experts_divide
 from ...engine.topology.mesh import Topology
 from ...rollout.layout.rollout_config import BLOCK
-from ...rollout.layout.slices import whole_slice
+from ...rollout.layout.rules import whole_slice
 from ...rollout.layout.specs import SYNC_MODES, Heads, Rollout, SyncMode, TensorSpec
 from ...rollout.plan.senders import Ints
-from ...rollout.plan.transfer_plan import ROUND_BUFFERS, Targets, TransferPlan, make_transfer_plan, round_bytes
+from ...rollout.plan.transfer_plan import Targets, Template, TransferPlan, make_transfer_plan, round_bytes
 from ...rollout.sent_tensors import SCALES, slices_of_workers, with_scales
 from ...rollout.servers import DEFAULT
 from .cards import MODEL_HELP, config_of
@@ -38,7 +38,6 @@ from .cards import MODEL_HELP, config_of
 __all__ = ["from_other_nodes", "main", "parse"]
 
 _GB = 1e9
-_MEGABYTE = 1 << 20
 _WIDTH = 110  # what the table takes
 _COLUMNS = ("mode", "needed", "there", "received", "from nodes", "rounds", "tensors", "buffers", "wire", "host")
 _LEGEND = (
@@ -135,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table, verdicts = Table(*_COLUMNS), []
     for mode in modes:
         try:
-            row, verdict = _row(mode, tensors, rollout, model, topology, options)
+            row, verdict = _row(mode, _plan(mode, tensors, rollout, model, topology, options), model, options)
         except ValueError as error:
             row, verdict = [mode, str(error)], ""
         table.add_row(*row)
@@ -146,50 +145,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _row(
+def _plan(
     mode: SyncMode,
     tensors: Sequence[TensorSpec],
     rollout: Rollout,
     model: Any,
     topology: Topology,
     options: argparse.Namespace,
-) -> tuple[list[str], str]:
-    """Return a row of the table, and a sentence on what bounds the sync."""
-    separate, memory = options.standalone, options.sync_megabytes * _MEGABYTE
-    limit = memory // (ROUND_BUFFERS + 1) if mode == "full" else round_bytes(memory)
-    workers = 1 if mode == "full" else rollout.workers
+) -> TransferPlan:
+    in_full = mode == "full"
+    limit, workers = round_bytes(options.sync_megabytes << 20, in_full), 1 if in_full else rollout.workers
     of_worker = slices_of_workers(tensors, rollout, Heads.of(model.config))
-    slices_of = (lambda tensor, worker: [whole_slice(tensor)]) if mode == "full" else of_worker
+    slices_of = (lambda tensor, worker: [whole_slice(tensor)]) if in_full else of_worker
     targets = Targets.colocated(topology, workers)
-    if separate:
-        targets = Targets.separate([i % workers for i in range(separate)], topology)
-    plan = make_transfer_plan(
-        tensors,
-        layer_names(model),
-        topology,
-        targets,
-        slices_of,
-        limit,
-        is_gather=workers == 1 and not separate,
-        by_name=mode == "full",
-    )
-    kinds, node = list(targets.kinds), options.gpus_per_node
-    nodes = np.arange(topology.world) // node, (np.arange(len(kinds)) + (topology.world if separate else 0)) // node
-    needed, kept = plan.needed[kinds], np.zeros(len(kinds), dtype=np.int64)
-    if not separate:
-        kept = plan.sent[np.arange(topology.world) % topology.fsdp, kinds]
-    amounts = [int(each.max()) for each in (needed, kept, needed - kept, from_other_nodes(plan, *nodes))]
+    if options.standalone:
+        targets = Targets.separate([i % workers for i in range(options.standalone)], topology)
+    return make_transfer_plan(tensors, layer_names(model), topology, targets, slices_of, limit, by_name=in_full)
+
+
+def _row(mode: SyncMode, plan: TransferPlan, model: Any, options: argparse.Namespace) -> tuple[list[str], str]:
+    """Return a row of the table, and a sentence on what bounds the sync."""
+    kinds, ranks, node = list(plan.targets.kinds), np.arange(plan.topology.world), options.gpus_per_node
+    needed, kept, workers = plan.needed[kinds], np.zeros(len(kinds), dtype=np.int64), np.arange(len(kinds))
+    if plan.targets.are_separate:
+        workers += len(ranks)
+    else:
+        kept = plan.sent[ranks % plan.topology.fsdp, kinds]
+    from_others = from_other_nodes(plan, ranks // node, workers // node)
+    amounts = [int(each.max()) for each in (needed, kept, needed - kept, from_others)]
     rounds, loaded = sum(1 for _ in plan.rounds), _loaded(mode, plan, model)
     wire = (amounts[3] or amounts[2]) / _GB / options.bandwidth
     each = _TENSOR_SECONDS + _LOAD_SECONDS if mode == "sliced" else _FULL_TENSOR_SECONDS + _FULL_LOAD_SECONDS
     host = rounds * _ROUND_SECONDS + loaded * each
     cells = [mode, *(f"{n / _GB:.2f}" for n in amounts), str(rounds), str(loaded), str(options.sync_megabytes)]
     bound = "the network" if wire >= host else "Python on the hosts"
-    return [
-        *cells,
-        f"{wire:.2f}",
-        f"{host:.2f}",
-    ], f"{mode} is bound by {bound}: {wire:.2f} s of wire, {host:.2f} s of host."
+    verdict = f"{mode} is bound by {bound}: {wire:.2f} s of wire, {host:.2f} s of host."
+    return [*cells, f"{wire:.2f}", f"{host:.2f}"], verdict
 
 
 def from_other_nodes(plan: TransferPlan, sources: Ints, targets: Ints) -> Ints:
@@ -208,20 +199,25 @@ def from_other_nodes(plan: TransferPlan, sources: Ints, targets: Ints) -> Ints:
 
 def _loaded(mode: SyncMode, plan: TransferPlan, model: Any) -> int:
     """Return the number of tensors that a worker is sent."""
-    count, named = 0, {}
+    of_template: dict[int, int] = {}
     for prefix, index in plan.layers:
-        template = plan.templates[index]
-        if mode == "full":
-            if index not in named:
-                kinds: dict[bool, list[tuple[str, torch.Tensor]]] = {True: [], False: []}
-                for t in template.tensors:
-                    whole = torch.empty(t.shape, device="meta")
-                    comes_by_expert = t.nbytes > plan.limit and is_by_expert(model, prefix + t.name, whole.shape)
-                    kinds[comes_by_expert].append((prefix + t.name, whole))
-                named[index] = sum(1 for _ in DEFAULT.named(model, kinds[False], {}))
-                named[index] += sum(1 for _ in as_checkpoint(model, kinds[True]))
-            count += named[index]
-            continue
-        count += sum(len(share.bundle.by_kind[0]) for round_ in template.rounds for share in round_.long)
-        count += sum(len(bundle.by_kind[0]) for round_ in template.rounds for bundle in round_.short)
-    return count
+        if index not in of_template:
+            template = plan.templates[index]
+            of_template[index] = _in_full(template, prefix, plan.limit, model) if mode == "full" else _sliced(template)
+    return sum(of_template[index] for _, index in plan.layers)
+
+
+def _sliced(template: Template) -> int:
+    shares = (share.bundle for round_ in template.rounds for share in round_.long)
+    short = (bundle for round_ in template.rounds for bundle in round_.short)
+    return sum(len(bundle.by_kind[0]) for bundle in (*shares, *short))
+
+
+def _in_full(template: Template, prefix: str, limit: int, model: Any) -> int:
+    whole: list[tuple[str, torch.Tensor]] = []
+    by_expert: list[tuple[str, torch.Tensor]] = []
+    for t in template.tensors:
+        values = torch.empty(t.shape, device="meta")
+        comes_by_expert = t.nbytes > limit and is_by_expert(model, prefix + t.name, values.shape)
+        (by_expert if comes_by_expert else whole).append((prefix + t.name, values))
+    return sum(1 for _ in (*DEFAULT.named(model, whole, {}), *as_checkpoint(model, by_expert)))

@@ -3,16 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["BACKEND", "BLOCK", "ROLLOUT", "is_disaggregated", "server_arguments", "size_of"]
+__all__ = ["BACKEND", "BLOCK", "ROLLOUT", "server_arguments", "size_of"]
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BACKEND = "epfsdp2_p2p"  # this package's checkpoint engine, for rollouts in processes of their own
 BLOCK = 128  # of a rollout.quantization=fp8, whose kind verl chooses (``_apply_quantization``)
-
-
-def is_disaggregated(config: Any) -> bool:
-    disaggregation = config.get("disaggregation")
-    return disaggregation is not None and bool(disaggregation.get("enabled"))
 
 
 def size_of(config: Any, name: str) -> int:

@@ -15,20 +15,8 @@ from dataclasses import dataclass, replace
 from ...engine.topology.index_ranges import IndexRange
 from .specs import Heads, SliceForm, TargetSlice, TensorSpec
 
-__all__ = [
-    "LATENT_ATTENTION",
-    "TRANSPOSED_EXPERTS",
-    "Family",
-    "NamedRules",
-    "Rule",
-    "cut",
-    "named_rules",
-    "own_experts",
-]
-__all__ += ["columns", "gate_or_up", "padded_vocabulary", "replicated", "row_parallel", "vocabulary"]
-__all__ += ["stacked_halves", "stacked_thirds", "transposed_experts", "transposed_gate_up", "without_first_dim"]
-__all__ += ["as_many_heads", "attention_norm", "compressions", "fused_qkv", "halved_heads", "indexer", "qkv_projection"]
-__all__ += ["decay", "linear_gate_or_decay", "linear_output_gate", "linear_qkv", "state_columns"]
+# What is imported by name; servers use the rules as ``rules.columns``.
+__all__ = ["LATENT_ATTENTION", "Family", "NamedRules", "named_rules", "padded_vocabulary", "whole_slice"]
 
 # Takes a tensor, the tensor-parallel size and rank, the model's heads, and the group that its name's pattern found.
 Rule = Callable[[TensorSpec, int, int, Heads, str], Iterable[TargetSlice]]
@@ -42,24 +30,22 @@ def named_rules(*pairs: tuple[str, Rule]) -> NamedRules:
 
 @dataclass(frozen=True)
 class Family:
-    """How the layout of a family differs from the common rules.
+    """How the layout of a family differs from the common rules."""
 
-    Args:
-        renamed: pairs of the trainer's and the worker's substring of a parameter name.
-        rules: rules that take precedence over the common ones.
-        is_stacked: whether checkpoints, and with them the worker's loader, have experts as stacks alone.
-        is_transposed: whether the trainer's experts have inputs as rows, and the worker's have outputs.
-    """
-
-    renamed: tuple[tuple[str, str], ...] = ()
-    rules: NamedRules = ()
-    is_stacked: bool = False
-    is_transposed: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()  # the trainer's and the worker's substring of a parameter name
+    rules: NamedRules = ()  # before the common ones
+    is_stacked: bool = False  # whether checkpoints, and with them the worker's loader, have experts as stacks alone
+    is_transposed: bool = False  # whether the trainer's experts have inputs as rows, and the worker's have outputs
 
 
 def padded_vocabulary(rows: int) -> int:
     """Return the rows of a vocabulary in vLLM, which pads it (``DEFAULT_VOCAB_PADDING_SIZE``)."""
     return -(-rows // 64) * 64
+
+
+def whole_slice(tensor: TensorSpec, at: int = 0, name: str = "", form: SliceForm = "") -> TargetSlice:
+    """Return all of a tensor, ``at`` a row of a parameter; by default as it stands in a checkpoint."""
+    return _place(tensor, IndexRange.of(tensor.shape), 0, at, name, form)
 
 
 def _place(
@@ -73,7 +59,6 @@ def _cut(
     tensor: TensorSpec,
     parts: Iterable[tuple[int, int, int]],
     dim: int = 0,
-    *,
     into: int | None = None,
     at: int = 0,
     name: str = "",
@@ -83,9 +68,7 @@ def _cut(
 
     Args:
         parts: size of each, the number of its shards, and the index of the one that is kept.
-        into: dim of the parameter along which they follow one another; ``dim`` by default.
-        at: index there of the first.
-        name: of the parameter; the tensor's by default.
+        into: dim of the parameter along which they follow one another from ``at`` on; ``dim`` by default.
     """
     found, start = [], 0
     for size, shards, index in parts:
@@ -105,7 +88,22 @@ def cut(dim: int = 0, parts: int = 1, into: int | None = None, form: SliceForm =
     """Return the rule that shards each of ``parts`` equal parts along ``dim`` by itself."""
 
     def rule(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-        return _cut(tensor, [(tensor.shape[dim] // parts, tp, rank)] * parts, dim, into=into, form=form)
+        return _cut(tensor, [(tensor.shape[dim] // parts, tp, rank)] * parts, dim, into, form=form)
+
+    return rule
+
+
+def fused(own: str, theirs: str, *kinds: str) -> Rule:
+    """Return the rule that places tensors of equally many rows one after the other in a fused parameter.
+
+    Args:
+        own, theirs: the modules of a tensor, with ``{}`` for its kind, and of the parameter.
+        kinds: in the parameter's order.
+    """
+
+    def rule(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+        rows, name = tensor.shape[0], tensor.name.replace(f".{own.format(kind)}.", f".{theirs}.")
+        return _cut(tensor, [(rows, tp, rank)], at=kinds.index(kind) * rows // tp, name=name)
 
     return rule
 
@@ -116,25 +114,21 @@ stacked_halves = cut(parts=2)  # gate and up
 stacked_thirds = cut(parts=3)  # queries, keys and values of equally many heads
 transposed_experts = cut(1, form="transposed")  # down, [E, I, D]; servers store outputs as rows
 transposed_gate_up = cut(2, 2, into=1, form="transposed")  # [E, D, 2 I], gate before up
+gate_or_up = fused("{}_proj", "gate_up_proj", "gate", "up")
+w1_or_w3 = fused("{}", "w13", "w1", "w3")  # gate and up of some families
+as_many_heads = fused("{}_proj", "qkv_proj", "q", "k", "v")  # queries, keys and values of a vision tower
+linear_gate_or_decay = fused("in_proj_{}", "in_proj_ba", "b", "a")
 
 
 def replicated(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    return [_place(tensor, IndexRange.of(tensor.shape))]
+    return [whole_slice(tensor)]
 
 
 def vocabulary(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     rows = tensor.shape[0]
     each = padded_vocabulary(rows) // tp
-    return [
-        _place(tensor, IndexRange.of(tensor.shape).with_dim(0, min(rank * each, rows), min((rank + 1) * each, rows)))
-    ]
-
-
-def gate_or_up(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Shard gate and up, which vLLM stores one after the other; in some families they are ``w1`` and ``w3``."""
-    own, fused = (kind, "w13") if kind in ("w1", "w3") else (f"{kind}_proj", "gate_up_proj")
-    at, name = tensor.shape[0] // tp if kind in ("up", "w3") else 0, tensor.name.replace(f".{own}.", f".{fused}.")
-    return _cut(tensor, [(tensor.shape[0], tp, rank)], at=at, name=name)
+    low, high = (min(end * each, rows) for end in (rank, rank + 1))
+    return [_place(tensor, IndexRange.of(tensor.shape).with_dim(0, low, high))]
 
 
 def without_first_dim(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
@@ -173,12 +167,6 @@ def halved_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str
     return [replace(part, form="halves") for part in qkv_projection(tensor, tp, rank, heads, kind)]
 
 
-def as_many_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Place queries, keys and values of equally many heads, as in a vision tower, in vLLM's fused parameter."""
-    rows, name = tensor.shape[0], tensor.name.replace(f"{kind}_proj", "qkv_proj")
-    return _cut(tensor, [(rows, tp, rank)], at="qkv".index(kind) * rows // tp, name=name)
-
-
 def attention_norm(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     """Shard a norm over the full width of queries or keys by heads."""
     return _cut(tensor, [_parts_of_heads(tensor, tp, rank, heads)[kind]])
@@ -187,13 +175,13 @@ def attention_norm(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: s
 def compressions(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     """Replicate latent attention's first projections; vLLM may store that of queries above the other."""
     name = tensor.name.replace(kind, "fused_qkv_a_proj") if heads.query_rank else tensor.name
-    return [_place(tensor, IndexRange.of(tensor.shape), 0, heads.query_rank if kind.startswith("kv") else 0, name)]
+    return [whole_slice(tensor, heads.query_rank if kind.startswith("kv") else 0, name)]
 
 
 def indexer(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     """Replicate an indexer's keys and, below them in the same parameter, the weights of its heads."""
     at, name = heads.index_rows if kind == "weights_proj" else 0, tensor.name.replace(f".{kind}.", ".wk_weights_proj.")
-    return [_place(tensor, IndexRange.of(tensor.shape), 0, at, name)]
+    return [whole_slice(tensor, at, name)]
 
 
 # Linear attention and state spaces
@@ -209,12 +197,6 @@ def linear_output_gate(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kin
     """Place the gate, as wide as the values, below queries, keys and values, as vLLM stores it."""
     rows, name = tensor.shape[0], tensor.name.replace("in_proj_z", "in_proj_qkvz")
     return _cut(tensor, [(rows, tp, rank)], at=(2 * heads.linear_keys + rows) // tp, name=name)
-
-
-def linear_gate_or_decay(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Place the decay below the gate, as vLLM stores it."""
-    rows, name = tensor.shape[0], tensor.name.replace(f"in_proj_{kind}", "in_proj_ba")
-    return _cut(tensor, [(rows, tp, rank)], at=(kind == "a") * rows // tp, name=name)
 
 
 def state_columns(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
@@ -245,7 +227,7 @@ def own_experts(tensor: TensorSpec, workers: int, worker: int, is_transposed: bo
 
 def _summed_bias(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     """Place zeros on all ranks but the first for a bias of outputs, since the ranks' results are summed."""
-    return [_place(tensor, IndexRange.of(tensor.shape), form="zeros" if rank else "")]
+    return [whole_slice(tensor, form="zeros" if rank else "")]
 
 
 # Of families that several servers shard in the same way

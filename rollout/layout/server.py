@@ -11,7 +11,7 @@ from torch import nn
 
 from ...engine.compat import versions
 from ...engine.model import hf_names
-from .rollout_config import ROLLOUT, is_disaggregated, size_of
+from .rollout_config import ROLLOUT, size_of
 from .rules import Family
 from .specs import Rollout, SyncMode
 
@@ -34,35 +34,25 @@ class Server:
     A folder that knows more of its engine derives from this. Checks raise ``SettingError`` with the first setting that
     the server would refuse, or by which rollouts would be wrong, and a value that works.
 
-    Attributes:
+    Args:
         name: verl's name of it, of its distribution, and of its folder here.
         title: how it is spelled.
-        install_hint: how to install it.
-        quantised: family -> the weights that it holds in FP8 or INT8 where it is asked to.
-        stacked_adapters: families whose experts it adapts by peft's stacks, and not one by one.
-        serves_adapters: whether it takes adapters without the weights.
-        lacking: settings of adapters (``engine/lora/settings.py``) that it can't serve.
-        no_expert_adapters: devices for which it has no kernels for adapters of experts.
-        shares_memory: whether tensors go through a bucket in /dev/shm where devices share no memory.
-        is_as_fast_in_full: whether a worker that keeps the whole model loads full tensors as fast as slices.
     """
 
     install_hint = ""
-    quantised: Mapping[str, re.Pattern[str]] = {}
-    stacked_adapters: Collection[str] = frozenset()
-    lacking: tuple[str, ...] = ()
-    no_expert_adapters: tuple[str, ...] = ()
-    serves_adapters = shares_memory = is_as_fast_in_full = False
+    quantised: Mapping[str, re.Pattern[str]] = {}  # by family, the weights that it holds in FP8 or INT8 if asked to
+    stacked_adapters: Collection[str] = frozenset()  # families whose experts it adapts by peft's stacks
+    lacking: tuple[str, ...] = ()  # settings of adapters (``engine/lora/settings.py``) that it can't serve
+    no_expert_adapters: tuple[str, ...] = ()  # devices for which it has no kernels for adapters of experts
+    serves_adapters = False  # whether it takes adapters without the weights
+    shares_memory = False  # whether tensors go through a bucket in /dev/shm where devices share no memory
+    is_as_fast_in_full = False  # whether a worker that keeps the whole model loads full tensors as fast as slices
 
     def __init__(self, name: str, title: str = ""):
         self.name, self.title = name, title or name
 
     def install(self, timeout_seconds: float) -> None:
-        """Make verl build this package's adapter of the server in this process; before verl builds the rollout.
-
-        Args:
-            timeout_seconds: longest wait for one message of a weight sync, on both sides.
-        """
+        """Make verl build this package's adapter of the server in this process; see ``servers.install``."""
         from verl.workers.rollout import base
 
         adapter = import_module(f"...{self.name}.adapter", __name__)
@@ -136,5 +126,7 @@ class Server:
 
 def disaggregated(config: Any) -> Obstacle | None:
     """Return the obstacle of a replica whose workers are of two kinds; None for any other."""
+    if not (config.get("disaggregation") or {}).get("enabled"):
+        return None
     reason = "prefill and decode workers shard the model differently."
-    return Obstacle(f"{ROLLOUT}.disaggregation.enabled", True, reason, "False") if is_disaggregated(config) else None
+    return Obstacle(f"{ROLLOUT}.disaggregation.enabled", True, reason, "False")

@@ -1,7 +1,6 @@
-"""Computes which elements of a model each trainer rank holds and which each worker of a rollout keeps.
+"""Computes which elements of a model each worker of a rollout keeps.
 
-The trainer's side follows from how each parameter is sharded (``engine/topology/index_ranges.py``), the workers' from
-how a server shards a model under tensor, expert and data parallelism:
+It follows from how a server shards a model under tensor, expert and data parallelism:
 
 * a column-parallel weight along its outputs, a row-parallel one along its inputs, a vocabulary along its rows, padded;
 * attention by heads; with more ranks than key-value heads, neighbouring ranks hold the same head;
@@ -16,13 +15,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ...engine.topology.index_ranges import IndexRange, shard_ranges
+from ...engine.quantise.schemes import scheme_of
 from . import rules
 from .rules import Family, NamedRules, named_rules
-from .specs import Heads, Rollout, TargetSlice, TensorSpec, TrainerTopology
+from .specs import Heads, Rollout, TargetSlice, TensorSpec
 
-__all__ = ["TOWER", "channel_slices", "has_known_rows", "holders", "is_experts", "kept_slices", "scale_slices"]
-__all__ += ["whole_slice"]
+__all__ = ["TOWER", "has_known_rows", "is_experts", "kept_slices", "scale_slices"]
 
 TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "vision_model.", "multi_modal_projector.")
 _EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
@@ -38,21 +36,6 @@ _RULES: NamedRules = (
     ),
     (_VOCABULARY, rules.vocabulary),
 )
-
-
-def holders(tensor: TensorSpec, topology: TrainerTopology) -> dict[IndexRange, list[int]]:
-    """Map each range that a rank holds of a tensor to the ranks of one trainer replica that hold it; none overlap."""
-    held: dict[IndexRange, list[int]] = {}
-    for rank in range(topology.fsdp):
-        for block in shard_ranges(tensor.shape, tensor.cuts, topology.coordinate(rank)):
-            if block.numel:
-                held.setdefault(block, []).append(rank)
-    return held
-
-
-def whole_slice(tensor: TensorSpec) -> TargetSlice:
-    """Return a tensor as it stands in a checkpoint."""
-    return TargetSlice(IndexRange.of(tensor.shape), tensor.name, (0,) * len(tensor.shape))
 
 
 def kept_slices(
@@ -85,7 +68,7 @@ def _slices(tensor: TensorSpec, family: Family, rollout: Rollout, worker: int, h
     for pattern, rule in (*family.rules, *_RULES):
         if found := pattern.search(tensor.name):
             return rule(tensor, size, rank, heads.of_layer(tensor.name), found[1])
-    return [whole_slice(tensor)]
+    return [rules.whole_slice(tensor)]
 
 
 def _renamed(parameter: str, family: Family) -> str:
@@ -108,32 +91,24 @@ def has_known_rows(name: str) -> bool:
     return is_experts(name) or _VOCABULARY.search(name) is not None
 
 
-def scale_slices(tensor: TensorSpec, slices: Iterable[TargetSlice], block: int) -> list[TargetSlice]:
+def scale_slices(tensor: TensorSpec, slices: Iterable[TargetSlice], rollout: Rollout) -> list[TargetSlice]:
     """Return where the scales of a weight's slices go; their blocks are of the tensor of all scales of the weight.
 
     Raises:
         ValueError: a slice begins or ends inside of a block, whose scale a worker could not place either.
     """
-    found = []
+    scheme, block, found = scheme_of(rollout.block, rollout.channels), rollout.block, []
     for part in slices:
-        low, high = part.block.low[-2:], part.block.high[-2:]
-        ends = zip(high, tensor.shape[-2:], strict=True)
-        if any(i % block for i in (*low, *part.at[-2:])) or any(i % block and i != size for i, size in ends):
-            raise ValueError(
-                f"{part.parameter} holds {tensor.name} {list(low)} to {list(high)} at {list(part.at[-2:])}, and blocks "
-                f"of {block} x {block} share a scale."
-            )
-        low, high = (tuple(-(-i // block) for i in corner) for corner in (low, high))
-        at = (*part.at[:-2], *(i // block for i in part.at[-2:]))
-        scales = IndexRange((*part.block.low[:-2], *low), (*part.block.high[:-2], *high))
-        found.append(TargetSlice(scales, f"{part.parameter}_scale_inv", at))
-    return found
-
-
-def channel_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
-    """Return where the scales of the rows of a weight's slices go; their blocks are of the tensor of all its scales."""
-    found = []
-    for part in slices:
-        scales = IndexRange((*part.block.low[:-1], 0), (*part.block.high[:-1], 1))
-        found.append(TargetSlice(scales, f"{part.parameter}_scale", (*part.at[:-1], 0)))
+        at = (*part.at[:-1], 0)
+        if block:
+            low, high = part.block.low[-2:], part.block.high[-2:]
+            ends = zip(high, tensor.shape[-2:], strict=True)
+            if any(i % block for i in (*low, *part.at[-2:])) or any(i % block and i != size for i, size in ends):
+                raise ValueError(
+                    f"{part.parameter} holds {tensor.name} {list(low)} to {list(high)} at {list(part.at[-2:])}, and "
+                    f"blocks of {block} x {block} share a scale."
+                )
+            at = (*part.at[:-2], *(i // block for i in part.at[-2:]))
+        name = f"{part.parameter}_scale_inv" if block else f"{part.parameter}_scale"
+        found.append(TargetSlice(scheme.sharing(part.block), name, at))
     return found

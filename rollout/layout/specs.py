@@ -25,17 +25,12 @@ SYNC_MODES: tuple[SyncMode, ...] = ("full", "sliced")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, global shape and sharding of a trainer tensor; fused experts are ``[E, 2 I, D]`` and ``[E, D, I]``.
-
-    Args:
-        itemsize: bytes per element in the dtype in which it is sent.
-        cuts: sharding steps over the trainer's mesh axes, outermost first.
-    """
+    """Name, global shape and sharding of a trainer tensor; fused experts are ``[E, 2 I, D]`` and ``[E, D, I]``."""
 
     name: str
     shape: tuple[int, ...]
-    itemsize: int
-    cuts: tuple[ShardStep, ...] = ()
+    itemsize: int  # bytes per element in the dtype in which it is sent
+    cuts: tuple[ShardStep, ...] = ()  # over the trainer's mesh axes, outermost first
 
     @property
     def nbytes(self) -> int:
@@ -46,23 +41,17 @@ class TensorSpec:
 class Rollout:
     """The parallel sizes of one rollout replica.
 
-    Args:
-        expert_parallel: vLLM's ``enable_expert_parallel``, SGLang's ``ep_size``: each of the ``tp * dp`` workers keeps
-            some whole experts. Without it each keeps a part of every expert. Other tensors are sharded over ``tp``
-            alone.
-        tower: of a model that sees images.
-        server: verl's name of it, whose layout the workers have (``rollout/servers.py``); "" for the default one.
-        block: rows and columns that share a scale where the workers hold weights in FP8 by blocks; 0 elsewhere.
-        channels: what the workers hold weights in where each row has a scale.
+    With ``expert_parallel`` (vLLM's ``enable_expert_parallel``, SGLang's ``ep_size``) each of the ``tp * dp`` workers
+    keeps some whole experts, without it a part of every expert. Other tensors are sharded over ``tp`` alone.
     """
 
     tp: int = 1
     dp: int = 1
     expert_parallel: bool = False
-    tower: Tower = "sharded"
-    server: str = ""
-    block: int = 0
-    channels: Channels = ""
+    tower: Tower = "sharded"  # of a model that sees images
+    server: str = ""  # verl's name of it, whose layout the workers have (``rollout/servers.py``); "" for the default
+    block: int = 0  # rows and columns that share a scale where the workers hold weights in FP8 by blocks
+    channels: Channels = ""  # what the workers hold weights in where each row has a scale
 
     @property
     def is_quantised(self) -> bool:
@@ -72,38 +61,21 @@ class Rollout:
     def workers(self) -> int:
         return self.tp * self.dp
 
-    @property
-    def keeps_all(self) -> bool:
-        return self.workers == 1
-
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of a model's attention by which it is sharded, and its family (``model_type``), which may have own rules.
+    """Sizes of a model's attention by which it is sharded, and its family (``model_type``)."""
 
-    Args:
-        queries: query heads; two for each where a gate of its output is stored beside it.
-        keys: key-value heads.
-        dim: rows of a head.
-        values_are_keys: whether servers store the keys' weights as those of the values too.
-        layers: ``(keys, dim, values_are_keys)`` of each layer, where layers differ.
-        query_rank: rows of the queries' compression, where latent attention stores that of keys and values below it
-            in the same parameter; 0 elsewhere.
-        index_rows: rows of the keys of an indexer, by which sparse attention chooses.
-        linear_keys: rows of the keys of linear attention.
-        state: of Mamba2, rows of all heads, of all groups' states, and the number of groups.
-    """
-
-    queries: int
-    keys: int
-    dim: int
+    queries: int  # query heads; two for each where a gate of its output is stored beside it
+    keys: int  # key-value heads
+    dim: int  # rows of a head
     family: str = ""
-    values_are_keys: bool = False
-    layers: tuple[tuple[int, int, bool], ...] = ()
-    query_rank: int = 0
-    index_rows: int = 0
-    linear_keys: int = 0
-    state: tuple[int, int, int] = (0, 0, 0)
+    values_are_keys: bool = False  # whether servers store the keys' weights as those of the values too
+    layers: tuple[tuple[int, int, bool], ...] = ()  # ``(keys, dim, values_are_keys)`` of each, where layers differ
+    query_rank: int = 0  # rows of the queries' compression, where latent attention stores that of the keys below it
+    index_rows: int = 0  # rows of the keys of an indexer, by which sparse attention chooses
+    linear_keys: int = 0  # rows of the keys of linear attention
+    state: tuple[int, int, int] = (0, 0, 0)  # of Mamba2: rows of all heads, of all groups' states, and the groups
 
     @classmethod
     def of(cls, config: Any) -> "Heads":
@@ -113,10 +85,8 @@ class Heads:
         def size(name: str) -> int:
             return getattr(config, name, None) or 0
 
-        queries = config.num_attention_heads
-        heads = cls(
-            queries, size("num_key_value_heads") or queries, size("head_dim") or config.hidden_size // queries, family
-        )
+        queries, dim = config.num_attention_heads, size("head_dim")
+        heads = cls(queries, size("num_key_value_heads") or queries, dim or config.hidden_size // queries, family)
         if keys := size("linear_num_key_heads"):
             gated = getattr(config, "attn_output_gate", True)
             return replace(heads, queries=queries * (1 + gated), linear_keys=keys * config.linear_key_head_dim)
@@ -130,9 +100,8 @@ class Heads:
             own, whole = (heads.keys, heads.dim, False), (heads.keys, dim, False)
             if config.attention_k_eq_v:
                 whole = (config.num_global_key_value_heads or heads.keys, dim, True)
-            return replace(
-                heads, layers=tuple(whole if kind == "full_attention" else own for kind in config.layer_types)
-            )
+            layers = (whole if kind == "full_attention" else own for kind in config.layer_types)
+            return replace(heads, layers=tuple(layers))
         if size("index_topk"):
             heads = replace(heads, index_rows=config.index_head_dim)
         return replace(heads, query_rank=size("q_lora_rank") if size("kv_lora_rank") else 0)
@@ -163,7 +132,7 @@ class TargetSlice:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """The position in the parameter where the block ends, exclusive in each dim."""
+        """Where the block ends in the parameter, exclusive in each dim."""
         return self.moved(self.block.shape)
 
     def moved(self, by: Sequence[int]) -> tuple[int, ...]:

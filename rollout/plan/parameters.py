@@ -5,6 +5,7 @@ what a round sends: each worker gets its parameters of a bundle whole or, where 
 n-th index along one dim.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 from ..layout.specs import TargetSlice, TensorSpec
 from .senders import Ints, Senders
 
-__all__ = ["ALIGNMENT", "Bundle", "Parameter", "Region", "bundles_of"]
+__all__ = ["ALIGNMENT", "Bundle", "Region", "Run", "bundles_of"]
 
 # A tensor that is contiguous for fewer bytes than this in some message is sent whole, to all workers.
 _SHORTEST_RUN = 64
@@ -23,46 +24,32 @@ _SHORTEST_RUN = 64
 _LARGEST_SHORT = 4 << 20
 ALIGNMENT = 16
 """Bytes of which offsets in buffers are multiples, so that they can be viewed as any dtype."""
+# Bytes for which all that is sent of a bundle is contiguous at both ends; and by tensor the first dim that such a run
+# covers, and the elements of that dim's rows.
+Run = tuple[int, dict[int, tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Region:
-    """A block of a tensor and where it goes.
+    """A block of a tensor and where it goes."""
 
-    Args:
-        tensor: number of the tensor in its group.
-        low, high: of the block, ``[dims]``; a scalar counts as one row.
-        at: position of the block's first element in ``shape``, in the tensor's dims.
-        shape: of the memory that the block goes to: the parameter or, where values change on their way, the block's
-            own.
-        part: the slice; its ``form`` says what is done with the values before they are stored.
-    """
-
-    tensor: int
-    low: Ints
+    tensor: int  # its number in the group
+    low: Ints  # of the block, ``[dims]``; a scalar counts as one row
     high: Ints
-    at: Ints
-    shape: tuple[int, ...]
+    at: Ints  # position of the block's first element in ``shape``, in the tensor's dims
+    shape: tuple[int, ...]  # of the memory it goes to: the parameter's or, where values change on their way, its own
     part: TargetSlice
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of one worker.
+    """A parameter of one worker."""
 
-    Args:
-        name: in the layer that the plan was made with.
-        shape: without padding.
-        itemsize: bytes of an element of the widest tensor that fills it.
-        regions: in the order of the tensors.
-        is_staged: whether the regions are received by themselves and written into the parameter after that.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    itemsize: int
-    regions: tuple[Region, ...]
-    is_staged: bool
+    name: str  # in the layer that the plan was made with
+    shape: tuple[int, ...]  # without padding
+    itemsize: int  # bytes of an element of the widest tensor that fills it
+    regions: tuple[Region, ...]  # in the order of the tensors
+    is_staged: bool  # whether regions are received by themselves, and written into the parameter after that
 
     @property
     def is_divisible(self) -> bool:
@@ -74,62 +61,39 @@ class Parameter:
         """Return the dim of this parameter that is a dim of the tensors."""
         return len(self.shape) - dim if self.is_staged and dim else dim
 
-    def shape_of_part(self, dim: int, part: int, parts: int) -> tuple[int, ...]:
-        """Return the shape of every ``parts``-th index from ``part`` on along a dim of the tensors."""
-        if parts == 1:
-            return self.shape
-        axis = self.axis_of(dim)
-        return (*self.shape[:axis], len(range(part, self.shape[axis], parts)), *self.shape[axis + 1 :])
-
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """Tensors of one group and the parameters that they fill, worker by worker.
+    """Tensors of one group and the parameters that they fill, worker by worker."""
 
-    Args:
-        tensors: their numbers in the group.
-        by_kind: the parameters of each kind of worker.
-        specs, senders: of all tensors of the group.
-        may_split: whether it may be sent in parts.
-        by_rows: whether it is divided along dim 0 in any case, as experts that are sent one by one are.
-    """
-
-    tensors: tuple[int, ...]
-    by_kind: tuple[tuple[Parameter, ...], ...]
-    specs: Sequence[TensorSpec]
-    senders: Sequence[Senders]
-    may_split: bool
-    by_rows: bool = False
+    tensors: tuple[int, ...]  # their numbers in the group
+    by_kind: tuple[tuple[Parameter, ...], ...]  # the parameters of each kind of worker
+    specs: Sequence[TensorSpec]  # of all tensors of the group
+    senders: Sequence[Senders]  # of all tensors of the group
+    may_split: bool  # whether it may be sent in parts
+    by_rows: bool  # whether parts divide dim 0 in any case, as of experts that are sent one by one
 
     @cached_property
     def part_dim(self) -> int:
-        """The dim of its tensors that parts divide.
-
-        Of experts it is the second: a rank may hold few experts, and then would send all of a part of these.
-        """
+        """The dim of its tensors that parts divide."""
+        # Of experts the second one: a rank may hold few experts, and then would send all of a part of these.
         shape = self.specs[self.tensors[0]].shape
         return int(len(shape) == 3 and shape[1] > 1 and not self.by_rows)
 
     @cached_property
     def max_parts(self) -> int:
         """The most parts that it can be sent in."""
-        parameters = [p for of_kind in self.by_kind for p in of_kind]
+        parameters = list(itertools.chain(*self.by_kind))
         if not self.may_split or not all(p.is_divisible for p in parameters):
             return 1
         return max((p.shape[p.axis_of(self.part_dim)] for p in parameters), default=1)
 
     @cached_property
-    def run(self) -> tuple[int, dict[int, tuple[int, int]]]:
-        """Bytes for which everything sent of it is contiguous at both ends.
-
-        Returns:
-            Bytes and, by tensor, the first dim that a run covers and the elements of that dim's rows.
-        """
+    def run(self) -> Run:
         return self._run(first=0)
 
     @cached_property
-    def run_of_parts(self) -> tuple[int, dict[int, tuple[int, int]]]:
-        """``run`` where it is sent in parts."""
+    def run_of_parts(self) -> Run:
         return self._run(first=self.part_dim + 1)
 
     @property
@@ -137,10 +101,10 @@ class Bundle:
         """Whether its tensors are sent whole."""
         return self.run[0] < _SHORTEST_RUN and sum(self.specs[i].nbytes for i in self.tensors) <= _LARGEST_SHORT
 
-    def _run(self, first: int) -> tuple[int, dict[int, tuple[int, int]]]:
+    def _run(self, first: int) -> Run:
         found, dims = 0, {}
         for i in self.tensors:
-            regions = [r for ps in self.by_kind for p in ps for r in p.regions if r.tensor == i]
+            regions = [r for p in itertools.chain(*self.by_kind) for r in p.regions if r.tensor == i]
             dims[i], size = _contiguous(self.senders[i], self.specs[i].shape or (1,), regions, first)
             found = math.gcd(found, size * self.specs[i].itemsize)
         return found or 1, dims
@@ -168,14 +132,7 @@ class Bundle:
 def _contiguous(
     held: Senders, shape: tuple[int, ...], regions: Sequence[Region], first: int
 ) -> tuple[tuple[int, int], int]:
-    """Find for how many elements a tensor is contiguous wherever it is cut.
-
-    Args:
-        first: the first dim that may be one of those that a run covers.
-
-    Returns:
-        The first dim that a run covers and the elements of its rows; and the elements of a run.
-    """
+    """Return the first dim that a run covers, from ``first`` on, and the elements of its rows; and those of a run."""
     has_elements = (held.high > held.low).all(axis=2)
     low, high, before = (a[has_elements] for a in (held.low, held.high, held.low - held.origin))
     shards = held.shard[np.any(has_elements, axis=1)]
@@ -201,12 +158,11 @@ def bundles_of(
     may_split: Sequence[bool],
     by_rows: bool,
 ) -> list[Bundle]:
-    """Find the bundles of a group of tensors, in the order of their first tensors.
+    """Return the bundles of a group of tensors, in the order of their first tensors.
 
     Args:
         slices: by kind of worker and tensor, what it keeps.
-        may_split: whether a tensor may be sent in parts.
-        by_rows: see ``Bundle``.
+        may_split: by tensor, whether it may be sent in parts.
     """
     first_of: dict[str, int] = {}
     bundle = list(range(len(specs)))  # by tensor, the number of its bundle's first one
@@ -242,12 +198,8 @@ def _parameters(
 
 
 def _region(tensor: int, part: TargetSlice, shape: tuple[int, ...], is_staged: bool) -> Region:
-    low, high = (
-        np.array(corner or (bound,), dtype=np.int64) for corner, bound in ((part.block.low, 0), (part.block.high, 1))
-    )
-    missing = len(low) - len(shape)  # leading dims of size 1 that the parameter lacks
+    low, high = np.array(part.block.low or (0,)), np.array(part.block.high or (1,))
     if is_staged:
-        own = tuple(int(size) for size in high - low)
-        return Region(tensor, low, high, np.zeros(len(low), dtype=np.int64), own, part)
-    at = np.array([0] * missing + list(part.at or (0,) * (len(low) - missing)), dtype=np.int64)
-    return Region(tensor, low, high, at, (1,) * missing + (shape or (1,)) if missing >= 0 else shape, part)
+        return Region(tensor, low, high, np.zeros_like(low), part.block.shape or (1,), part)
+    missing = len(low) - len(shape)  # leading dims of size 1 that the parameter lacks
+    return Region(tensor, low, high, np.array((0,) * missing + part.at), (1,) * missing + shape, part)

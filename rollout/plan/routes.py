@@ -6,7 +6,7 @@ sender's boxes, and in each box rows.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,43 +16,33 @@ from .parameters import Bundle, Region
 from .senders import Ints, Senders
 from .transfer_plan import Round, Share, TransferPlan
 
-__all__ = ["Arrival", "Copy", "Member", "Piece", "Route", "route_of"]
+__all__ = ["Arrival", "Member", "Piece", "Route", "route_of"]
 
 _NONE = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rank's part in a sync, and that of the other ranks of its group.
+    """A rank's part in a sync, and those of the other ranks of its group."""
 
-    Args:
-        source: its number in its trainer replica; None where it sends nothing.
-        kind: of its worker; None where it receives nothing.
-        targets: for each rank of the group, the kind of its worker if this rank sends to it, else -1.
-        sources: for each rank of the group, its number in the trainer replica that sends to this rank, else -1.
-    """
-
-    source: int | None
-    kind: int | None
-    targets: tuple[int, ...]
-    sources: tuple[int, ...]
+    source: int | None  # its number in its trainer replica; None where it sends nothing
+    kind: int | None  # of its worker; None where it receives nothing
+    targets: tuple[int, ...]  # for each rank of the group, the kind of its worker if this rank sends to it, else -1
+    sources: tuple[int, ...]  # for each rank of the group, its number in the replica that sends to this rank, else -1
 
     @classmethod
-    def colocated(cls, plan: TransferPlan, replica: int, rank: int) -> "Member":
-        """Describe a rank of a trainer replica, all of which feed workers beside them."""
-        ranks = plan.topology.fsdp
-        kinds = plan.targets.kinds[replica * ranks : (replica + 1) * ranks]
-        return cls(rank, kinds[rank], kinds, tuple(range(ranks)))
-
-    @classmethod
-    def separate(cls, plan: TransferPlan, rank: int) -> "Member":
-        """Describe a rank of a group of all trainer ranks and, after them, of the workers."""
+    def of(cls, plan: TransferPlan, rank: int) -> "Member":
+        """Describe a trainer rank, whose group is its replica; or a rank of the group with workers of their own."""
         ranks, trainers, targets = plan.topology.fsdp, plan.topology.world, plan.targets
-        own = rank // ranks if rank < trainers else targets.replicas[rank - trainers]
+        replica, source = divmod(rank, ranks)
+        if not targets.are_separate:
+            kinds = targets.kinds[replica * ranks : (replica + 1) * ranks]
+            return cls(source, kinds[source], kinds, tuple(range(ranks)))
+        own = replica if rank < trainers else targets.replicas[rank - trainers]
         none = (-1,) * (trainers + len(targets.kinds))
         if rank < trainers:
             sends = (k if r == own else -1 for k, r in zip(targets.kinds, targets.replicas, strict=True))
-            return cls(rank % ranks, None, (*none[:trainers], *sends), none)
+            return cls(source, None, (*none[:trainers], *sends), none)
         receives = (i % ranks if i // ranks == own else -1 for i in range(trainers))
         return cls(None, targets.kinds[rank - trainers], none, (*receives, *none[trainers:]))
 
@@ -68,75 +58,51 @@ class Copy:
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a parameter's values, or those of one of its regions, are among what a rank has received.
+    """Where a parameter's values, or those of one of its regions, are among what a rank has received."""
 
-    Args:
-        region: None for the whole parameter.
-        shape: of the values.
-        start: their first byte.
-        elements: of what is sent whole, the positions of their elements in what all ranks have sent of that; in an
-            array, or a tensor once they are on a device.
-    """
-
-    region: Region | None
+    region: Region | None  # None for the whole parameter
     shape: tuple[int, ...]
-    start: int = 0
+    start: int = 0  # their first byte
+    # Of what is sent whole, the positions of their elements in what all ranks have sent of that; an array, or a tensor
+    # once they are on a device.
     elements: Any = None
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A parameter, or a part of it, that a worker gets in a round.
-
-    Args:
-        number: of the parameter among those of its bundle.
-        axis: the dim of the parameter that parts divide.
-        shape: of the part that comes.
-    """
+    """A parameter, or a part of it, that a worker gets in a round."""
 
     bundle: Bundle
-    number: int
-    axis: int
+    number: int  # of the parameter among those of its bundle
+    axis: int  # the dim of the parameter that parts divide
     part: int
     parts: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the part that comes
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class Route:
-    """What a rank copies, sends, receives and gets in a round.
+    """What a rank copies, sends, receives and gets in a round."""
 
-    Args:
-        copies: what it copies to its flat buffer of ``flat_bytes``.
-        sent: positions in that of the rows of all its messages, in the order of the group's ranks.
-        sent_sizes, received_sizes: bytes of the message to and from each rank.
-        received: positions in the received messages of the rows of the round's buffer, of ``nbytes``.
-        short: where in that begins what ranks have sent whole.
-    """
-
-    copies: tuple[Copy, ...]
+    copies: tuple[Copy, ...]  # to its flat buffer
     flat_bytes: int
-    sent: Any
-    sent_sizes: list[int]
-    received: Any
-    received_sizes: list[int]
-    nbytes: int
-    short: int
+    sent: Any  # positions in that of the rows of all its messages, in the order of the group's ranks
+    sent_sizes: list[int]  # bytes of the message to each rank
+    received: Any  # positions in the received messages of the rows of the round's buffer
+    received_sizes: list[int]  # bytes of the message from each rank
+    nbytes: int  # of the round's buffer
+    short: int  # where in that begins what ranks have sent whole
     arrivals: tuple[Arrival, ...]
 
 
 def route_of(round_: Round, member: Member, plan: TransferPlan) -> Route:
     """Compute a rank's part in a round."""
-    none, unit = [0] * len(member.targets), round_.unit
-    copies, flat_bytes, sent, sent_sizes = (
-        _packing(round_, member) if member.source is not None else ((), 0, _NONE, none)
-    )
-    rows, sizes, short, arrivals = (
-        _unpacking(round_, member, plan.topology.fsdp) if member.kind is not None else (_NONE, none, 0, ())
-    )
+    unit = round_.unit
+    copies, flat_bytes, sent, sent_sizes = _packing(round_, member)
+    rows, sizes, short, arrivals = _unpacking(round_, member, plan.topology.fsdp)
     nbytes = len(rows) * unit
-    if plan.is_gather:  # one message for all, as long as the longest of any rank
+    if plan.targets.are_gathered:  # one message for all, as long as the longest of any rank
         lengths, most, own = np.array(sizes) // unit, max(sizes) // unit, sent_sizes[0] // unit
         ends = np.cumsum(lengths)
         source = np.searchsorted(ends, rows, side="right")
@@ -148,7 +114,8 @@ def route_of(round_: Round, member: Member, plan: TransferPlan) -> Route:
 
 def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints, list[int]]:
     """Return what a trainer rank copies, its bytes, and the positions and sizes of its messages."""
-    assert member.source is not None
+    if member.source is None:
+        return (), 0, _NONE, [0] * len(member.targets)
     rank, at, unit = member.source, 0, round_.unit
     copies: dict[tuple[object, ...], Copy] = {}
     by_kind: dict[int, list[Ints]] = {kind: [] for kind in sorted({kind for kind in member.targets if kind >= 0})}
@@ -164,8 +131,8 @@ def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints
                             at = _up(at + size, round_.alignment)
                         found.append(rows + copies[key].start // unit)
     (offsets, short_bytes), whole = round_.short_offsets, []
-    for column, (bundle, i) in enumerate((b, i) for b in round_.short for i in b.tensors):
-        to = at + int(offsets[rank, column])
+    for bundle, i in ((b, i) for b in round_.short for i in b.tensors):
+        to = at + int(offsets[i][rank])
         for inside, numel in _own_boxes(bundle.senders[i], rank):
             whole.append(Copy(i, inside, to))
             to += numel * bundle.specs[i].itemsize
@@ -178,30 +145,28 @@ def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints
 
 def _unpacking(round_: Round, member: Member, ranks: int) -> tuple[Ints, list[int], int, tuple[Arrival, ...]]:
     """Return the positions of the rows of a rank's buffer in the messages, their sizes, and what is where in it."""
-    assert member.kind is not None
+    if member.kind is None:
+        return _NONE, [0] * len(member.sources), 0, ()
     unit, at, arrivals = round_.unit, 0, []
     lengths = np.zeros(ranks, dtype=np.int64)  # of the message of each sender so far, in units
     parts: list[tuple[int, int, Ints]] = []
     for share in round_.long:
         for number, parameter in enumerate(share.bundle.by_kind[member.kind]):
-            shape = parameter.shape_of_part(share.bundle.part_dim, share.part, share.parts)
-            pieces = [Piece(None, shape, at)]
-            if parameter.is_staged:
-                pieces = []
-            else:
+            axis = parameter.axis_of(share.bundle.part_dim)
+            shape = share.part_of(parameter.shape, axis)
+            pieces = [] if parameter.is_staged else [Piece(None, shape, at)]
+            if pieces:
                 at = _up(at + math.prod(shape) * parameter.itemsize, round_.alignment)
             for region in parameter.regions:
                 if parameter.is_staged:
-                    pieces.append(Piece(region, share.part_of(region.shape), at))
+                    pieces.append(Piece(region, share.part_of(region.shape, share.bundle.part_dim), at))
                     size = math.prod(pieces[-1].shape) * share.bundle.specs[region.tensor].itemsize
                     at = _up(at + size, round_.alignment)
                 for rank, rows in _received_rows(share, region, unit):
                     parts.append((rank, int(lengths[rank]), rows + pieces[-1].start // unit))
                     lengths[rank] += len(rows)
-            axis = parameter.axis_of(share.bundle.part_dim)
             arrivals.append(Arrival(share.bundle, number, axis, share.part, share.parts, shape, tuple(pieces)))
-    _, short_bytes = round_.short_offsets
-    each = short_bytes // unit
+    each = round_.short_offsets[1] // unit
     for rank in range(ranks if each else 0):
         parts.append((rank, int(lengths[rank]), np.arange(rank * each, (rank + 1) * each) + at // unit))
         lengths[rank] += each
@@ -232,20 +197,18 @@ def _sent_rows(
     if share.parts > 1:
         inside = (*[slice(None)] * d, slice(int(kept[0]), int(kept[-1]) + 1, share.parts))
         kept, shard = np.arange(len(kept)), (*shard[:d], len(kept), *shard[d + 1 :])
-    rows = _positions(
-        low - origin, high - origin, shard, dim, row, unit // itemsize, (d, kept) if share.parts > 1 else None
-    )
+    rows = _positions(low - origin, high - origin, shard, dim, row, unit // itemsize, (d, kept))
     return inside, rows, math.prod(shard) * itemsize
 
 
 def _received_rows(share: Share, region: Region, unit: int) -> Iterator[tuple[int, Ints]]:
     """Yield each rank that sends something of a region, and the positions of that in the region's memory."""
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
-    length, shape = unit // share.bundle.specs[region.tensor].itemsize, share.part_of(region.shape)
+    d, length, to = share.bundle.part_dim, unit // share.bundle.specs[region.tensor].itemsize, region.at - region.low
+    shape = share.part_of(region.shape, d)
     for rank, _, low, high in _shared(held, region):
-        kept, to = _of_part(share, region, low, high)[1], region.at - region.low
-        divided = (share.bundle.part_dim, kept) if share.parts > 1 else None
-        yield rank, _positions(low + to, high + to, shape, dim, row, length, divided)
+        kept = _of_part(share, region, low, high)[1]
+        yield rank, _positions(low + to, high + to, shape, dim, row, length, (d, kept))
 
 
 def _shared(held: Senders, region: Region) -> Iterator[tuple[int, int, Ints, Ints]]:
@@ -265,13 +228,7 @@ def _of_part(share: Share, region: Region, low: Ints, high: Ints) -> tuple[Ints,
 
 
 def _positions(
-    low: Ints,
-    high: Ints,
-    shape: Sequence[int],
-    dim: int,
-    row: int,
-    length: int,
-    divided: tuple[int, Ints] | None = None,
+    low: Ints, high: Ints, shape: Sequence[int], dim: int, row: int, length: int, kept: tuple[int, Ints] = (-1, _NONE)
 ) -> Ints:
     """Return the positions of a box's runs of ``length`` elements in contiguous memory, in the order of its rows.
 
@@ -279,11 +236,11 @@ def _positions(
         low, high: the box, in the memory's dims.
         shape: of the memory.
         dim, row: the dim that runs are cut from, and the elements of its rows.
-        divided: a dim of which only these indices are in a share.
+        kept: a dim, and which of its indices are in a share.
     """
     strides, found = np.cumprod((1, *reversed(shape[1:])))[::-1], np.zeros(1, dtype=np.int64)
     for d in range(dim):
-        indices = divided[1] if divided is not None and divided[0] == d else np.arange(low[d], high[d])
+        indices = kept[1] if kept[0] == d else np.arange(low[d], high[d])
         found = (found[:, None] + indices * strides[d]).reshape(-1)
     return (found[:, None] + np.arange(low[dim] * row, high[dim] * row, length)).reshape(-1) // length
 
@@ -292,46 +249,35 @@ def _own_boxes(held: Senders, rank: int) -> Iterator[tuple[tuple[slice, ...], in
     """Yield the indices in a rank's shard of each box that it sends, and its elements."""
     for low, high, origin in zip(held.low[rank], held.high[rank], held.origin[rank], strict=True):
         if (high > low).all():
-            bounds = zip((low - origin).tolist(), (high - origin).tolist(), strict=True)
-            yield tuple(slice(*each) for each in bounds), int((high - low).prod())
+            yield tuple(map(slice, (low - origin).tolist(), (high - origin).tolist())), int((high - low).prod())
 
 
 def _short_arrivals(round_: Round, kind: int) -> Iterator[Arrival]:
     """Yield the parameters of bundles that are sent whole, with the positions of their elements."""
-    offsets, nbytes = round_.short_offsets
-    column = {(id(b), i): c for c, (b, i) in enumerate((b, i) for b in round_.short for i in b.tensors)}
     for bundle in round_.short:
         for number, parameter in enumerate(bundle.by_kind[kind]):
-            found = [
-                _elements(bundle, region, offsets[:, column[id(bundle), region.tensor]], nbytes)
-                for region in parameter.regions
-            ]
+            regions, shape = parameter.regions, parameter.shape
             if parameter.is_staged:
-                pieces = [_short_piece(r, r.shape, [each]) for r, each in zip(parameter.regions, found, strict=True)]
+                pieces = [Piece(r, r.shape, elements=_elements(round_, bundle, r.shape, [r])) for r in regions]
             else:
-                pieces = [_short_piece(None, parameter.shape, found)]
-            yield Arrival(bundle, number, 0, 0, 1, parameter.shape, tuple(pieces))
+                pieces = [Piece(None, shape, elements=_elements(round_, bundle, shape, regions))]
+            yield Arrival(bundle, number, 0, 0, 1, shape, tuple(pieces))
 
 
-def _short_piece(region: Region | None, shape: tuple[int, ...], found: Sequence[tuple[Ints, Ints]]) -> Piece:
-    elements = np.zeros(math.prod(shape), dtype=np.int64)
-    for positions, sources in found:
-        elements[positions] = sources
-    return Piece(region, shape, elements=elements)
-
-
-def _elements(bundle: Bundle, region: Region, offsets: Ints, nbytes: int) -> tuple[Ints, Ints]:
-    """Return the positions of a region's elements in its memory, and in the ``nbytes`` that each rank has sent."""
-    held, itemsize, last = bundle.senders[region.tensor], bundle.specs[region.tensor].itemsize, len(region.low) - 1
-    sizes = np.prod(np.maximum(held.high - held.low, 0), axis=2)
-    before, to = np.cumsum(sizes, axis=1) - sizes, region.at - region.low
-    positions, sources = [_NONE], [_NONE]
-    for rank, box, low, high in _shared(held, region):
-        origin = held.low[rank, box]
-        positions.append(_positions(low + to, high + to, region.shape, last, 1, 1))
-        own = _positions(low - origin, high - origin, held.high[rank, box] - origin, last, 1, 1)
-        sources.append((rank * nbytes + offsets[rank]) // itemsize + before[rank, box] + own)
-    return np.concatenate(positions), np.concatenate(sources)
+def _elements(round_: Round, bundle: Bundle, shape: tuple[int, ...], regions: Iterable[Region]) -> Ints:
+    """Return the positions of the elements of these regions in what all ranks have sent whole."""
+    offsets, nbytes = round_.short_offsets
+    found = np.zeros(math.prod(shape), dtype=np.int64)
+    for region in regions:
+        held, itemsize, last = bundle.senders[region.tensor], bundle.specs[region.tensor].itemsize, len(region.low) - 1
+        sizes = np.prod(np.maximum(held.high - held.low, 0), axis=2)
+        before, to = np.cumsum(sizes, axis=1) - sizes, region.at - region.low
+        for rank, box, low, high in _shared(held, region):
+            origin, start = held.low[rank, box], rank * nbytes + offsets[region.tensor][rank]
+            own = _positions(low - origin, high - origin, held.high[rank, box] - origin, last, 1, 1)
+            into = _positions(low + to, high + to, region.shape, last, 1, 1)
+            found[into] = start // itemsize + before[rank, box] + own
+    return found
 
 
 def _up(size: int, to: int) -> int:

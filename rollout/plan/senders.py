@@ -4,7 +4,7 @@ Every element has one sender in each trainer replica. Where several ranks hold t
 is not sharded, each of them sends an equal share of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..layout.specs import TensorSpec, TrainerTopology
 
-__all__ = ["Ints", "Senders", "chunks", "senders_of"]
+__all__ = ["Ints", "Senders", "senders_of"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -22,17 +22,12 @@ class Senders:
     """The boxes of a tensor that the ranks of one trainer replica send. A scalar counts as one row.
 
     A rank has several boxes where its shard is made of several (``ShardStep.split_factor``).
-
-    Attributes:
-        low, high: ``[ranks, boxes, dims]``, the elements ``low <= index < high``; a box may be empty.
-        origin: ``[ranks, boxes, dims]``; an element's index minus this is its index in the rank's shard.
-        shard: ``[ranks, dims]``, shape of the rank's shard.
     """
 
-    low: Ints
+    low: Ints  # ``[ranks, boxes, dims]``: the elements ``low <= index < high``; a box may be empty
     high: Ints
-    origin: Ints
-    shard: Ints
+    origin: Ints  # ``[ranks, boxes, dims]``: an element's index minus this is its index in the rank's shard
+    shard: Ints  # ``[ranks, dims]``: shape of the rank's shard
 
     @property
     def numel(self) -> Ints:
@@ -40,15 +35,16 @@ class Senders:
         return np.prod(np.maximum(self.high - self.low, 0), axis=2).sum(axis=1)
 
 
-def chunks(low: Ints, high: Ints, parts: int, index: Ints | int) -> tuple[Ints, Ints]:
-    """Return the bounds of the ``index``-th of ``parts`` chunks of ``[low, high)``, as ``torch.chunk`` splits it."""
+def _chunks(low: Ints, high: Ints, parts: int, index: Ints) -> tuple[Ints, Ints]:
+    """Return the bounds of the ``index``-th of ``parts`` chunks (``index_ranges.chunk_range``)."""
     size = -(-(high - low) // parts)
     return np.minimum(low + index * size, high), np.minimum(low + (index + 1) * size, high)
 
 
 def senders_of(tensor: TensorSpec, topology: TrainerTopology) -> Senders:
     """Return what each rank of a replica sends of a tensor, from its sharding steps (``index_ranges.shard_ranges``)."""
-    coordinates, shape = _coordinates(topology), np.array(tensor.shape or (1,), dtype=np.int64)
+    held, shape = [topology.coordinate(rank) for rank in range(topology.fsdp)], np.array(tensor.shape or (1,))
+    coordinates = {step.axis: np.array([at[step.axis] for at in held]) for step in tensor.cuts}
     low = np.zeros((topology.fsdp, 1, len(shape)), dtype=np.int64)
     high = np.broadcast_to(shape, low.shape).copy()
     split = 0
@@ -58,8 +54,8 @@ def senders_of(tensor: TensorSpec, topology: TrainerTopology) -> Senders:
             split, count = d, low.shape[1]
             low, high = (np.repeat(bound, step.split_factor, axis=1) for bound in (low, high))
             which = np.tile(np.arange(step.split_factor), count)
-            low[..., d], high[..., d] = chunks(low[..., d], high[..., d], step.split_factor, which)
-        low[..., d], high[..., d] = chunks(low[..., d], high[..., d], step.parts, coordinates[step.axis][:, None])
+            low[..., d], high[..., d] = _chunks(low[..., d], high[..., d], step.split_factor, which)
+        low[..., d], high[..., d] = _chunks(low[..., d], high[..., d], step.parts, coordinates[step.axis][:, None])
     sizes = high - low
     shard = sizes[:, 0].copy()
     shard[:, split] = sizes[..., split].sum(axis=1)
@@ -68,7 +64,7 @@ def senders_of(tensor: TensorSpec, topology: TrainerTopology) -> Senders:
     copies, turn = _copies([coordinates[step.axis] for step in tensor.cuts], topology.fsdp)
     if copies > 1:
         d = int(np.argmax(shape))
-        low[..., d], high[..., d] = chunks(low[..., d], high[..., d], copies, turn[:, None])
+        low[..., d], high[..., d] = _chunks(low[..., d], high[..., d], copies, turn[:, None])
     return Senders(low, high, origin, shard)
 
 
@@ -76,16 +72,7 @@ def _copies(axes: Sequence[Ints], ranks: int) -> tuple[int, Ints]:
     """Return how many ranks hold the same elements, and the turn of each rank among these."""
     if not axes:
         return ranks, np.arange(ranks)
-    _, cell = np.unique(np.stack(axes), axis=1, return_inverse=True)
-    cell = cell.reshape(-1)
-    order = np.argsort(cell, kind="stable")
-    copies = ranks // (int(cell.max()) + 1)
-    turn = np.empty(ranks, dtype=np.int64)
+    copies, turn = ranks // np.unique(np.stack(axes), axis=1).shape[1], np.empty(ranks, dtype=np.int64)
+    order = np.lexsort([np.arange(ranks), *axes])  # those with the same elements follow one another
     turn[order] = np.arange(ranks) % copies
     return copies, turn
-
-
-def _coordinates(topology: TrainerTopology) -> Mapping[str, Ints]:
-    """Return the index of every rank of a replica on each axis."""
-    found = [topology.coordinate(rank) for rank in range(topology.fsdp)]
-    return {axis: np.array([at[axis] for at in found], dtype=np.int64) for axis in found[0]}

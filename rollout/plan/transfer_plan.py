@@ -1,90 +1,81 @@
 """Plans a weight sync: which tensors go to the workers in which round, and how many bytes each rank moves.
 
-A plan is a pure function of the trainer's and the rollout's layouts, so every rank computes it on its own, and ranks
-compare digests of what it follows from. Its cost grows linearly with the ranks: workers of the same kind keep the same,
-however many there are, and what ranks send is computed for all of them at once (``senders.py``). Layers with the same
-tensors share a *template*. Which bytes a rank sends where, and where it puts those that it receives, is computed for
-that rank alone (``routes.py``).
+Every rank computes the plan on its own, from the layouts of trainer and rollout, and ranks compare digests of these.
+The cost grows linearly with the ranks: workers of the same kind keep the same, however many there are, and what ranks
+send is computed for all of them at once (``senders.py``). Layers with the same tensors share a *template*. Each rank
+computes for itself which bytes it sends where, and where it puts those that it receives (``routes.py``).
 
 A round sends bundles of parameters (``parameters.py``), and has bundles of one layer only, so that the rounds of all
 layers with a template are alike. Every rank takes part in every round, whether or not it has anything to send.
 """
 
 import hashlib
-import json
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 
 from ..layout.specs import TargetSlice, TensorSpec, TrainerTopology
-from .parameters import ALIGNMENT, Bundle, bundles_of
-from .senders import Ints, Senders, senders_of
+from .parameters import ALIGNMENT, Bundle, Run, bundles_of
+from .senders import Ints, senders_of
 
-__all__ = [
-    "ROUND_BUFFERS",
-    "Round",
-    "RoundTooSmallError",
-    "Share",
-    "Targets",
-    "Template",
-    "TransferPlan",
-    "make_transfer_plan",
-    "round_bytes",
-]
+__all__ = ["ROUND_BUFFERS", "Round", "RoundTooSmallError", "Share", "Targets", "Template", "TransferPlan"]
+__all__ += ["make_transfer_plan", "round_bytes"]
 
 # What a rank sends, what it receives, its worker's parameters, its own values, and the positions of all these.
 ROUND_BUFFERS = 5
-# Messages are multiples of the run of a round's bundles, which is not made shorter than this by one more bundle.
+# One more bundle makes the run of a round, of which its messages are multiples, no shorter than this.
 _LONG_RUN = 512
 _TRIED_PARTS = 32
 
 
 class RoundTooSmallError(ValueError):
-    """A round can't hold what can't be divided.
-
-    Attributes:
-        needed: bytes that it would have to hold.
-    """
+    """A round can't hold what can't be divided, and has ``needed`` bytes."""
 
     def __init__(self, what: str, needed: int, limit: int):
         super().__init__(f"{what} is {needed} bytes on a rank, more than the {limit} bytes that a round may hold.")
         self.what, self.needed = what, needed
 
 
-def round_bytes(memory_bytes: int) -> int:
-    """Return the bytes that a rank may send, and receive, per round so that all its buffers fit ``memory_bytes``."""
-    return memory_bytes // ROUND_BUFFERS
+def round_bytes(memory_bytes: int, in_full: bool = False) -> int:
+    """Return the bytes that a rank may send, and receive, per round so that all its buffers fit ``memory_bytes``.
+
+    In full there are beside the buffers a tensor in memory of its own, and a copy of it in a checkpoint's layout; but
+    what a rank sends and its own values are parts of what it receives, and one buffer together.
+    """
+    return memory_bytes // (ROUND_BUFFERS + in_full)
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The receiving workers.
+    """The receiving workers."""
 
-    Args:
-        kinds: for each worker its kind, e.g. its index in its replica; workers of a kind keep the same.
-        replicas: for each worker the trainer replica that sends to it.
-    """
-
-    kinds: tuple[int, ...]
-    replicas: tuple[int, ...]
+    kinds: tuple[int, ...]  # of each worker, e.g. its index in its replica; workers of a kind keep the same
+    replicas: tuple[int, ...]  # for each worker the trainer replica that sends to it
+    are_separate: bool  # whether they are in processes of their own, which follow the trainer's in one group
 
     @classmethod
     def colocated(cls, topology: TrainerTopology, workers: int) -> "Targets":
         """Describe one worker beside each trainer rank, in replicas of so many workers."""
         ranks = range(topology.world)
-        return cls(tuple(rank % workers for rank in ranks), tuple(rank // topology.fsdp for rank in ranks))
+        return cls(tuple(rank % workers for rank in ranks), tuple(rank // topology.fsdp for rank in ranks), False)
 
     @classmethod
     def separate(cls, kinds: Sequence[int], topology: TrainerTopology) -> "Targets":
         """Describe workers in processes of their own, to which the trainer's replicas send in turn."""
-        return cls(tuple(kinds), tuple(i % topology.dp_replicate for i in range(len(kinds))))
+        return cls(tuple(kinds), tuple(i % topology.dp_replicate for i in range(len(kinds))), True)
+
+    @cached_property
+    def are_gathered(self) -> bool:
+        """Whether every rank's worker keeps the whole model: then ranks gather instead of exchanging."""
+        return not self.are_separate and not any(self.kinds)
 
     @cached_property
     def count(self) -> Ints:
-        """Workers of each kind that each trainer replica sends to, ``[replicas, kinds]``."""
+        """The workers of each kind that each trainer replica sends to, ``[replicas, kinds]``."""
         found = np.zeros((max(self.replicas, default=0) + 1, max(self.kinds, default=0) + 1), dtype=np.int64)
         np.add.at(found, (list(self.replicas), list(self.kinds)), 1)
         return found
@@ -95,32 +86,26 @@ class Share:
     """What a round sends of a bundle: the ``part``-th of ``parts``."""
 
     bundle: Bundle
-    part: int = 0
-    parts: int = 1
+    part: int
+    parts: int
 
     @property
-    def run(self) -> tuple[int, dict[int, tuple[int, int]]]:
+    def run(self) -> Run:
         return self.bundle.run if self.parts == 1 else self.bundle.run_of_parts
 
-    def part_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this part of memory with the tensors' dims."""
+    def part_of(self, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        """Return the shape of this part of memory that is divided along ``dim``."""
         if self.parts == 1:
             return shape
-        d = self.bundle.part_dim
-        return (*shape[:d], len(range(self.part, shape[d], self.parts)), *shape[d + 1 :])
+        return (*shape[:dim], len(range(self.part, shape[dim], self.parts)), *shape[dim + 1 :])
 
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """What a round sends.
+    """What a round sends."""
 
-    Args:
-        long: shares that are sent in pieces, to each worker what it keeps.
-        short: bundles whose tensors every worker is sent whole.
-    """
-
-    long: tuple[Share, ...]
-    short: tuple[Bundle, ...] = ()
+    long: tuple[Share, ...]  # in pieces, to each worker what it keeps
+    short: tuple[Bundle, ...] = ()  # whole, to every worker
 
     @cached_property
     def unit(self) -> int:
@@ -138,19 +123,18 @@ class Round:
 
     @property
     def alignment(self) -> int:
-        """Bytes of which offsets in buffers are multiples, so that they can be viewed as any dtype."""
+        """Bytes of which offsets in this round's buffers are multiples."""
         return math.lcm(self.unit, ALIGNMENT)
 
     @cached_property
-    def short_offsets(self) -> tuple[Ints, int]:
-        """Where each rank's part of each short tensor begins in its message, ``[ranks, tensors]``; and all bytes."""
-        tensors = [(bundle, i) for bundle in self.short for i in bundle.tensors]
-        if not tensors:
-            return np.zeros((1, 0), dtype=np.int64), 0
-        sizes = np.stack([b.senders[i].numel * b.specs[i].itemsize for b, i in tensors], axis=1)
-        sizes = -(-sizes // ALIGNMENT) * ALIGNMENT
-        ends = np.cumsum(sizes, axis=1)
-        return ends - sizes, int(-(-ends[:, -1].max() // self.alignment) * self.alignment)
+    def short_offsets(self) -> tuple[dict[int, Ints], int]:
+        """Where each rank's part of each short tensor begins in its message, ``[ranks]``; and the bytes of all."""
+        found, end = {}, np.zeros(1, dtype=np.int64)
+        for bundle, i in ((b, i) for b in self.short for i in b.tensors):
+            sizes = -(-bundle.senders[i].numel * bundle.specs[i].itemsize // ALIGNMENT) * ALIGNMENT
+            end = end + sizes
+            found[i] = end - sizes
+        return found, int(-(-end.max() // self.alignment) * self.alignment)
 
 
 @dataclass(frozen=True)
@@ -164,28 +148,19 @@ class Template:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All rounds of a sync, in the order of the model's layers.
+    """All rounds of a sync, in the order of the model's layers."""
 
-    Attributes:
-        layers: name prefix of each group of tensors (``"model.layers.0."``; ``""`` outside of layers) and the index of
-            its template.
-        limit: the most bytes that a rank sends, and the most that it receives, in one round.
-        is_gather: whether every rank's worker keeps the whole model: then ranks gather instead of exchanging.
-    """
-
+    # The name prefix of each group of tensors (``"model.layers.0."``; ``""`` outside of layers) and its template.
     layers: tuple[tuple[str, int], ...]
     templates: tuple[Template, ...]
     topology: TrainerTopology
     targets: Targets
     limit: int
-    is_gather: bool
 
     @property
     def rounds(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the prefix, the template and the number in it of each round."""
-        for prefix, template in self.layers:
-            for number in range(len(self.templates[template].rounds)):
-                yield prefix, template, number
+        """The prefix, the template and the number in it of each round."""
+        return ((prefix, t, n) for prefix, t in self.layers for n in range(len(self.templates[t].rounds)))
 
     @cached_property
     def sent(self) -> Ints:
@@ -209,20 +184,13 @@ class TransferPlan:
 
     def digest(self) -> str:
         """Return a hash that two ranks share exactly when they plan from the same facts, and so the same rounds."""
-        facts = [
-            [
-                [(t.name, t.shape, t.itemsize, str(t.cuts)) for t in template.tensors],
-                [
-                    [(p.name, str([r.part for r in p.regions])) for p in parameters]
-                    for bundle in template.bundles
-                    for parameters in bundle.by_kind
-                ],
-                [[len(r.long), len(r.short), r.unit] for r in template.rounds],
-            ]
-            for template in self.templates
-        ]
-        data = json.dumps([self.limit, self.layers, self.targets.kinds, self.targets.replicas, facts])
-        return hashlib.blake2b(data.encode(), digest_size=16).hexdigest()
+        facts: list[object] = [self.limit, self.layers, self.targets]
+        for template in self.templates:
+            kinds = [of_kind for bundle in template.bundles for of_kind in bundle.by_kind]
+            facts.append(template.tensors)
+            facts.append([[(p.name, [region.part for region in p.regions]) for p in of_kind] for of_kind in kinds])
+            facts.append([(len(r.long), len(r.short), r.unit) for r in template.rounds])
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 def make_transfer_plan(
@@ -233,7 +201,6 @@ def make_transfer_plan(
     slices_of: Callable[[TensorSpec, int], Sequence[TargetSlice]],
     limit: int,
     may_split: Callable[[str], bool] = lambda name: True,
-    is_gather: bool = False,
     by_name: bool = False,
 ) -> TransferPlan:
     """Plan a sync.
@@ -245,7 +212,6 @@ def make_transfer_plan(
             layers with equal tensors.
         limit: the most bytes that a rank sends, and the most that it receives, in one round.
         may_split: tells by name whether a tensor may be sent in parts.
-        is_gather: whether every rank's worker keeps the whole model.
         by_name: whether whole tensors are sent, of experts some at a time. What can't be divided enough exceeds the
             limit then.
 
@@ -253,7 +219,7 @@ def make_transfer_plan(
         RoundTooSmallError: a row of a parameter, or a parameter that can't be divided by rows, exceeds the limit.
     """
     groups: list[tuple[str, list[TensorSpec]]] = []
-    known: set[str] = set(layers)
+    known = frozenset(layers)
     of_layer: dict[str, list[TensorSpec]] = {}
     for tensor in tensors:
         prefix = _layer_of(tensor.name, known)
@@ -263,63 +229,51 @@ def make_transfer_plan(
             groups.append((prefix, of_layer[prefix]))
         of_layer[prefix].append(tensor)
 
-    templates: dict[tuple[TensorSpec, ...], int] = {}
-    made: list[Template] = []
-    order: list[tuple[str, int]] = []
+    templates: dict[tuple[TensorSpec, ...], Template] = {}
+    order: list[tuple[str, tuple[TensorSpec, ...]]] = []
     kinds = range(targets.count.shape[1])
-    nothing = _Load(targets, is_gather, np.zeros((topology.fsdp, len(kinds)), dtype=np.int64))
-    sending: dict[tuple[object, ...], Senders] = {}
+    nothing = _Load(targets, np.zeros((topology.fsdp, len(kinds)), dtype=np.int64))
+    senders = cache(partial(senders_of, topology=topology))  # of tensors without their names
     for prefix, members in groups:
-        inside = tuple(TensorSpec(t.name.removeprefix(prefix), t.shape, t.itemsize, t.cuts) for t in members)
+        inside = tuple(replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in members)
+        order.append((prefix, inside))
         if inside not in templates:
-            templates[inside] = len(made)
-            for t in inside:
-                if (t.shape, t.cuts) not in sending:
-                    sending[t.shape, t.cuts] = senders_of(t, topology)
-            senders = [sending[t.shape, t.cuts] for t in inside]
             slices = [[slices_of(full, kind) for full in members] for kind in kinds]
             splits = [may_split(full.name) for full in members]
-            bundles = bundles_of(inside, senders, slices, splits, by_name)
-            made.append(Template(inside, tuple(bundles), tuple(_rounds(bundles, nothing, limit, not by_name))))
-        order.append((prefix, templates[inside]))
-    return TransferPlan(tuple(order), tuple(made), topology, targets, limit, is_gather)
+            held = [senders(replace(tensor, name="")) for tensor in inside]
+            bundles = bundles_of(inside, held, slices, splits, by_name)
+            templates[inside] = Template(inside, tuple(bundles), tuple(_rounds(bundles, nothing, limit, not by_name)))
+    numbers = {inside: number for number, inside in enumerate(templates)}
+    in_order = tuple((prefix, numbers[inside]) for prefix, inside in order)
+    return TransferPlan(in_order, tuple(templates.values()), topology, targets, limit)
 
 
-def _layer_of(name: str, layers: set[str]) -> str:
-    end = name.find(".")
-    while end >= 0:
-        if name[:end] in layers:
-            return name[: end + 1]
-        end = name.find(".", end + 1)
-    return ""
+def _layer_of(name: str, layers: Collection[str]) -> str:
+    """Return the prefix of the outermost layer that a tensor belongs to."""
+    ends = (end for end, character in enumerate(name) if character == ".")
+    return next((name[: end + 1] for end in ends if name[:end] in layers), "")
 
 
 @dataclass
 class _Load:
-    """The bytes that ranks move in a round.
-
-    Attributes:
-        sent: by each rank to a worker of each kind, ``[ranks, kinds]``.
-        short: by each rank to every worker.
-    """
+    """The bytes that ranks move in a round."""
 
     targets: Targets
-    is_gather: bool
-    sent: Ints
-    short: int = 0
+    sent: Ints  # by each rank to a worker of each kind, ``[ranks, kinds]``
+    short: int = 0  # by each rank to every worker
 
     @property
     def most(self) -> int:
         """The most bytes that any rank sends or receives."""
         ranks = len(self.sent)
-        if self.is_gather:  # messages are as long as the longest
+        if self.targets.are_gathered:  # messages are as long as the longest
             return ranks * (int(self.sent.max(initial=0)) + self.short)
         count = self.targets.count
         sent = (self.sent @ count.T).max(initial=0) + self.short * count.sum(axis=1).max(initial=0)
         return int(max(sent, self.sent.sum(axis=0).max(initial=0) + self.short * ranks))
 
-    def plus(self, bundle: Bundle, part: int = 0, parts: int = 1) -> "_Load":
-        return replace(self, sent=self.sent + bundle.sent(part, parts))
+    def plus(self, share: Share) -> "_Load":
+        return replace(self, sent=self.sent + share.bundle.sent(share.part, share.parts))
 
     def plus_short(self, bundle: Bundle) -> "_Load":
         return replace(self, short=self.short + bundle.short_bytes)
@@ -337,13 +291,13 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
     long_ones = [bundle for bundle in bundles if bundle not in whole]
     for bundle in sorted(long_ones, key=lambda b: (not any(b.specs[i].cuts for i in b.tensors), -b.run[0])):
         parts = _parts(bundle, nothing, limit, must_fit)
-        own = Share(bundle, 0, parts).run[0]
-        for part in range(parts):
-            more, shared = load.plus(bundle, part, parts), math.gcd(run, own)
+        for share in (Share(bundle, part, parts) for part in range(parts)):
+            own, more = share.run[0], load.plus(share)
+            shared = math.gcd(run, own)
             if long and (shared < min(run, own, _LONG_RUN) or more.most > limit):
                 yield Round(tuple(long))
-                long, more, shared = [], nothing.plus(bundle, part, parts), own
-            long.append(Share(bundle, part, parts))
+                long, more, shared = [], nothing.plus(share), own
+            long.append(share)
             load, run = more, shared
     for bundle in whole:
         more = load.plus_short(bundle)
@@ -357,16 +311,12 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
 
 
 def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
-    """Return the fewest parts in which no rank moves more than ``limit`` bytes of a bundle, or the fewest that it can.
-
-    Raises:
-        RoundTooSmallError: there are none, and it has to fit.
-    """
+    """Return the fewest parts in which no rank moves more than ``limit`` bytes of a bundle, or those of least bytes."""
 
     def most(parts: int) -> int:
         # Parts have the same rows but for one: of many parts, a few tell enough.
         tried = range(0, parts, max(1, parts // _TRIED_PARTS))
-        return max(nothing.plus(bundle, part, parts).most for part in tried)
+        return max(nothing.plus(Share(bundle, part, parts)).most for part in tried)
 
     parts = min(bundle.max_parts, max(1, -(-most(1) // limit)))
     needed, best = most(parts), parts
@@ -375,8 +325,7 @@ def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
         if (less := most(parts)) < needed:
             needed, best = less, parts
     if needed > limit and must_fit:
-        name, shape = next((p.name, p.shape) for parameters in bundle.by_kind for p in parameters)
-        raise RoundTooSmallError(
-            f"{'one row' if bundle.max_parts > 1 else 'all'} of {name} {list(shape)}", needed, limit
-        )
+        first = next(itertools.chain(*bundle.by_kind))
+        what = f"{'one row' if bundle.max_parts > 1 else 'all'} of {first.name} {list(first.shape)}"
+        raise RoundTooSmallError(what, needed, limit)
     return best

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ import torch.distributed as dist
 
 from ..layout.slice_names import slice_name
 from ..layout.specs import Rollout, SyncMode
-from ..plan.routes import Member
 from ..plan.transfer_plan import Targets, round_bytes
 from ..servers import BACKEND, choose_mode, rollout_of, server_of
 from ..transport.checksums import has_checksums
@@ -77,7 +75,7 @@ class Endpoint:
             if not layout.peft_config:
                 sent = self._send(mode, weights, layout, requests)
             else:
-                sync, number = weights.sync, weights.sync.next_number()
+                sync, number = weights.sync, next(weights.sync.numbers)
                 if any(request.needs_base for request in requests):
                     sync.base.record()
                     sent = self._send(mode, sync.weights("left out"), layout, requests)
@@ -131,8 +129,7 @@ class Endpoint:
         group, model = self.group, layout.model
         assert model is not None, "weights of other engines are sent as full tensors"
         targets, limit = Targets.separate(workers, model.topology), round_bytes(layout.settings.memory_bytes)
-        member_of = partial(Member.separate, rank=group.rank)
-        return model.exchange(rollout, targets, limit, member_of, group.device, group.process_group, group.finish)
+        return model.exchange(rollout, targets, limit, group.rank, group.device, group.process_group, group.finish)
 
 
 class ReceivedWeights:
@@ -158,7 +155,7 @@ class ReceivedWeights:
         if model is not None:
             # A worker's own parameters are the fewest bytes for any rollout that is not colocated.
             wanted = "full" if requested == "full" else "auto"
-            mode, reason = choose_mode(wanted, config, model.family, backend=BACKEND)
+            mode, reason = choose_mode(wanted, config, model.heads.family, backend=BACKEND)
             if reason and worker == 0:
                 logger.warning("epfsdp2: engine.rollout_sync=%s falls back to full: %s", requested, reason)
             with self._group.abort_on_error():

@@ -153,7 +153,7 @@ class Exchange:
         sent, received = sent[: sum(route.sent_sizes)], received[: sum(route.received_sizes)]
         others = len(received) - route.received_sizes[self._rank]
         self.traffic.received += others
-        if self.plan.is_gather:
+        if self.plan.targets.are_gathered:
             self.traffic.sent += others
             return dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
         self.traffic.sent += len(sent) - route.sent_sizes[self._rank]

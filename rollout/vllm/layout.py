@@ -68,7 +68,7 @@ _NEMOTRON = named_rules(
 _LFM2 = named_rules(
     (r"\.conv\.(conv)\.(?:weight|bias)", rules.columns),
     (r"\.conv\.(in_proj)\.(?:weight|bias)", rules.stacked_thirds),
-    (r"\.feed_forward\.(w1|w3)\.weight", rules.gate_or_up),
+    (r"\.feed_forward\.(w1|w3)\.weight", rules.w1_or_w3),
     (r"\.(out_proj|feed_forward\.w2)\.weight", rules.row_parallel),
 )
 _LLAMA4 = named_rules(

@@ -11,7 +11,7 @@ from torch import nn
 from ...engine.compat import versions
 from ...engine.errors import SettingError, close_matches
 from ...engine.topology.mesh import divisors
-from ..layout.rollout_config import BACKEND, BLOCK, ROLLOUT, is_disaggregated, server_arguments, size_of
+from ..layout.rollout_config import BACKEND, BLOCK, ROLLOUT, server_arguments, size_of
 from ..layout.server import Obstacle, Server, disaggregated
 from ..layout.specs import Channels, Rollout, SyncMode, Tower
 from . import layout
@@ -214,7 +214,7 @@ def check_parallelism(config: Any, ranks: int, model: Any) -> None:
         rule = f"vLLM spreads experts over all {rollout.workers} workers of a replica (tensor x data parallel)."
         raise SettingError(_EP, experts, rule, f"{_EP}={rollout.workers}, or 1")
     replica = rollout.workers * pipeline
-    if ranks % replica and not is_disaggregated(config):
+    if ranks % replica and not disaggregated(config):
         rule = f"a replica of vLLM takes {replica} workers, and the {ranks} trainer ranks are not a multiple of that."
         works = [tp for tp in divisors(ranks) if ranks % (rollout.dp * pipeline * tp) == 0]
         best = f"{_TP} one of {works}" if works else f"{ROLLOUT}.data_parallel_size=1"

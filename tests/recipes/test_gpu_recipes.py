@@ -245,7 +245,7 @@ def test_recipe_memory_fits_a_gpu(cluster, algorithm, local_model):
         for tensor in tensors_before_sharding(facts.model, topology, itemsize=2)
         if ".layers." not in tensor.name or ".layers.1." in tensor.name  # all are alike
         for worker in range(placed.workers)
-        for need in target_slices(tensor, placed, worker, Heads.of(facts.model.config), "sliced")
+        for need in target_slices(tensor, placed, worker, Heads.of(facts.model.config))
     ]
     assert max(slices) < bucket == config.engine.sync_megabytes << 20 >> 1
 

@@ -47,7 +47,7 @@ def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: s
             continue
         asyncio.run(
             send_weights(
-                sync.weights().for_worker(kind, Rollout(2), rank).tensors(),
+                sync.weights().for_worker(kind, Rollout(2)).tensors(),
                 zmq_handle=handles[rank],
                 bucket_megabytes=1,
                 use_shm=True,

@@ -14,7 +14,6 @@ from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.mesh import build_meshes
 from epfsdp2.rollout.layout.specs import Heads, Rollout
-from epfsdp2.rollout.plan.routes import Member
 from epfsdp2.rollout.plan.senders import senders_of
 from epfsdp2.rollout.plan.transfer_plan import Targets, round_bytes
 from epfsdp2.rollout.sent_tensors import SentModel
@@ -55,9 +54,7 @@ def sent_model(size: Size) -> SentModel:
     model = size.build()
     tensors = tuple(tensors_before_sharding(model, size.topology))
     dtypes = tuple((tensor.name, torch.bfloat16) for tensor in tensors)
-    return SentModel(
-        model.config.model_type, tensors, dtypes, tuple(layer_names(model)), size.topology, Heads.of(model.config)
-    )
+    return SentModel(tensors, dtypes, tuple(layer_names(model)), size.topology, Heads.of(model.config))
 
 
 def shards_of(sent: SentModel) -> Values:
@@ -72,17 +69,13 @@ def shards_of(sent: SentModel) -> Values:
 def colocated(sent: SentModel, rollout: Rollout) -> Exchange:
     """Plan the part of rank 0 in a sync to workers beside the trainer's ranks."""
     targets = Targets.colocated(sent.topology, rollout.workers)
-    return planned(
-        sent.exchange(rollout, targets, round_bytes(MEMORY), lambda p: Member.colocated(p, 0, 0), "meta", None)
-    )
+    return planned(sent.exchange(rollout, targets, round_bytes(MEMORY), 0, "meta", None))
 
 
 def separate(sent: SentModel, rollout: Rollout, workers: int, rank: int) -> Exchange:
     """Plan the part of a rank in a sync to workers that follow the trainer's ranks in the group."""
     targets = Targets.separate([worker % rollout.workers for worker in range(workers)], sent.topology)
-    return planned(
-        sent.exchange(rollout, targets, round_bytes(MEMORY), lambda p: Member.separate(p, rank), "meta", None)
-    )
+    return planned(sent.exchange(rollout, targets, round_bytes(MEMORY), rank, "meta", None))
 
 
 def planned(exchange: Exchange) -> Exchange:

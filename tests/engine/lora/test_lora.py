@@ -167,7 +167,7 @@ def _streamed(folder, cases):
             sliced = collected(weights_for(sync, rollout, worker).tensors())
             slices = (
                 (part, wanted[spec.name])
-                for spec in sync.tensor_specs()
+                for spec in sync.sent_model().tensors
                 for part in target_slices(spec, rollout, worker, sync.heads)
             )
             kept = stored_parameters(slices)

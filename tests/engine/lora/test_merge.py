@@ -75,7 +75,7 @@ def _holds_a_round(folder):
             weakref.finalize(found, free, found.nbytes)
         return found
 
-    for _ in sync.exchange(Rollout(), 0).run(counting):
+    for _ in sync.exchange(Rollout()).run(counting):
         pass
     sizes = [model.get_parameter(name).numel() * 4 for name in lora.targets]
     assert most <= max(memory // 5, *sizes) + max(sizes) < sum(sizes) / 2

@@ -18,26 +18,25 @@ from tests.support.rollout.plans import Emulated, expected_parameters, problems
 from tests.support.rollout.verify import expected_tensors
 
 
-def _plan(tensors, topology, rollout, heads, targets, limit, is_gather=False):
+def _plan(tensors, topology, rollout, heads, targets, limit):
     def slices_of(tensor, worker):
         return target_slices(tensor, rollout, worker, heads)
 
     layers = ["model.layers.0", "model.layers.1"]
-    plan = make_transfer_plan(tensors, layers, topology, targets, slices_of, limit, is_gather=is_gather)
-    return plan, slices_of
+    return make_transfer_plan(tensors, layers, topology, targets, slices_of, limit), slices_of
 
 
 @settings(max_examples=150, deadline=None)
 @given(problems())
 def test_plan_brings_every_worker_its_parameters_within_the_limit(problem):
-    tensors, topology, rollout, heads, (targets, separate), limit = problem
+    tensors, topology, rollout, heads, targets, limit = problem
     try:
         plan, slices_of = _plan(tensors, topology, rollout, heads, targets, limit)
     except RoundTooSmallError as error:
         assert error.needed > limit
         return
     whole = {t.name: torch.randn(t.shape).bfloat16() for t in tensors}
-    emulated = Emulated(plan, whole, separate)
+    emulated = Emulated(plan, whole)
     for worker, found in enumerate(emulated.parameters):
         kind = targets.kinds[worker]
         wanted = expected_parameters(tensors, lambda t, kind=kind: slices_of(t, kind), whole)
@@ -55,7 +54,7 @@ def test_plan_brings_every_worker_its_parameters_within_the_limit(problem):
 @settings(max_examples=40, deadline=None)
 @given(problems())
 def test_plan_digest_is_equal_only_for_equal_plans(problem):
-    tensors, topology, rollout, heads, (targets, _), _ = problem
+    tensors, topology, rollout, heads, targets, _ = problem
     limit = 1 << 20
     plan, _ = _plan(tensors, topology, rollout, heads, targets, limit)
     assert plan.digest() == _plan(tensors, topology, rollout, heads, targets, limit)[0].digest()
@@ -239,5 +238,5 @@ def test_plan_of_a_block_that_a_worker_keeps_twice_sends_it_once():
     plan, slices_of = _plan([keys], topology, Rollout(2), heads, Targets.colocated(topology, 2), 1 << 20)
     assert plan.needed.tolist() == [960, 960]
     whole = {keys.name: torch.randn(24, 20).bfloat16()}
-    found = Emulated(plan, whole, False).parameters[1]["model.layers.1.self_attn.qkv_proj.weight"]
+    found = Emulated(plan, whole).parameters[1]["model.layers.1.self_attn.qkv_proj.weight"]
     assert torch.equal(found[24:36], whole[keys.name][12:]) and torch.equal(found[36:48], whole[keys.name][12:])

@@ -87,7 +87,9 @@ def test_quantise_reduces_scales_within_the_limit_and_of_one_weight_at_least():
     for limit, reductions in ((0, 4), (40, 3), (1 << 20, 1)):
         shards = QuantisedShards(weights, lambda name, tensor: tensor, Blocks(BLOCK), "cpu", limit)
         with mock.patch.object(dist, "all_reduce") as reduced:
-            found.append({name: (bits(shards(name, weight)), shards.scales[name]) for name, weight in weights.items()})
+            found.append(
+                {name: (bits(shards(name, weight)), shards.scales_of(name)) for name, weight in weights.items()}
+            )
         assert reduced.call_count == reductions, limit
     for name, (values, scales) in found[0].items():
         for others in found[1:]:
@@ -96,8 +98,8 @@ def test_quantise_reduces_scales_within_the_limit_and_of_one_weight_at_least():
 
 def test_quantise_of_a_slice_that_cuts_a_block_is_refused():
     tensor = TensorSpec("model.layers.0.self_attn.q_proj.weight", (384, 256), 1)
-    heads = Heads(6, 6, 64, "qwen3_moe")
-    assert len(scale_slices(tensor, target_slices(tensor, Rollout(1), 0, heads), BLOCK)) == 1
+    heads, whole = Heads(6, 6, 64, "qwen3_moe"), Rollout(1, block=BLOCK)
+    assert len(scale_slices(tensor, target_slices(tensor, whole, 0, heads), whole)) == 1
     with pytest.raises(ValueError, match=r"qkv_proj.weight holds .*q_proj.weight \[0, 0\] to \[192, 256\].* 128 x 128"):
         planned_layout([tensor], Rollout(2, block=BLOCK), 0, heads)
 

@@ -99,7 +99,7 @@ def test_published_messages_are_received_unchanged(together):
     )
     heads = specs.Heads(4, 2, 8, "gemma4_text", layers=((2, 8, False), (1, 16, True)))
     dtypes = (("a", torch.bfloat16), ("b", torch.float32))
-    sharded = SentModel("gemma4", tensors, dtypes, ("layers.0",), Topology.arrange(8, 2, 4), heads)
+    sharded = SentModel(tensors, dtypes, ("layers.0",), Topology.arrange(8, 2, 4), heads)
     messages = {
         "layout": published.TrainerLayout(SyncSettings("auto", 1 << 20, 2), sharded, '{"r": 4}'),
         "request": published.WorkerRequest("sliced", specs.Rollout(2, 2, True, block=128), 3),
@@ -178,7 +178,7 @@ def test_sync_group_waits_on_the_host_for_rounds_and_buckets(together):
     heads = specs.Heads(4, 2, 8, "qwen3_moe")
     tensors = (specs.TensorSpec("model.norm.weight", (4,), 2, (ShardStep(0, "fsdp", 2),)),)
     dtypes = (("model.norm.weight", torch.bfloat16),)
-    sharded = SentModel("qwen3_moe", tensors, dtypes, (), Topology(2, 1, 2, 1), heads)
+    sharded = SentModel(tensors, dtypes, (), Topology(2, 1, 2, 1), heads)
     layout = published.TrainerLayout(SyncSettings("auto", 1 << 20), sharded)
     exchange = remote_sync.Endpoint(first)._plan(layout, specs.Rollout(1), [0])
     never = mock.patch.object(dist, "all_to_all_single", lambda *args, **kwargs: _LikeNccls())

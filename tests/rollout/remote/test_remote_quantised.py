@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+from epfsdp2.rollout import sync
+from epfsdp2.rollout.quantised_shards import QuantisedShards
 from epfsdp2.rollout.servers import rollout_of
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.models.quantised import BLOCK, COMPRESSED, SIZES, compressed
@@ -58,8 +60,7 @@ def _sent(folder):
     member.connect()
     with pytest.raises(WeightSyncError, match="trainer rank 1: .*ValueError: a fault in a shard"):
         if member.rank == 1:
-            stock = exporter._quantised
-            exporter._quantised = lambda rollout, values, wait: stock(rollout, failing, wait)
+            sync.QuantisedShards = lambda weights, values, *others: QuantisedShards(weights, failing, *others)
         if member.is_trainer:
             member.send(exporter.weights())
         received = member.engine.receive_weights().for_rollout(member.config(**FP8), member.index)

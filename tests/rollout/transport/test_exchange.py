@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
-from epfsdp2.rollout.layout.slices import holders
+from epfsdp2.engine.topology.index_ranges import shard_ranges
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
+from epfsdp2.rollout.layout.trainer_tensors import tensor_specs
 from epfsdp2.rollout.plan.transfer_plan import ROUND_BUFFERS
 from epfsdp2.rollout.servers import target_slices
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
@@ -44,7 +44,7 @@ def _whole_parameters(sync, whole, rollout, worker):
     """Return what a worker keeps, cut from whole tensors, and which elements of each parameter are filled."""
     slices = [
         (part, whole[spec.name].detach().to(sync.dtypes[spec.name]))
-        for spec in sync.tensor_specs()
+        for spec in sync.sent_model().tensors
         for part in target_slices(spec, rollout, worker, sync.heads)
     ]
     return stored_parameters(slices)
@@ -66,7 +66,7 @@ def _planned_bytes(exchange):
         round_ = plan.templates[template].rounds[number]
         long = sum((share.bundle.sent(share.part, share.parts) for share in round_.long), 0 * plan.sent)
         short = round_.short_offsets[1]
-        if plan.is_gather:  # messages are as long as the longest
+        if plan.targets.are_gathered:  # messages are as long as the longest
             sent += len(others) * int(long.max() + short)
             received += len(others) * int(long.max() + short)
             continue
@@ -76,7 +76,9 @@ def _planned_bytes(exchange):
 
 
 def _facts(tensor, meshes):
-    return tensor.name, tensor.shape, tensor.itemsize, holders(tensor, meshes.topology)
+    coordinates = map(meshes.topology.coordinate, range(meshes.topology.fsdp))
+    held = [[r for r in shard_ranges(tensor.shape, tensor.cuts, at) if r.numel] for at in coordinates]
+    return tensor.name, tensor.shape, tensor.itemsize, held
 
 
 def _brings_the_parameters(folder, cases):
@@ -84,7 +86,7 @@ def _brings_the_parameters(folder, cases):
         where, reference = str((mesh, rollout, dtype)), reference_model(folder)
         sync = _sync(folder, mesh, dtype)
         topology, worker = sync.meshes.topology, dist.get_rank() % rollout.workers
-        tensors = sharded_tensor_specs(sync.model, dtype.itemsize)
+        tensors = tensor_specs(sync.model, dtype.itemsize)
         before = tensors_before_sharding(reference, topology, mesh[2], itemsize=dtype.itemsize)
         assert [_facts(t, sync.meshes) for t in tensors] == [_facts(t, sync.meshes) for t in before], where
         for number in range(3):
@@ -95,7 +97,7 @@ def _brings_the_parameters(folder, cases):
             weights = weights_for(sync, rollout, worker)
             found = collected(weights.tensors())
             _check_parameters(found, _whole_parameters(sync, _state(reference), rollout, worker), (where, number))
-            exchange = weights.sync.exchange(weights._rollout, worker)
+            exchange = weights.sync.exchange(weights._rollout)
             assert (weights.traffic.sent, weights.traffic.received) == _planned_bytes(exchange), where
             assert weights.traffic.held == 0 < weights.traffic.peak <= MEMORY, (where, weights.traffic.peak)
         assert len(list(exchange.plan.rounds)) > 5
@@ -135,7 +137,7 @@ def test_exchange_of_tied_parameters_sends_them_once(tmp_path):
 
 def _one_stops_early(folder):
     sync, rank = _sync(folder), dist.get_rank()
-    exchange, traffic = sync.exchange(Rollout(2), rank % 2), Traffic()
+    exchange, traffic = sync.exchange(Rollout(2)), Traffic()
     parameters = exchange.run(sync.values(), traffic)
     taken = list(itertools.islice(parameters, 3 if rank == 1 else None))
     parameters.close()
@@ -163,7 +165,7 @@ def _recorded(events):
 
 def _bounded(folder):
     sync, sizes = _sync(folder), []
-    exchange = sync.exchange(Rollout(2), dist.get_rank() % 2)
+    exchange = sync.exchange(Rollout(2))
     with _recorded(sizes):
         for _ in exchange.run(sync.values()):
             pass
@@ -179,7 +181,7 @@ def test_exchange_buffers_stay_within_the_limit(tmp_path):
 def _round_by_round(folder):
     """Parameters come in the order of rounds, and the next round is on its way while they are used."""
     sync, events = _sync(folder, dtype=torch.bfloat16), []
-    exchange, traffic = sync.exchange(Rollout(2), dist.get_rank() % 2), Traffic()
+    exchange, traffic = sync.exchange(Rollout(2)), Traffic()
     with _recorded(events):
         for found in exchange.run(sync.values(), traffic):
             events.append((found.parameter, found.first, found.step))
@@ -211,8 +213,8 @@ def test_exchange_yields_rounds_one_after_the_other(tmp_path):
 
 def _counts_calls(folder, rollout, out):
     """Write the calls, in Python and from it, of a second sync that rank 0 makes, and its rounds and parameters."""
-    sync, worker = _sync(folder, (1, -1, 1, 1), memory=1 << 24), dist.get_rank() % rollout.workers
-    exchange = sync.exchange(rollout, worker)
+    sync = _sync(folder, (1, -1, 1, 1), memory=1 << 24)
+    exchange = sync.exchange(rollout)
     found = [len(list(exchange.run(sync.values()))), len(list(exchange.plan.rounds))]
     for _ in exchange.run(sync.values()):
         pass

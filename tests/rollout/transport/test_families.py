@@ -49,7 +49,7 @@ def _compare(rollout):
         heads, worker = Heads.of(model.config), dist.get_rank() % rollout.workers
         slices_of, targets = slices_of_workers(specs, rollout, heads), Targets.colocated(topology, rollout.workers)
         plan = make_transfer_plan(specs, layer_names(model), topology, targets, slices_of, LIMIT)
-        member = Member.colocated(plan, 0, dist.get_rank())
+        member = Member.of(plan, dist.get_rank())
         of_worker = partial(slices_of, worker=worker)
         exchange = Exchange(plan, member, of_worker, dtypes.__getitem__, "cpu", head_dim=heads.dim)
         by_name = {spec.name: spec for spec in specs}

@@ -27,7 +27,7 @@ BY_EXPERTS = [name for name in FAMILIES if name not in DENSE and config_of(name)
 def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> None:
     """Send slices of each sync's checkpoint as the trainer's weights."""
     from epfsdp2.engine.model.layers import layer_names
-    from epfsdp2.rollout.layout.trainer_tensors import sharded_tensor_specs
+    from epfsdp2.rollout.layout.trainer_tensors import tensor_specs
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
     from epfsdp2.rollout.transport.checksums import with_checksums
     from epfsdp2.rollout.vllm.adapter import send_weights
@@ -36,7 +36,7 @@ def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> No
     for folder in syncs:
         model, meshes = sharded_model(Path(folder), workers, ep=ep, attention="eager")
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("sliced", 5 << 18))
-        weights = sync.weights().for_worker("sliced", rollout, rank)
+        weights = sync.weights().for_worker("sliced", rollout)
         sending = send_weights(
             with_checksums(weights.tensors()),
             zmq_handle=handles[rank],
@@ -46,8 +46,8 @@ def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> No
             rank=rank,
         )
         asyncio.run(sending)
-        heads, exchange = Heads.of(model.config), sync.exchange(rollout, rank)
-        kept = [(t, part) for t in sharded_tensor_specs(model) for part in target_slices(t, rollout, rank, heads)]
+        heads, exchange = Heads.of(model.config), sync.exchange(rollout)
+        kept = [(t, part) for t in tensor_specs(model) for part in target_slices(t, rollout, rank, heads)]
         needed = sum(part.block.numel * t.itemsize for t, part in kept if part.form != "zeros")
         assert exchange.plan.needed[rank] == needed
         # What is short comes whole.

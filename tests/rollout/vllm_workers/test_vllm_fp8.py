@@ -34,7 +34,7 @@ def _send(folders, handles, held, wrong):
         model, meshes = sharded_model(Path(folder), world, ep=world if has_experts else 1)
         dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
         sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 22, verify_syncs=-1))
-        weights = sync.weights().for_worker("sliced", Rollout(world, **held), rank, is_quantised=True)
+        weights = sync.weights().for_worker("sliced", Rollout(world, **held), is_quantised=True)
         assert weights.has_checksums and weights.is_quantised_here
 
         def tensors(weights=weights):

@@ -41,7 +41,7 @@ def _train_and_send(folder: str, export: str, handles: list[str], mode: str) -> 
     checkpoint.save_checkpoint(Path(export).parent, worker.engine.module, None, None, {"hf_model"}, 1, describe)
     weights, _ = worker.engine.get_per_tensor_param()
     sending = send_weights(
-        weights.sync.weights().for_worker(mode, Rollout(2), rank).tensors(),
+        weights.sync.weights().for_worker(mode, Rollout(2)).tensors(),
         zmq_handle=handles[rank],
         bucket_megabytes=1,
         use_shm=True,

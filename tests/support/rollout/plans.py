@@ -17,7 +17,7 @@ __all__ = ["Emulated", "expected_parameters", "problems", "shard_of"]
 
 @st.composite
 def problems(draw):
-    """Draw a small model of two layers, a trainer, a rollout, its targets, whether they are separate, and a limit."""
+    """Draw a small model of two layers, a trainer, a rollout, its targets, and a limit."""
     replicas, ep_fsdp, ep = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4]))
     etp = draw(st.sampled_from([1, 1, 2]))
     topology = Topology(replicas * ep_fsdp * ep * etp, ep, ep_fsdp, replicas, (("etp", etp),))
@@ -55,11 +55,11 @@ def problems(draw):
         TensorSpec("model.norm.weight", (hidden,), 2, dense),
         TensorSpec("lm_head.weight", (vocabulary, hidden), 2, dense),
     ]
-    if separate := draw(st.booleans()):
+    if draw(st.booleans()):
         targets = Targets.separate([*range(rollout.workers)] * draw(st.integers(1, 2)), topology)
     else:
         targets = Targets.colocated(topology, rollout.workers)
-    return tensors, topology, rollout, heads, (targets, separate), draw(st.integers(6000, 60000))
+    return tensors, topology, rollout, heads, targets, draw(st.integers(6000, 60000))
 
 
 def shard_of(value: torch.Tensor, tensor: TensorSpec, plan: TransferPlan, rank: int) -> torch.Tensor:
@@ -93,24 +93,23 @@ class Emulated:
 
     Args:
         whole: the values of all tensors by name, all of one dtype.
-        separate: whether the workers are in processes of their own.
 
     Attributes:
         moved: the bytes that each rank sent and received, round by round.
         parameters: by worker and name, what it got.
     """
 
-    def __init__(self, plan: TransferPlan, whole: Mapping[str, torch.Tensor], separate: bool):
+    def __init__(self, plan: TransferPlan, whole: Mapping[str, torch.Tensor]):
         self.plan, self._whole = plan, whole
         self.moved: list[list[tuple[int, int]]] = []
         self.parameters: list[dict[str, torch.Tensor]] = [{} for _ in plan.targets.kinds]
         ranks, world = plan.topology.fsdp, plan.topology.world
-        if separate:
-            members = [Member.separate(plan, rank) for rank in range(world + len(plan.targets.kinds))]
+        if plan.targets.are_separate:
+            members = [Member.of(plan, rank) for rank in range(world + len(plan.targets.kinds))]
             self._run(members, -world)
         else:
             for replica in range(world // ranks):
-                self._run([Member.colocated(plan, replica, rank) for rank in range(ranks)], replica * ranks)
+                self._run([Member.of(plan, replica * ranks + rank) for rank in range(ranks)], replica * ranks)
 
     def _run(self, members: list[Member], first: int) -> None:
         for prefix, template, number in self.plan.rounds:
@@ -137,6 +136,8 @@ class Emulated:
             held = held.contiguous().view(-1).view(torch.uint8).numpy()
             flat[copy.start : copy.start + len(held)] = held
         sent = flat[: len(flat) // round_.unit * round_.unit].reshape(-1, round_.unit)[packing.sent].reshape(-1)
+        if self.plan.targets.are_gathered:
+            return [sent] * len(member.targets)
         return np.split(sent, np.cumsum(packing.sent_sizes)[:-1])
 
     def _receive(self, round_, prefix, template, member: Member, incoming: list[np.ndarray], worker: int) -> None:

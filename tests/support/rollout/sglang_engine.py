@@ -83,7 +83,7 @@ class _Engine:
         """
         from epfsdp2.engine.topology.dtensor import checkpoint_tensors
         from epfsdp2.rollout.layout.specs import Heads, TensorSpec
-        from epfsdp2.rollout.servers import planned_layouts
+        from epfsdp2.rollout.servers import planned_layout
         from epfsdp2.rollout.sglang.adapter import shared_memory
         from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, Header, answer_of, fill
         from epfsdp2.rollout.sglang.server import SGLANG_LOADER
@@ -93,7 +93,7 @@ class _Engine:
         heads, workers = Heads.of(model.config), range(self.rollout.workers)
         tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
         specs = [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in tensors.items()]
-        layouts = planned_layouts(specs, self.rollout, heads)
+        layouts = [planned_layout(specs, self.rollout, i, heads) for i in range(self.rollout.workers)]
 
         def units(worker: int):
             yield from worker_units(tensors, self.rollout, worker, heads)

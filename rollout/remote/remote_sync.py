@@ -24,20 +24,17 @@ from ..layout.slice_names import slice_name
 from ..layout.specs import Rollout, SyncMode
 from ..plan.transfer_plan import Targets, round_bytes
 from ..servers import BACKEND, choose_mode, rollout_of, server_of
+from ..transport.buckets import Entry, buckets_of, tensors_of
 from ..transport.checksums import has_checksums
-from ..transport.exchange import Exchange, to_the_end, view
+from ..transport.exchange import Exchange, to_the_end
 from ..transport.report import SyncReport, Traffic, TransferStats
 from ..transport.watched_sockets import WeightSyncError
 from .messages import TrainerLayout, WorkerRequest, trainer_layout
 from .process_group import SyncGroup
 
-__all__ = ["Endpoint", "ReceivedWeights", "buckets_of", "send_buckets"]
+__all__ = ["Endpoint", "ReceivedWeights", "send_buckets"]
 
 logger = logging.getLogger("epfsdp2")
-
-_ALIGNMENT = 16
-# Name, dtype, shape and offset of each tensor of a bucket.
-Header = list[tuple[str, torch.dtype, tuple[int, ...], int]]
 
 
 class Endpoint:
@@ -212,14 +209,19 @@ class ReceivedWeights:
 
 
 def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
-    """Broadcast tensors on trainer rank 0, with the headers of buckets published under ``name``; return the bytes."""
+    """Broadcast tensors on trainer rank 0, with the entries of buckets published under ``name``; return the bytes."""
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        return torch.empty(max(limit, nbytes), dtype=torch.uint8, device=group.device)
+
     sent, pending = 0, None
-    for number, bucket in enumerate(itertools.chain(buckets_of(weights, limit, group.device), [None])):
-        group.publish(f"{name} bucket {number}", bucket and (bucket[0], bucket[1].numel()))
+    for number, (entries, bucket, is_last) in enumerate(buckets_of(weights, allocate)):
+        group.publish(f"{name} bucket {number}", (entries, bucket.numel(), is_last))
         if pending is not None:
             group.finish(pending)
-        if bucket is not None:
-            pending, sent = group.broadcast(bucket[1]), sent + bucket[1].numel()
+        pending, sent = group.broadcast(bucket), sent + bucket.numel()
+    if pending is not None:
+        group.finish(pending)
     return sent
 
 
@@ -228,36 +230,16 @@ def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[t
     started = _started(group, name)
     following = next(started, None)
     while following is not None:
-        (header, bucket, work), following = following, next(started, None)
+        (entries, bucket, work), following = following, next(started, None)
         group.finish(work)
         traffic.received += bucket.numel()
-        for own, dtype, shape, at in header:
-            yield own, view(bucket, at, shape, dtype)
+        yield from tensors_of(entries, bucket)
 
 
-def _started(group: SyncGroup, name: str) -> Iterator[tuple[Header, torch.Tensor, dist.Work]]:
+def _started(group: SyncGroup, name: str) -> Iterator[tuple[list[Entry], torch.Tensor, dist.Work]]:
     for number in itertools.count():
-        if (found := group.wait_for(f"{name} bucket {number}")) is None:
-            return
-        header, nbytes = found
+        entries, nbytes, is_last = group.wait_for(f"{name} bucket {number}")
         bucket = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
-        yield header, bucket, group.broadcast(bucket)
-
-
-def buckets_of(
-    weights: Iterable[tuple[str, torch.Tensor]], limit: int, device: torch.device
-) -> Iterator[tuple[Header, torch.Tensor]]:
-    """Pack tensors in order into buckets of at most ``limit`` bytes; a larger tensor has one of its own."""
-    header: Header = []
-    bucket, used = torch.empty(0, dtype=torch.uint8, device=device), 0
-    for name, tensor in weights:
-        nbytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if used + nbytes > bucket.numel():
-            if header:
-                yield header, bucket[:used]
-            header, bucket, used = [], torch.empty(max(limit, nbytes), dtype=torch.uint8, device=device), 0
-        view(bucket, used, tensor.shape, tensor.dtype).copy_(tensor.detach())
-        header.append((name, tensor.dtype, tuple(tensor.shape), used))
-        used += nbytes
-    if header:
-        yield header, bucket[:used]
+        yield entries, bucket, group.broadcast(bucket)
+        if is_last:
+            return

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_id, get_device_name
 
+from ..transport.buckets import tensors_of
 from ..transport.checksums import with_checksums
 from ..transport.report import TransferStats
 from ..transport.watched_sockets import WeightSyncError, await_result, taking_part, wait_for_work
@@ -99,7 +100,8 @@ class Updates:
                 if are_all_done:
                     return TransferStats(sent, nbytes, time.monotonic() - started - waited, 0.0, waited)
                 memory, is_done = following, is_done or header.is_last
-                sent, nbytes = sent + len(header.entries), nbytes + sum(t.nbytes for _, t in header.tensors(memory))
+                found = [tensor for _, tensor in tensors_of(header.entries, memory)]
+                sent, nbytes = sent + len(found), nbytes + sum(tensor.nbytes for tensor in found)
                 everyone = self._of_replica((packed, is_done))
                 are_all_done = all(is_done for _, is_done in everyone)
                 request = self._post([packed for packed, _ in everyone])

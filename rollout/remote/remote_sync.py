@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -227,19 +228,15 @@ def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch
 
 def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors on a rollout rank, while the next bucket is on its way."""
-    started = _started(group, name)
-    following = next(started, None)
-    while following is not None:
-        (entries, bucket, work), following = following, next(started, None)
-        group.finish(work)
-        traffic.received += bucket.numel()
-        yield from tensors_of(entries, bucket)
-
-
-def _started(group: SyncGroup, name: str) -> Iterator[tuple[list[Entry], torch.Tensor, dist.Work]]:
+    arriving = deque[tuple[list[Entry], torch.Tensor, dist.Work]]()
     for number in itertools.count():
         entries, nbytes, is_last = group.wait_for(f"{name} bucket {number}")
         bucket = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
-        yield entries, bucket, group.broadcast(bucket)
+        arriving.append((entries, bucket, group.broadcast(bucket)))
+        while len(arriving) > (not is_last):
+            entries, bucket, work = arriving.popleft()
+            group.finish(work)
+            traffic.received += bucket.numel()
+            yield from tensors_of(entries, bucket)
         if is_last:
             return

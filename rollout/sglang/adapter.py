@@ -169,11 +169,9 @@ class Updates:
                 some: list[tuple[str, torch.Tensor]] = []
                 nbytes = 0
                 try:
-                    for each in tensors:
+                    while nbytes < size and (each := next(tensors, None)):
                         some.append(each)
                         nbytes += each[1].nbytes
-                        if nbytes >= size:
-                            break
                 except Exception as error:
                     failure = error
                 self._agree("", failure)

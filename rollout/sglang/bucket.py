@@ -48,11 +48,9 @@ def fill(
 ) -> Iterator[tuple[Header, torch.Tensor]]:
     """Copy tensors into two buffers in turn, and yield each that is full with its header.
 
-    Args:
-        buffers: two of ``allocate``'s; a larger one replaces one that is too small for a tensor.
-        allocate: returns a uint8 tensor of so many bytes that the worker can read.
+    One that is too small for a tensor is replaced by ``allocate``'s.
     """
-    turns = itertools.cycle(range(len(buffers)))
+    turns = itertools.cycle((0, 1))
 
     def following(nbytes: int) -> torch.Tensor:
         if buffers[turn := next(turns)].numel() < nbytes:

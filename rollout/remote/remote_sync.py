@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..layout.slice_names import slice_name
 from ..layout.specs import Rollout, SyncMode
 from ..plan.transfer_plan import Targets, round_bytes
-from ..servers import BACKEND, choose_mode, rollout_of, server_of
+from ..servers import BACKEND, choose_mode, server_of
 from ..transport.buckets import Entry, buckets_of, tensors_of
 from ..transport.checksums import has_checksums
 from ..transport.exchange import Exchange, to_the_end
@@ -131,12 +131,7 @@ class Endpoint:
 
 
 class ReceivedWeights:
-    """The weights of one sync on a rollout rank, as ``sync.RolloutWeights``: iterate it for full tensors.
-
-    Attributes:
-        mode: full tensors, the worker's parameters (``sliced``), or the adapters alone.
-        is_quantised_here: whether weights come as values in FP8 or INT8 and scales.
-    """
+    """The weights of one sync on a rollout rank; methods and attributes as of ``sync.RolloutWeights``."""
 
     is_quantised_here = False
     _requests: Sequence[WorkerRequest] = ()
@@ -149,6 +144,7 @@ class ReceivedWeights:
     def for_rollout(self, config: Any, worker: int) -> "ReceivedWeights":
         """Choose what the worker with this index in its replica gets; all members raise if it can't load that."""
         mode: SyncMode = "full"
+        server = server_of(config)
         requested, model = self._layout.settings.requested, self._layout.model
         if model is not None:
             # A worker's own parameters are the fewest bytes for any rollout that is not colocated.
@@ -157,8 +153,8 @@ class ReceivedWeights:
             if reason and worker == 0:
                 logger.warning("epfsdp2: engine.rollout_sync=%s falls back to full: %s", requested, reason)
             with self._group.abort_on_error():
-                server_of(config).check_mode(config, mode, reason, BACKEND)
-        self.mode, self._request = mode, WorkerRequest(mode, rollout_of(config), worker)
+                server.check_mode(config, mode, reason, BACKEND)
+        self.mode, self._request = mode, WorkerRequest(mode, server.rollout_of(config), worker)
         self.is_quantised_here = mode == "sliced" and self._request.rollout.is_quantised
         return self
 
@@ -233,7 +229,7 @@ def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[t
         entries, nbytes, is_last = group.wait_for(f"{name} bucket {number}")
         bucket = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
         arriving.append((entries, bucket, group.broadcast(bucket)))
-        while len(arriving) > (not is_last):
+        while len(arriving) > (0 if is_last else 1):
             entries, bucket, work = arriving.popleft()
             group.finish(work)
             traffic.received += bucket.numel()

@@ -42,7 +42,6 @@ class Updates:
 
     timeout_seconds = 300.0  # see ``Server.install``
     _checked_mode = ""  # of the last sync, whose layout the workers have compared
-    _buffers: "list[torch.Tensor] | None" = None
     _taken, _taken_at = 0, 0.0  # tensors that verl's own update took of this sync, and when it took the last
 
     async def update_weights(
@@ -115,10 +114,8 @@ class Updates:
 
         monkey_patch_torch_reductions()
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 2
-        is_on_cpu = get_device_name() == "cpu"
-        size = min(size, _SHM_BYTES) if is_on_cpu else size
-        buffers = self._buffers or [shared_memory(ANSWER_BYTES + size) for _ in range(2)]
-        self._buffers = buffers if is_on_cpu else None
+        size = min(size, _SHM_BYTES) if get_device_name() == "cpu" else size
+        buffers = [shared_memory(ANSWER_BYTES + size) for _ in range(2)]
         idle = (Header(), shared_memory(ANSWER_BYTES))
         for header, memory in itertools.chain(fill(tensors, buffers, shared_memory), itertools.repeat(idle)):
             if header.is_first:

@@ -21,8 +21,6 @@ __all__ += ["server_named", "server_of", "slices_of_scales", "target_slices"]
 
 DEFAULT: Server = VLLM
 SERVERS: dict[str, Server] = {server.name: server for server in (VLLM, SGLANG)}
-# The checkpoint-engine backends that can send slices; all others broadcast full tensors.
-_SLICE_BACKENDS = ("naive", BACKEND)
 _SETTING = "engine.rollout_sync"
 
 
@@ -74,7 +72,7 @@ def choose_mode(requested: str, config: Any, family: str | None, *, backend: str
 def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> Obstacle | None:
     if server.name not in SERVERS:
         return Obstacle(f"{ROLLOUT}.name", server.name, "it takes full tensors alone.", DEFAULT.name)
-    if backend not in _SLICE_BACKENDS:
+    if backend not in ("naive", BACKEND):
         setting = f"{ROLLOUT}.checkpoint_engine.backend"
         return Obstacle(setting, backend, "this backend sends full tensors.", "naive")
     if found := server.obstacle(config, family):

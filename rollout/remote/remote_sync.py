@@ -211,14 +211,13 @@ def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch
     def allocate(nbytes: int) -> torch.Tensor:
         return torch.empty(max(limit, nbytes), dtype=torch.uint8, device=group.device)
 
-    sent, pending = 0, None
+    sent, pending = 0, deque[dist.Work]()
     for number, (entries, bucket, is_last) in enumerate(buckets_of(weights, allocate)):
         group.publish(f"{name} bucket {number}", (entries, bucket.numel(), is_last))
-        if pending is not None:
-            group.finish(pending)
-        pending, sent = group.broadcast(bucket), sent + bucket.numel()
-    if pending is not None:
-        group.finish(pending)
+        pending.append(group.broadcast(bucket))
+        sent += bucket.numel()
+        while len(pending) > (0 if is_last else 1):
+            group.finish(pending.popleft())
     return sent
 
 

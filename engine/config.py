@@ -17,13 +17,13 @@ from verl.workers.config.actor import ActorConfig
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
+from .cleanup import report_leftovers
 from .declared.checks import check_settings
 from .declared.engine_settings import EngineSettings
 from .errors import SettingError
 from .preflight.model_facts import check_model_path
 from .preflight.positions import max_model_len
 from .preflight.resume import check_background_saves
-from .preflight.rollout import report_leftovers
 from .preflight.rounding import rows_held_in
 from .preflight.run import check_run, check_training
 from .settings.roles import (

@@ -16,13 +16,11 @@ from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .sglang.server import SGLANG
 from .vllm.server import VLLM
 
-__all__ = ["BACKEND", "DEFAULT", "SERVERS", "choose_mode", "install", "is_quantised", "planned_layout", "rollout_of"]
+__all__ = ["BACKEND", "DEFAULT", "SERVERS", "choose_mode", "install", "is_quantised", "planned_layout"]
 __all__ += ["server_named", "server_of", "slices_of_scales", "target_slices"]
 
 DEFAULT: Server = VLLM
 SERVERS: dict[str, Server] = {server.name: server for server in (VLLM, SGLANG)}
-# The checkpoint-engine backends that can send slices; all others broadcast full tensors.
-_SLICE_BACKENDS = ("naive", BACKEND)
 _SETTING = "engine.rollout_sync"
 
 
@@ -46,11 +44,6 @@ def install(timeout_seconds: float) -> None:
         server.install(timeout_seconds)
 
 
-def rollout_of(config: Any) -> Rollout:
-    """Read how one rollout replica is sharded."""
-    return server_of(config).rollout_of(config)
-
-
 def choose_mode(requested: str, config: Any, family: str | None, *, backend: str = "naive") -> tuple[SyncMode, str]:
     """Return the sync mode for a rollout and, where ``auto`` had to fall back to ``full``, the reason.
 
@@ -64,7 +57,8 @@ def choose_mode(requested: str, config: Any, family: str | None, *, backend: str
     """
     if requested == "full":
         return "full", ""
-    server, rollout = server_of(config), rollout_of(config)
+    server = server_of(config)
+    rollout = server.rollout_of(config)
     found = _obstacle(server, config, family, backend)
     if found is None:
         return "sliced", ""
@@ -78,7 +72,7 @@ def choose_mode(requested: str, config: Any, family: str | None, *, backend: str
 def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> Obstacle | None:
     if server.name not in SERVERS:
         return Obstacle(f"{ROLLOUT}.name", server.name, "it takes full tensors alone.", DEFAULT.name)
-    if backend not in _SLICE_BACKENDS:
+    if backend not in ("naive", BACKEND):
         setting = f"{ROLLOUT}.checkpoint_engine.backend"
         return Obstacle(setting, backend, "this backend sends full tensors.", "naive")
     if found := server.obstacle(config, family):

@@ -31,7 +31,7 @@ from .plan.routes import Member
 from .plan.transfer_plan import Targets, make_transfer_plan, round_bytes
 from .quantised_shards import QuantisedShards
 from .sent_tensors import SCALES, SentModel
-from .servers import choose_mode, is_quantised, rollout_of, server_named, server_of
+from .servers import choose_mode, is_quantised, server_named, server_of
 from .transport.checksums import has_checksums
 from .transport.exchange import Exchange, Received, Values
 from .transport.report import SyncReport, Traffic, TransferStats
@@ -281,8 +281,8 @@ class RolloutWeights:
         """
         if self.adapters == "alone":
             return self.for_worker("full", Rollout())
-        mode = self.sync.choose_mode(config)
-        return self.for_worker(mode, rollout_of(config), bool(server_of(config).quantisation_settings(config)))
+        mode, server = self.sync.choose_mode(config), server_of(config)
+        return self.for_worker(mode, server.rollout_of(config), bool(server.quantisation_settings(config)))
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the tensors or parameters under names that the worker accepts; collective."""

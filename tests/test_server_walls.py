@@ -67,7 +67,7 @@ def test_third_server_is_an_object_that_all_else_asks(monkeypatch):
     assert servers.choose_mode("auto", config, "qwen3_moe")[0] == "full"
     monkeypatch.setitem(servers.SERVERS, "third", Third("third", "Third"))
     assert servers.choose_mode("auto", config, "qwen3_moe") == ("sliced", "")
-    assert servers.rollout_of(config) == (rollout := Rollout(2, server="third"))
+    assert servers.server_of(config).rollout_of(config) == (rollout := Rollout(2, server="third"))
     tensors = [TensorSpec("model.layers.0.mlp.experts.down_proj", (4, 8, 16), 2)]
     planned = [servers.planned_layout(tensors, rollout, worker, Heads(4, 2, 8, "qwen3_moe")) for worker in range(2)]
     assert [layout["model.layers.0.moe.experts.w2_weight"] for layout in planned] == ["[4, 8, 8] from 0"] * 2

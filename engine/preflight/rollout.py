@@ -19,7 +19,6 @@ from ...rollout.plan.transfer_plan import (
 )
 from ...rollout.sent_tensors import slices_of_workers, with_scales
 from ...rollout.servers import BACKEND, SERVERS, choose_mode, server_of
-from ..cleanup import report_leftovers
 from ..declared.derived import sharding_options
 from ..errors import SettingError
 from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding
@@ -28,12 +27,7 @@ from ..settings.values import CHECKPOINT_BACKEND, DTYPES
 from ..topology.mesh import Topology
 from .model_facts import ModelFacts, largest_sent
 
-__all__ = [
-    "check_rollout",
-    "check_sync",
-    "report_leftovers",
-    "tensors_before_sharding",
-]
+__all__ = ["check_rollout", "check_sync", "tensors_before_sharding"]
 
 logger = logging.getLogger("epfsdp2")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...rollout.layout.rollout_config import BLOCK
-from ...rollout.servers import SERVERS, choose_mode, rollout_of, server_of
+from ...rollout.servers import SERVERS, choose_mode, server_of
 from ..errors import SettingError
 from ..lora.settings import LoraSettings
 from ..topology.mesh import Topology
@@ -20,7 +20,7 @@ _QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 
 def rows_held_in(rollout: Mapping[str, Any]) -> str:
     """Return what a rollout holds weights in where each row has a scale (``rollout/layout/specs.py``), or ""."""
-    return rollout_of(rollout).channels
+    return server_of(rollout).rollout_of(rollout).channels
 
 
 def check_rounding_alone(engine: Any, topology: Topology, model: Any, facts: ModelFacts | None, setting: str) -> None:
@@ -69,7 +69,7 @@ def check_rounding(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | 
         return
     server, able = server_of(rollout), " or ".join(one.title for one in SERVERS.values() if one.quantised)
     works = f"{_QUANTIZATION}=fp8 with a {able} that takes slices, or {_OFF}"
-    if not rollout_of(rollout).is_quantised:
+    if not server.rollout_of(rollout).is_quantised:
         found = f"{_QUANTIZATION}={rollout.get('quantization')}" if server.quantised else f"{_NAME}={server.name}"
         rule = f"weights are rounded as they are for a {able} in FP8 or INT8, and {found}."
         raise SettingError(_SETTING, asked, rule, works)

@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,21 +24,18 @@ import torch.distributed as dist
 from ..layout.slice_names import slice_name
 from ..layout.specs import Rollout, SyncMode
 from ..plan.transfer_plan import Targets, round_bytes
-from ..servers import BACKEND, choose_mode, rollout_of, server_of
+from ..servers import BACKEND, choose_mode, server_of
+from ..transport.buckets import Entry, buckets_of, tensors_of
 from ..transport.checksums import has_checksums
-from ..transport.exchange import Exchange, to_the_end, view
+from ..transport.exchange import Exchange, to_the_end
 from ..transport.report import SyncReport, Traffic, TransferStats
 from ..transport.watched_sockets import WeightSyncError
 from .messages import TrainerLayout, WorkerRequest, trainer_layout
 from .process_group import SyncGroup
 
-__all__ = ["Endpoint", "ReceivedWeights", "buckets_of", "send_buckets"]
+__all__ = ["Endpoint", "ReceivedWeights", "send_buckets"]
 
 logger = logging.getLogger("epfsdp2")
-
-_ALIGNMENT = 16
-# Name, dtype, shape and offset of each tensor of a bucket.
-Header = list[tuple[str, torch.dtype, tuple[int, ...], int]]
 
 
 class Endpoint:
@@ -133,12 +131,7 @@ class Endpoint:
 
 
 class ReceivedWeights:
-    """The weights of one sync on a rollout rank, as ``sync.RolloutWeights``: iterate it for full tensors.
-
-    Attributes:
-        mode: full tensors, the worker's parameters (``sliced``), or the adapters alone.
-        is_quantised_here: whether weights come as values in FP8 or INT8 and scales.
-    """
+    """The weights of one sync on a rollout rank; methods and attributes as of ``sync.RolloutWeights``."""
 
     is_quantised_here = False
     _requests: Sequence[WorkerRequest] = ()
@@ -151,6 +144,7 @@ class ReceivedWeights:
     def for_rollout(self, config: Any, worker: int) -> "ReceivedWeights":
         """Choose what the worker with this index in its replica gets; all members raise if it can't load that."""
         mode: SyncMode = "full"
+        server = server_of(config)
         requested, model = self._layout.settings.requested, self._layout.model
         if model is not None:
             # A worker's own parameters are the fewest bytes for any rollout that is not colocated.
@@ -159,8 +153,8 @@ class ReceivedWeights:
             if reason and worker == 0:
                 logger.warning("epfsdp2: engine.rollout_sync=%s falls back to full: %s", requested, reason)
             with self._group.abort_on_error():
-                server_of(config).check_mode(config, mode, reason, BACKEND)
-        self.mode, self._request = mode, WorkerRequest(mode, rollout_of(config), worker)
+                server.check_mode(config, mode, reason, BACKEND)
+        self.mode, self._request = mode, WorkerRequest(mode, server.rollout_of(config), worker)
         self.is_quantised_here = mode == "sliced" and self._request.rollout.is_quantised
         return self
 
@@ -212,52 +206,32 @@ class ReceivedWeights:
 
 
 def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
-    """Broadcast tensors on trainer rank 0, with the headers of buckets published under ``name``; return the bytes."""
-    sent, pending = 0, None
-    for number, bucket in enumerate(itertools.chain(buckets_of(weights, limit, group.device), [None])):
-        group.publish(f"{name} bucket {number}", bucket and (bucket[0], bucket[1].numel()))
-        if pending is not None:
-            group.finish(pending)
-        if bucket is not None:
-            pending, sent = group.broadcast(bucket[1]), sent + bucket[1].numel()
+    """Broadcast tensors on trainer rank 0, with the entries of buckets published under ``name``; return the bytes."""
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        return torch.empty(max(limit, nbytes), dtype=torch.uint8, device=group.device)
+
+    sent, pending = 0, deque[dist.Work]()
+    for number, (entries, bucket, is_last) in enumerate(buckets_of(weights, allocate)):
+        group.publish(f"{name} bucket {number}", (entries, bucket.numel(), is_last))
+        pending.append(group.broadcast(bucket))
+        sent += bucket.numel()
+        while len(pending) > (0 if is_last else 1):
+            group.finish(pending.popleft())
     return sent
 
 
 def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors on a rollout rank, while the next bucket is on its way."""
-    started = _started(group, name)
-    following = next(started, None)
-    while following is not None:
-        (header, bucket, work), following = following, next(started, None)
-        group.finish(work)
-        traffic.received += bucket.numel()
-        for own, dtype, shape, at in header:
-            yield own, view(bucket, at, shape, dtype)
-
-
-def _started(group: SyncGroup, name: str) -> Iterator[tuple[Header, torch.Tensor, dist.Work]]:
+    arriving = deque[tuple[list[Entry], torch.Tensor, dist.Work]]()
     for number in itertools.count():
-        if (found := group.wait_for(f"{name} bucket {number}")) is None:
-            return
-        header, nbytes = found
+        entries, nbytes, is_last = group.wait_for(f"{name} bucket {number}")
         bucket = torch.empty(nbytes, dtype=torch.uint8, device=group.device)
-        yield header, bucket, group.broadcast(bucket)
-
-
-def buckets_of(
-    weights: Iterable[tuple[str, torch.Tensor]], limit: int, device: torch.device
-) -> Iterator[tuple[Header, torch.Tensor]]:
-    """Pack tensors in order into buckets of at most ``limit`` bytes; a larger tensor has one of its own."""
-    header: Header = []
-    bucket, used = torch.empty(0, dtype=torch.uint8, device=device), 0
-    for name, tensor in weights:
-        nbytes = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if used + nbytes > bucket.numel():
-            if header:
-                yield header, bucket[:used]
-            header, bucket, used = [], torch.empty(max(limit, nbytes), dtype=torch.uint8, device=device), 0
-        view(bucket, used, tensor.shape, tensor.dtype).copy_(tensor.detach())
-        header.append((name, tensor.dtype, tuple(tensor.shape), used))
-        used += nbytes
-    if header:
-        yield header, bucket[:used]
+        arriving.append((entries, bucket, group.broadcast(bucket)))
+        while len(arriving) > (0 if is_last else 1):
+            entries, bucket, work = arriving.popleft()
+            group.finish(work)
+            traffic.received += bucket.numel()
+            yield from tensors_of(entries, bucket)
+        if is_last:
+            return

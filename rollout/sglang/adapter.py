@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_id, get_device_name
 
+from ..transport.buckets import tensors_of
 from ..transport.checksums import with_checksums
 from ..transport.report import TransferStats
 from ..transport.watched_sockets import WeightSyncError, await_result, taking_part, wait_for_work
@@ -41,7 +42,6 @@ class Updates:
 
     timeout_seconds = 300.0  # see ``Server.install``
     _checked_mode = ""  # of the last sync, whose layout the workers have compared
-    _buffers: "list[torch.Tensor] | None" = None
     _taken, _taken_at = 0, 0.0  # tensors that verl's own update took of this sync, and when it took the last
 
     async def update_weights(
@@ -99,7 +99,8 @@ class Updates:
                 if are_all_done:
                     return TransferStats(sent, nbytes, time.monotonic() - started - waited, 0.0, waited)
                 memory, is_done = following, is_done or header.is_last
-                sent, nbytes = sent + len(header.entries), nbytes + sum(t.nbytes for _, t in header.tensors(memory))
+                found = [tensor for _, tensor in tensors_of(header.entries, memory)]
+                sent, nbytes = sent + len(found), nbytes + sum(tensor.nbytes for tensor in found)
                 everyone = self._of_replica((packed, is_done))
                 are_all_done = all(is_done for _, is_done in everyone)
                 request = self._post([packed for packed, _ in everyone])
@@ -113,10 +114,8 @@ class Updates:
 
         monkey_patch_torch_reductions()
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 2
-        is_on_cpu = get_device_name() == "cpu"
-        size = min(size, _SHM_BYTES) if is_on_cpu else size
-        buffers = self._buffers or [shared_memory(ANSWER_BYTES + size) for _ in range(2)]
-        self._buffers = buffers if is_on_cpu else None
+        size = min(size, _SHM_BYTES) if get_device_name() == "cpu" else size
+        buffers = [shared_memory(ANSWER_BYTES + size) for _ in range(2)]
         idle = (Header(), shared_memory(ANSWER_BYTES))
         for header, memory in itertools.chain(fill(tensors, buffers, shared_memory), itertools.repeat(idle)):
             if header.is_first:
@@ -167,11 +166,9 @@ class Updates:
                 some: list[tuple[str, torch.Tensor]] = []
                 nbytes = 0
                 try:
-                    for each in tensors:
+                    while nbytes < size and (each := next(tensors, None)):
                         some.append(each)
                         nbytes += each[1].nbytes
-                        if nbytes >= size:
-                            break
                 except Exception as error:
                     failure = error
                 self._agree("", failure)

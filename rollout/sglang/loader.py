@@ -5,12 +5,14 @@ again. Elements are counted, and compared with their checksums after the last bu
 """
 
 import traceback
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..layout.layout_check import actual_layout, difference, prefix_of, unpadded_shape
 from ..layout.slice_names import parse_slice
+from ..transport.buckets import tensors_of
 from ..transport.checksums import PlacedChecksums, ReceivedChecksums
 from ..transport.watched_sockets import WeightSyncError
 from .bucket import Header, synchronize, write_answer
@@ -43,7 +45,7 @@ def _load(model: Any, header: Header, memory: torch.Tensor) -> None:
         update = _Update(model, header.layouts, header.verify)
     if update is None:
         raise WeightSyncError("a bucket came before the first one of its sync, or after one that failed")
-    update.load(header.tensors(memory))
+    update.load(tensors_of(header.entries, memory))
     if header.is_last:
         update.finish()
     else:
@@ -74,7 +76,7 @@ class _Update:
         self._verify, self._placed = verify, PlacedChecksums()
         self._counts = dict.fromkeys(self._parameters, 0)
 
-    def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load the tensors of a bucket; raise if a name is unknown or was sent twice, or its values do not fit."""
         for name, values in self._received.record(tensors):
             if name in self._names:

@@ -101,15 +101,12 @@ class _SGLang(Server):
                 raise SettingError(_NAME, self.name, rule, f"{_NAME}=vllm")
             return limit
         original = parameters["original_max_position_embeddings"]
-        if _longest(config, limit) > original:
+        lengths = [int(config.get(f"max_{part}_length") or 0) for part in ("prompt", "response")]
+        longest = min(limit, sum(lengths)) if all(lengths) else limit
+        if longest > original:
             rule = f"SGLang has longrope's long frequencies for all sequences while one is over {original} tokens."
             raise SettingError(_LENGTH, limit, rule, f"{_LENGTH}={original}, or {_NAME}=vllm")
         return limit
-
-
-def _longest(config: Any, limit: int) -> int:
-    lengths = [int(config.get(f"max_{part}_length") or 0) for part in ("prompt", "response")]
-    return min(limit, sum(lengths)) if all(lengths) else limit
 
 
 def _check_sizes(config: Any) -> None:

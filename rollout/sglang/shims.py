@@ -1,6 +1,5 @@
 """Shims for SGLang 0.5.12 without a GPU, and for its routes of experts; ``test_sglang.py`` tells when they can go."""
 
-import functools
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -13,7 +12,7 @@ _MOVED = "sglang.srt.layers.moe.routed_experts_capturer"
 
 
 def install() -> None:
-    """Bring the routes of experts that SGLang records (``enable_return_routed_experts``) to verl, once per process.
+    """Bring the routes of experts that SGLang records (``enable_return_routed_experts``) to verl.
 
     The function that decodes them was moved, and verl 0.9.1 imports it by its old name. They are kept in pinned memory,
     which torch allocates only where there is a device. SGLang calls this in each of its processes, as a plug-in
@@ -25,12 +24,10 @@ def install() -> None:
         return
     if find_spec(_MOVED) is None:
         sys.modules[_MOVED] = routed_experts
-    own: Any = base.BaseHostCache.__init__
-    if torch.accelerator.is_available() or hasattr(own, "__wrapped__"):
+    if torch.accelerator.is_available():
         return
 
-    @functools.wraps(own)
-    def init(self, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
+    def init(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
         self.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
         self.num_tokens, self.num_layers, self.topk_size, self.name = num_tokens, num_layers, topk_size, name
 
@@ -38,7 +35,7 @@ def install() -> None:
 
 
 def send_from_cpu() -> None:
-    """Let verl's adapter send tensors that are on the CPU, once per process; no-op on a machine with a GPU.
+    """Let verl's adapter send tensors that are on the CPU; no-op on a machine with a GPU.
 
     SGLang puts the UUID of a tensor's GPU into what torch pickles of it (IndexError). A tensor's file descriptors can't
     be passed to a process that was not started by this one, so its memory is shared by name.
@@ -49,15 +46,6 @@ def send_from_cpu() -> None:
         return
     from sglang.srt.utils import patch_torch
 
-    reduce_modified: Any = patch_torch._reduce_tensor_modified
-    if hasattr(reduce_modified, "__wrapped__"):
-        return
-
-    @functools.wraps(reduce_modified)
-    def reduce_tensor(tensor: torch.Tensor):
-        if tensor.device.type != "cpu":
-            return reduce_modified(tensor)
-        return patch_torch.reductions._reduce_tensor_original(tensor)
-
-    patch_torch._reduce_tensor_modified = reduce_tensor
+    # torch's own, which SGLang keeps there later, when it patches torch.
+    patch_torch._reduce_tensor_modified = lambda tensor: patch_torch.reductions._reduce_tensor_original(tensor)
     torch.multiprocessing.set_sharing_strategy("file_system")

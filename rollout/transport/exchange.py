@@ -8,7 +8,6 @@ operations for each round and one view for each parameter, whatever the number o
 The next round is on its way while the consumer uses the parameters of the one before it.
 """
 
-import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -20,9 +19,10 @@ import torch.distributed as dist
 from ..layout.specs import TargetSlice, TensorSpec
 from ..plan.routes import Arrival, Member, Piece, Route, route_of
 from ..plan.transfer_plan import Round, TransferPlan
+from .buckets import view
 from .report import Traffic
 
-__all__ = ["Exchange", "Received", "Values", "to_the_end", "view"]
+__all__ = ["Exchange", "Received", "Values", "to_the_end"]
 
 _T = TypeVar("_T")
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
@@ -225,10 +225,6 @@ def _gather_rows(source: torch.Tensor, rows: torch.Tensor, unit: int, into: torc
         width = next(dtype for dtype in _WORDS if unit % dtype.itemsize == 0)
         table = source[: len(source) // unit * unit].view(width).view(-1, unit // width.itemsize)
         torch.index_select(table, 0, rows, out=into[: rows.numel() * unit].view(width).view(rows.numel(), -1))
-
-
-def view(buffer: torch.Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _in_form(values: torch.Tensor, part: TargetSlice, head_dim: int) -> torch.Tensor:

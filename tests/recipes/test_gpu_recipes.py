@@ -21,7 +21,7 @@ from epfsdp2.engine.preflight.rollout import check_rollout, tensors_before_shard
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.gpu.run import ALGORITHMS, CLUSTERS, command, overrides
 from epfsdp2.rollout.layout.specs import Heads
-from epfsdp2.rollout.servers import rollout_of, target_slices
+from epfsdp2.rollout.servers import server_of, target_slices
 
 # Sizes from config.json of the model's repository on the Hugging Face hub, and the total number of parameters (1e9)
 # that its model card gives: if a size were wrong, the count would be.
@@ -239,7 +239,7 @@ def test_recipe_memory_fits_a_gpu(cluster, algorithm, local_model):
     assert 4 * count / world + weights + bucket + 2 * largest_sent(facts.model)[1] < 0.9 * CARD_GB * 1e9
     # The bucket holds the largest slice of a worker, and is no larger than rounds of an exchange arrive in.
     topology = Topology.arrange(world, config.engine.ep_size, config.engine.fsdp_size)
-    placed = rollout_of(rollout)
+    placed = server_of(rollout).rollout_of(rollout)
     slices = [
         need.block.numel * tensor.itemsize
         for tensor in tensors_before_sharding(facts.model, topology, itemsize=2)

@@ -15,7 +15,7 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.rollout import sync as rollout_sync
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.servers import SERVERS, choose_mode, rollout_of, server_named
+from epfsdp2.rollout.servers import SERVERS, choose_mode, server_named, server_of
 from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.report import TransferStats
@@ -41,6 +41,10 @@ ONLINE = {**TP2, "engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION, "
 
 
 KIND = "quantization_config"
+
+
+def rollout_of(config):
+    return server_of(config).rollout_of(config)
 
 
 def _compressed(kind="int8", group=None, **settings):

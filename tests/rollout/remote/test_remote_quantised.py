@@ -9,7 +9,7 @@ import torch
 
 from epfsdp2.rollout import sync
 from epfsdp2.rollout.quantised_shards import QuantisedShards
-from epfsdp2.rollout.servers import rollout_of
+from epfsdp2.rollout.servers import server_of
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.models.quantised import BLOCK, COMPRESSED, SIZES, compressed
 from tests.support.models.tiny import save_qwen3_moe
@@ -41,7 +41,8 @@ def _sent(folder):
     member = _Hsdp(folder, SECONDS, limit=1 << 20)
     exporter = member.exporter(dtype=torch.bfloat16, verify=-1) if member.is_trainer else None
     for settings, quantise in ((FP8, _of_vllm), (INT8, partial(compressed, kind="int8"))):
-        rollout = rollout_of(member.config(**settings))
+        config = member.config(**settings)
+        rollout = server_of(config).rollout_of(config)
         for _ in range(3):
             got = member.sync(lambda: exporter.weights(), **settings)
             if not member.is_trainer:

@@ -7,8 +7,9 @@ import torch
 
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.remote.messages import TrainerLayout, WorkerRequest
-from epfsdp2.rollout.remote.remote_sync import Endpoint, buckets_of
+from epfsdp2.rollout.remote.remote_sync import Endpoint
 from epfsdp2.rollout.sync import SyncSettings
+from epfsdp2.rollout.transport.buckets import buckets_of
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.rollout.remote.peers import three_members
 
@@ -35,11 +36,12 @@ def _tensors():
 
 def test_full_tensors_are_broadcast_in_order_in_buckets_of_bounded_size(together):
     members, each = together
-    buckets = list(buckets_of(_tensors().items(), LIMIT, torch.device("cpu")))
-    names = [["larger than a bucket", "none"], ["scalar", "odd", "transposed", "small"]]
-    assert [[name for name, *_ in header] for header, _ in buckets] == names
+    buckets = list(buckets_of(_tensors().items(), lambda nbytes: torch.empty(max(LIMIT, nbytes), dtype=torch.uint8)))
+    names = [["larger than a bucket"], ["none", "scalar", "odd", "transposed", "small"]]
+    assert [[name for name, *_ in header] for header, *_ in buckets] == names
     # A larger tensor has a bucket of its own; every tensor begins at a multiple of 16 bytes.
-    assert [bucket.numel() for _, bucket in buckets] == [37 * 19 * 4 + 4, 16 + 16 + 128 + 208]
+    assert [bucket.numel() for _, bucket, _ in buckets] == [37 * 19 * 4, 16 + 16 + 128 + 200]
+    assert [is_last for *_, is_last in buckets] == [False, True]
 
     def part(group):
         if group.rank < 2:
@@ -52,7 +54,7 @@ def test_full_tensors_are_broadcast_in_order_in_buckets_of_bounded_size(together
         assert [name for name, _ in got] == list(wanted)
         for name, tensor in got:
             assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name]), name
-        assert first["weight_sync/sent_megabytes"] * 2**20 == sum(bucket.numel() for _, bucket in buckets)
+        assert first["weight_sync/sent_megabytes"] * 2**20 == sum(bucket.numel() for _, bucket, _ in buckets)
         assert second == {}
 
 

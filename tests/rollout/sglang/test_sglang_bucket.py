@@ -3,6 +3,7 @@
 import torch
 
 from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, Header, answer_of, fill, write_answer
+from epfsdp2.rollout.transport.buckets import tensors_of
 
 
 def allocate(nbytes):
@@ -20,7 +21,7 @@ def test_sglang_bucket_filled_with_any_tensors_holds_them():
     found, last = {}, []
     for header, memory in fill(iter(tensors), buffers, allocate):
         received = Header.of(header.as_text())
-        found |= {name: tensor.clone() for name, tensor in received.tensors(memory)}
+        found |= {name: tensor.clone() for name, tensor in tensors_of(received.entries, memory)}
         last.append(received.is_last)
     assert list(found) == [name for name, _ in tensors]
     for name, tensor in tensors:

@@ -11,7 +11,7 @@ from epfsdp2.engine.lora.merge import AdapterUse
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TargetSlice, TensorSpec
-from epfsdp2.rollout.servers import is_quantised, rollout_of, slices_of_scales, target_slices
+from epfsdp2.rollout.servers import is_quantised, server_of, slices_of_scales, target_slices
 from epfsdp2.rollout.sync import RolloutSync, RolloutWeights, SyncSettings
 from epfsdp2.rollout.vllm.server import EXTENSION
 from tests.support.engine.sharded import sharded_model
@@ -141,7 +141,9 @@ def check_slices_of_the_whole(folder: Path, mesh: tuple[int, int], rollout: Roll
     weights = weights_for(sync, rollout, worker)
     assert weights.is_quantised_here
     sent = collected(weights.tensors())
-    expected = stored_parameters(_quantised_slices(folder, rollout_of(config_for(rollout)), worker, quantise))
+    config = config_for(rollout)
+    kept = server_of(config).rollout_of(config)
+    expected = stored_parameters(_quantised_slices(folder, kept, worker, quantise))
     assert sent.keys() == expected.keys()
     for parameter, (wanted, is_filled) in expected.items():
         found = sent[parameter]

@@ -50,9 +50,7 @@ Three invariants hold for this to be the gradient of the plain model:
    gives all ranks rank 0's. As DTensors, checkpoints, clipping, export and a weight sync need no code for EP.
 
 A dense model has no experts, and its ``ep`` is 1: steps 2 and 3 do nothing, and the rest is plain FSDP2.
-
-See also: ``fsdp/wrap_plan.py`` (what is a unit), ``moe/forward.py`` (what runs in the experts' forward),
-``tests/engine/test_exactness.py`` (all of it against the plain model).
+See also ``fsdp/wrap_plan.py`` (units), ``moe/forward.py`` (experts' forward), ``tests/engine/test_exactness.py``.
 """
 
 from typing import Any, cast
@@ -63,8 +61,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from .compat.torch_sms import leave_sms
-from .dense.norms import fuse_norms
-from .dense.rotary import fuse_rotary
+from .dense.fuse import fuse_dense
 from .fsdp.activation_checkpoint import checkpoint_layers
 from .fsdp.compile import compile_dense_parts
 from .fsdp.fp32_modules import keep_input_dtype, run_under_autocast
@@ -117,11 +114,9 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     )
     leave_sms(options.communication_sms, device_type == "cuda" and meshes.topology.world > 1)
 
-    # 4. Wrap forwards, before FSDP puts its hooks outside of them: fused kernels and autocast innermost, then
-    #    compilation of what holds no experts, then recomputation in backward of all layers but the last.
+    # 4. Wrap forwards, before FSDP's hooks: fused kernels, autocast, compilation, recomputation in backward.
     if options.fuse_dense and device_type == "cuda" and not options.compile_dense:
-        fuse_norms(model)
-        fuse_rotary(model)
+        fuse_dense(model)
     run_under_autocast(model, experts_modules, device_type, options.param_dtype)
     if options.compile_dense:
         compile_dense_parts(layers, experts_modules)

@@ -22,7 +22,6 @@ logger = logging.getLogger("epfsdp2")
 
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 _HEAD = 16  # columns of random inputs
-_DEVICE = "cuda"
 
 
 class FusedRotary:
@@ -32,14 +31,16 @@ class FusedRotary:
         plain: the function.
         is_interleaved: whether neighbouring columns are a pair, which the result has in its two halves.
         takes_parts: whether it leaves columns from ``d`` on as they are.
+        device: type of the device on which it is replaced.
     """
 
-    def __init__(self, plain: Callable[..., Any], is_interleaved: bool, takes_parts: bool):
+    def __init__(self, plain: Callable[..., Any], is_interleaved: bool, takes_parts: bool, device: str = "cuda"):
         functools.update_wrapper(self, plain)
         self.plain, self.is_interleaved, self.takes_parts = plain, is_interleaved, takes_parts
+        self.device = device
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args, **kwargs) -> Any:
-        if args or kwargs or q.device.type != _DEVICE or not all(self._takes(x, cos, sin) for x in (q, k)):
+        if args or kwargs or q.device.type != self.device or not all(self._takes(x, cos, sin) for x in (q, k)):
             return self.plain(q, k, cos, sin, *args, **kwargs)
         return tuple(_Rotated.apply(x, cos, sin, self.is_interleaved) for x in (q, k))
 

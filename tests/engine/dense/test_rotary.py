@@ -44,7 +44,7 @@ def kernels():
 
 @pytest.fixture
 def on_cpu(kernels, monkeypatch):
-    monkeypatch.setattr(rotary, "_DEVICE", "cpu")
+    monkeypatch.setattr(FusedRotary.__init__, "__defaults__", ("cpu",))
     monkeypatch.setattr(kernels, "_HEADS", 2)
 
 

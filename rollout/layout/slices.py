@@ -32,7 +32,7 @@ _RULES: NamedRules = (
         (r"\.experts\.(down_proj)", rules.cut(2)),
         (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
         (r"\.(gate|up)_proj\.(?:weight|bias)", rules.gate_or_up),
-        (r"\.(o|down)_proj\.weight", rules.row_parallel),
+        (r"\.(o|out|down)_proj\.weight", rules.row_parallel),
     ),
     (_VOCABULARY, rules.vocabulary),
 )

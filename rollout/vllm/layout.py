@@ -122,30 +122,26 @@ NOT_SPREAD = frozenset({"dbrx"})
 """Families whose loader in vLLM puts all experts into each worker, so that expert parallelism can't be."""
 
 
-def _quantised(*also: str, but: str = "") -> re.Pattern[str]:
-    """Match the experts and linears of a layer, with names that few families have, ``but`` for some of them."""
-    names = "|".join((r"experts\.(?:gate_up|down)_proj", r"\w+_proj(?:_with_mqa)?\.weight", *also))
-    apart = f"(?!.*{but})" if but else ""
-    return re.compile(rf"\.layers\.\d+\.{apart}(?:.*\.)?(?:{names})$")
+def _quantised(but: str) -> re.Pattern[str]:
+    """Match the experts and linears of a layer, except where the name has ``but`` in it."""
+    linears = r"\w+_proj(?:_with_mqa)?|(?:input|output)_linear|indexer\.wq_b|linear_attn\.in_proj_\w+"
+    return re.compile(rf"\.layers\.\d+\.(?!.*{but})(?:.*\.)?(?:experts\.(?:gate_up|down)_proj|(?:{linears})\.weight)$")
 
 
-_PLAIN_FP8 = (
-    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma3_text"),
-    *("gemma4_text", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "laguna", "llama", "minimax_m2"),
-    *("mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "solar_open"),
-)
-_GRANITE_FP8 = _quantised(r"(?:input|output)_linear\.weight")
 # The weights that vLLM quantises, of families in which they were compared. Left out: those whose experts it holds
 # transposed (gpt_oss, llama4), those with a vision tower, nemotron_h, whose experts the CPU build lacks, those whose
 # router verl has it quantise (lfm2_moe, phimoe), and dbrx, whose experts are quantised in one kind and not in another.
 # The names that a worker has are compared before the first sync.
+_FP8 = (
+    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma3_text"),
+    *("gemma4_text", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "granitemoe", "granitemoehybrid", "granitemoeshared"),
+    *("hunyuan_v1_moe", "hy_v3", "laguna", "llama", "minimax_m2", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open"),
+)
 FP8_FAMILIES: dict[str, re.Pattern[str]] = {
-    **dict.fromkeys(_PLAIN_FP8, _quantised()),
+    **dict.fromkeys(_FP8, _quantised(but=r"indexer\.weights_proj")),
     "flex_olmo": _quantised(but=r"experts\."),
-    "glm_moe_dsa": _quantised(r"indexer\.wq_b\.weight", but=r"indexer\.weights_proj"),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE_FP8),
     "jamba": _quantised(but=r"mamba\."),
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), _quantised(r"linear_attn\.in_proj_\w+\.weight")),
 }
 # The vLLM releases that have the layout above, for families where not all do. vLLM 0.29 dropped its own model of
 # hunyuan_v1_moe and runs transformers' instead. vLLM 0.24 can load neither a gpt_oss that is not quantised, nor

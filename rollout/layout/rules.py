@@ -34,7 +34,6 @@ class Family:
 
     renamed: tuple[tuple[str, str], ...] = ()  # the trainer's and the worker's substring of a parameter name
     rules: NamedRules = ()  # before the common ones
-    is_stacked: bool = False  # whether checkpoints, and with them the worker's loader, have experts as stacks alone
     is_transposed: bool = False  # whether the trainer's experts have inputs as rows, and the worker's have outputs
 
 

@@ -76,39 +76,33 @@ _LAGUNA = named_rules((r"\.(?:mlp|shared_experts)\.(gate|up)_proj\.weight", rule
 _MINIMAX = named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.by_heads))
 _FAMILIES = {
     **dict.fromkeys(("dots1", "flex_olmo", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
-    **dict.fromkeys(("cohere2_moe", "qwen3_5_moe_text", "qwen3_next", "solar_open"), Family()),
+    **dict.fromkeys(("cohere2_moe", "dbrx", "qwen3_5_moe_text", "qwen3_next", "solar_open"), Family()),
     **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), Family()),  # dense
-    "dbrx": Family(is_stacked=True),
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"), Family(rules=rules.LATENT_ATTENTION)
     ),
     "afmoe": Family(((".router.gate.", ".gate."),)),
     "ernie4_5_moe": Family(((".gate.moe_statics.", ".gate."),)),
     "exaone_moe": Family(((".gate.e_score_correction_bias", ".e_score_correction_bias"),)),
-    "gemma4": Family((*_BESIDE_A_TOWER, *_GEMMA_EXPERTS), is_stacked=True),
-    "gemma4_text": Family(_GEMMA_EXPERTS, is_stacked=True),
+    "gemma4": Family((*_BESIDE_A_TOWER, *_GEMMA_EXPERTS)),
+    "gemma4_text": Family(_GEMMA_EXPERTS),
     "gpt_oss": Family(
         ((".self_attn.", ".attn."), ("model.embed_tokens.", "model.embedding.")),
         rules.TRANSPOSED_EXPERTS,
-        is_stacked=True,
         is_transposed=True,
     ),
-    **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
-        Family(((".router.layer.", ".gate."),), is_stacked=True),
-    ),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), Family(((".router.layer.", ".gate."),))),
     "hy_v3": Family(((".shared_experts.", ".shared_mlp."), (".e_score_correction_bias", ".expert_bias"))),
     "hunyuan_v1_moe": Family(((".mlp.gate.wg.", ".mlp.gate."),)),
     "jamba": Family(((".self_attn.", "."),), _MAMBA1),
     "laguna": Family(((".mlp.gate.e_score", ".mlp.experts.e_score"), (".shared_experts.", ".shared_expert.")), _LAGUNA),
     "lfm2_moe": Family(((".conv.", ".short_conv."), (".expert_bias", ".gate.e_score_correction_bias"))),
-    **dict.fromkeys(("llama4", "llama4_text"), Family(rules=_LLAMA4, is_stacked=True, is_transposed=True)),
+    **dict.fromkeys(("llama4", "llama4_text"), Family(rules=_LLAMA4, is_transposed=True)),
     "minimax_m2": Family(((".mlp.", ".block_sparse_moe."),), _MINIMAX),
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
     "nemotron_h": Family((("model.embeddings.", "model.embed_tokens."),)),
     "phimoe": Family(((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe."))),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER, is_stacked=True)),
-    **dict.fromkeys(("glm4v_moe", "qwen3_5", "qwen3_5_moe"), Family(_BESIDE_A_TOWER)),
+    **dict.fromkeys(("glm4v_moe", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER)),
 }
 # vLLM before 0.27 runs these by transformers' code and fuses nothing of it. Of K-EXAONE and Solar Open it keeps shared
 # experts whole, which transformers' plan of tensor parallelism does not name.

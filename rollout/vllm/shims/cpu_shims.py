@@ -39,14 +39,13 @@ def _checking(refusing: Callable[[Any, Any], tuple[bool, str]]) -> Callable[[Any
     """
 
     def check_grouped_gemm(self, layer):
-        is_bfloat16 = layer.w13_weight.dtype == torch.bfloat16
+        if layer.w13_weight.dtype == torch.bfloat16:
+            return refusing(self, layer)
         try:
             answer = refusing(self, layer)
         except RuntimeError:
-            if is_bfloat16:
-                raise
             answer = (False, "none")
-        if answer[0] or is_bfloat16 or not hasattr(torch.ops._C, "prepack_moe_weight"):
+        if answer[0] or not hasattr(torch.ops._C, "prepack_moe_weight"):
             return answer
         aligned = layer.w13_weight.size(1) % 32 == 0 and layer.w2_weight.size(1) % 32 == 0
         return (True, "vec") if aligned and torch.cpu._is_amx_tile_supported() else answer

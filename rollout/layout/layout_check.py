@@ -39,9 +39,7 @@ def actual_layout(
 
     Args:
         layers: ``(name, module, tensors by name)`` of each layer, with the tensors as they were when it was built.
-        rank: ``rank_entry`` of this worker.
-        is_expected: given a tensor's full name, its name in the layer and whether it is a parameter, tells whether the
-            plan has to have an entry for it.
+        is_expected: tells from a tensor's name, its name in the layer and whether it is a parameter if plans have it.
     """
     found = {RANK: rank}
     for name, layer, tensors in layers:
@@ -90,11 +88,9 @@ def unpadded_shape(layer: Any, name: str, parameter: torch.Tensor) -> list[int]:
     moe = getattr(layer, "moe_config", None)
     if moe is None or not name.startswith(("w13_", "w2_")):
         return shape
-    for padded, true in (
-        (moe.hidden_dim, moe.hidden_dim_unpadded),
-        (moe.intermediate_size_per_partition, moe.intermediate_size_per_partition_unpadded),
-    ):
-        dim = next((d for d, size in enumerate(shape) if d and size in (padded, 2 * padded)), None)
+    for size in ("hidden_dim", "intermediate_size_per_partition"):
+        padded, true = getattr(moe, size), getattr(moe, f"{size}_unpadded")
+        dim = next((d for d, rows in enumerate(shape) if d and rows in (padded, 2 * padded)), None)
         if true and true != padded and dim is not None:
             shape[dim] = shape[dim] // padded * true
     return shape

@@ -34,7 +34,6 @@ class Family:
 
     renamed: tuple[tuple[str, str], ...] = ()  # the trainer's and the worker's substring of a parameter name
     rules: NamedRules = ()  # before the common ones
-    is_stacked: bool = False  # whether checkpoints, and with them the worker's loader, have experts as stacks alone
     is_transposed: bool = False  # whether the trainer's experts have inputs as rows, and the worker's have outputs
 
 
@@ -45,7 +44,7 @@ def padded_vocabulary(rows: int) -> int:
 
 def whole_slice(tensor: TensorSpec, at: int = 0, name: str = "", form: SliceForm = "") -> TargetSlice:
     """Return all of a tensor, ``at`` a row of a parameter; by default as it stands in a checkpoint."""
-    return _place(tensor, IndexRange.of(tensor.shape), 0, at, name, form)
+    return _place(tensor, IndexRange.of(tensor.shape), at=at, name=name, form=form)
 
 
 def _place(
@@ -84,11 +83,12 @@ def _cut(
     return found
 
 
-def cut(dim: int = 0, parts: int = 1, into: int | None = None, form: SliceForm = "") -> Rule:
-    """Return the rule that shards each of ``parts`` equal parts along ``dim`` by itself."""
+def cut(dim: int = 0, parts: int = 1, into: int | None = None, theirs: str = "", form: SliceForm = "") -> Rule:
+    """Return the rule that shards each of ``parts`` equal parts along ``dim`` by itself; ``theirs`` replaces a kind."""
 
     def rule(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-        return _cut(tensor, [(tensor.shape[dim] // parts, tp, rank)] * parts, dim, into, form=form)
+        name = tensor.name.replace(kind, theirs) if theirs else tensor.name
+        return _cut(tensor, [(tensor.shape[dim] // parts, tp, rank)] * parts, dim, into, name=name, form=form)
 
     return rule
 
@@ -112,6 +112,7 @@ columns = cut()
 row_parallel = cut(1)
 stacked_halves = cut(parts=2)  # gate and up
 stacked_thirds = cut(parts=3)  # queries, keys and values of equally many heads
+decay = cut(theirs="A", form="decay")  # of a state, by heads; vLLM stores the negative exponential of its logarithm
 transposed_experts = cut(1, form="transposed")  # down, [E, I, D]; servers store outputs as rows
 transposed_gate_up = cut(2, 2, into=1, form="transposed")  # [E, D, 2 I], gate before up
 gate_or_up = fused("{}_proj", "gate_up_proj", "gate", "up")
@@ -157,19 +158,15 @@ def qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: s
         at += part[0] // part[1]
 
 
-def fused_qkv(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Shard queries, keys and values, stored one after the other in one parameter, each by its own heads."""
-    return _cut(tensor, _parts_of_heads(tensor, tp, rank, heads).values())
-
-
 def halved_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
     """Place queries or keys of which a worker stores the even rows of each head before the odd ones."""
     return [replace(part, form="halves") for part in qkv_projection(tensor, tp, rank, heads, kind)]
 
 
-def attention_norm(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Shard a norm over the full width of queries or keys by heads."""
-    return _cut(tensor, [_parts_of_heads(tensor, tp, rank, heads)[kind]])
+def by_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Shard what is of queries, of keys or of values by heads, or all three, stored one after the other."""
+    parts = _parts_of_heads(tensor, tp, rank, heads)
+    return _cut(tensor, [parts[kind]] if kind in parts else parts.values())
 
 
 def compressions(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
@@ -207,11 +204,6 @@ def state_columns(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: st
     if kind == "in_proj":  # a gate before, a time step for each head behind
         parts = [(inner, tp, rank), *parts, (tensor.shape[0] - 2 * inner - 2 * group_rows, tp, rank)]
     return _cut(tensor, parts)
-
-
-def decay(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Shard a state's decay by heads; vLLM stores the negative exponential of its logarithm."""
-    return _cut(tensor, [(tensor.shape[0], tp, rank)], name=tensor.name.replace(kind, "A"), form="decay")
 
 
 # Experts, which keep the names of the trainer's stacks here; ``slices.py`` renames them

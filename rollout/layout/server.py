@@ -98,13 +98,10 @@ class Server:
         return None if family is None or family in known else Obstacle("actor_rollout_ref.model", family, reason, "")
 
     def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:
-        """Check settings and sizes.
+        """Check settings and sizes for ``engine.rollout_sync=requested``; a model that is None skips what needs it.
 
         Args:
-            model: on meta; None skips the checks that need it.
-            requested: ``engine.rollout_sync``.
             ranks: number of trainer ranks, each of which feeds one worker; 0 where the workers are other processes.
-            device: verl's device name.
         """
 
     def check_mode(self, config: Any, mode: SyncMode, reason: str, backend: str) -> None:
@@ -116,10 +113,7 @@ class Server:
     def check_rotations(self, kind: str, parameters: Mapping[str, Any], most: int, config: Any) -> int:
         """Check that the server rotates by frequencies of a sequence's length as the trainer does; return that length.
 
-        Args:
-            kind: ``dynamic`` or ``longrope``.
-            parameters: ``rope_parameters`` of the model.
-            most: the model's ``max_position_embeddings``.
+        ``kind`` is ``dynamic`` or ``longrope``, and ``most`` the model's ``max_position_embeddings``.
         """
         return most
 

@@ -30,9 +30,9 @@ _RULES: NamedRules = (
         (r"\.experts\.(gate_up_proj)", rules.cut(1, parts=2)),
         (r"\.experts\.(up_proj)", rules.cut(1)),  # of experts that have no gate
         (r"\.experts\.(down_proj)", rules.cut(2)),
-        (r"\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
+        (r"\.(?:self_attn|mixer)\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
         (r"\.(gate|up)_proj\.(?:weight|bias)", rules.gate_or_up),
-        (r"\.(o|down)_proj\.weight", rules.row_parallel),
+        (r"\.(o|out|down)_proj\.weight", rules.row_parallel),
     ),
     (_VOCABULARY, rules.vocabulary),
 )

@@ -24,12 +24,31 @@ __all__ += ["check_sizes", "families", "known_families"]
 
 _TP, _EP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_size"
 
-_LINEAR_ATTENTION = named_rules(
+# By names that mean the same in each family that has them.
+_RULES = named_rules(
+    (r"\.(vision_tower|embed_vision)\..*", rules.replicated),  # transformers' own module
+    (r"\.visual\..*\.attn\.(qkv)\.(?:weight|bias)", rules.stacked_thirds),
+    (r"\.visual\..*\.attn\.(proj)\.weight", rules.row_parallel),
+    (r"^vision_model\..*\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.as_many_heads),
+    (r"(patch_embedding\.linear|multi_modal_projector\.linear_1|visual\.merger\.proj)\.weight", rules.columns),
+    (r"\.((?:linear_)?fc1)\.(?:weight|bias)", rules.columns),
+    (r"\.(x_proj|w2|output_linear|(?:linear_)?fc2)\.weight", rules.row_parallel),
     (r"\.linear_attn\.(conv1d|in_proj_qkv)\.weight", rules.linear_qkv),
     (r"\.linear_attn\.(A_log|dt_bias|in_proj_qkvz\.weight|in_proj_ba\.weight)", rules.columns),
-    (r"\.linear_attn\.(out)_proj\.weight", rules.row_parallel),
     (r"\.linear_attn\.(in_proj_z)\.weight", rules.linear_output_gate),
     (r"\.linear_attn\.in_proj_(b|a)\.weight", rules.linear_gate_or_decay),
+    (r"\.(?:mamba|mixer)\.(conv1d|in_proj)\.(?:weight|bias)", rules.state_columns),
+    (r"\.(?:mamba|mixer)\.(dt_bias|dt_proj\.weight|dt_proj\.bias|D|norm\.weight)", rules.columns),
+    (r"\.(?:mamba|mixer)\.(A_log)", rules.decay),
+    (r"\.mixer\.(up_proj|shared_experts\.up_proj)\.(?:weight|bias)", rules.columns),
+    (r"\.shared_mlp\.(input)_linear\.weight", rules.stacked_halves),
+    (r"\.conv\.(conv)\.(?:weight|bias)", rules.columns),
+    (r"\.conv\.(in_proj)\.(?:weight|bias)", rules.stacked_thirds),
+    (r"\.feed_forward\.(w1|w3)\.weight", rules.w1_or_w3),
+    (r"\.attn\.(Wqkv)\.weight", rules.by_heads),
+    (r"\.self_attn\.(g|gate)_proj\.weight", rules.columns),
+    (r"\.self_attn\.indexer\.(wk|weights_proj)\.weight", rules.indexer),
+    (r"\.moe_statics\.(e_score_correction_bias)", rules.without_first_dim),
 )
 # A language model beside a vision tower, whose linears are sharded by the same size.
 _BESIDE_A_TOWER = (
@@ -37,90 +56,47 @@ _BESIDE_A_TOWER = (
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
 )
-_QWEN_TOWER = named_rules(
-    (r"\.visual\..*\.attn\.(qkv)\.(?:weight|bias)", rules.stacked_thirds),
-    (r"\.visual\..*\.linear_(fc1)\.(?:weight|bias)", rules.columns),
-    (r"\.visual\..*\.(?:attn\.proj|linear_(fc2))\.weight", rules.row_parallel),
-)
-_GLM_TOWER = (*_QWEN_TOWER, *named_rules((r"\.visual\.merger\.(proj)\.weight", rules.columns)))
 _GEMMA_EXPERTS = ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale"))
-_GEMMA_TOWER = named_rules((r"\.(vision_tower|embed_vision)\..*", rules.replicated))  # transformers' own module
-_MAMBA1 = named_rules(
-    (r"\.mamba\.(in_proj)\.(?:weight|bias)", rules.stacked_halves),
-    (r"\.mamba\.(conv1d\.weight|conv1d\.bias|dt_proj\.weight|dt_proj\.bias|D)", rules.columns),
-    (r"\.mamba\.(A_log)", rules.decay),
-    (r"\.mamba\.(x|out)_proj\.weight", rules.row_parallel),
-)
-_MAMBA2 = named_rules(
-    (r"\.(?:mamba|mixer)\.(conv1d|in_proj)\.(?:weight|bias)", rules.state_columns),
-    (r"\.(?:mamba|mixer)\.(dt_bias|D|norm\.weight)", rules.columns),
-    (r"\.(?:mamba|mixer)\.(A_log)", rules.decay),
-    (r"\.(?:mamba|mixer)\.(out)_proj\.weight", rules.row_parallel),
-)
-_GRANITE = named_rules(
-    (r"\.shared_mlp\.(input)_linear\.weight", rules.stacked_halves),
-    (r"\.shared_mlp\.(output)_linear\.weight", rules.row_parallel),
-)
-_NEMOTRON = named_rules(
-    (r"\.mixer\.(q|k|v)_proj\.weight", rules.qkv_projection),
-    (r"\.mixer\.(up_proj|shared_experts\.up_proj)\.(?:weight|bias)", rules.columns),
-)
-_LFM2 = named_rules(
-    (r"\.conv\.(conv)\.(?:weight|bias)", rules.columns),
-    (r"\.conv\.(in_proj)\.(?:weight|bias)", rules.stacked_thirds),
-    (r"\.feed_forward\.(w1|w3)\.weight", rules.w1_or_w3),
-    (r"\.(out_proj|feed_forward\.w2)\.weight", rules.row_parallel),
-)
 _LLAMA4 = named_rules(
-    (r"^vision_model\..*\.self_attn\.(q|k|v)_proj\.(?:weight|bias)", rules.as_many_heads),
-    (r"^vision_model\..*(fc1\.weight|fc1\.bias|patch_embedding\.linear\.weight)", rules.columns),
-    (r"^vision_model\..*\.(fc2)\.weight", rules.row_parallel),
-    (r"^multi_modal_projector\.(linear_1)\.weight", rules.columns),
-    (r"\.self_attn\.(q|k)_proj\.weight", rules.halved_heads),
+    (r"^(?!vision_model\.).*\.self_attn\.(q|k)_proj\.weight", rules.halved_heads),
     (r"\.experts\.(gate_up_proj)", rules.transposed_gate_up),
     (r"\.experts\.(down_proj)", rules.transposed_experts),
 )
-_DBRX = named_rules((r"\.attn\.(Wqkv)\.weight", rules.fused_qkv), (r"\.attn\.(out)_proj\.weight", rules.row_parallel))
-_ERNIE = named_rules((r"\.moe_statics\.(e_score_correction_bias)", rules.without_first_dim))
-_INDEXER = named_rules((r"\.self_attn\.indexer\.(wk|weights_proj)\.weight", rules.indexer))
-_LAGUNA = named_rules((r"\.(?:self_attn|mlp|shared_experts)\.(g|gate|up)_proj\.weight", rules.columns))
-_MINIMAX = named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.attention_norm))
+_MAMBA1 = named_rules(
+    (r"\.mamba\.(in_proj)\.(?:weight|bias)", rules.stacked_halves),
+    (r"\.mamba\.(conv1d)\.(?:weight|bias)", rules.columns),
+)
+_LAGUNA = named_rules((r"\.(?:mlp|shared_experts)\.(gate|up)_proj\.weight", rules.columns))
+_MINIMAX = named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.by_heads))
 _FAMILIES = {
     **dict.fromkeys(("dots1", "flex_olmo", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
-    **dict.fromkeys(("cohere2_moe", "solar_open"), Family()),
+    **dict.fromkeys(("cohere2_moe", "dbrx", "qwen3_5_moe_text", "qwen3_next", "solar_open"), Family()),
     **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), Family()),  # dense
-    "dbrx": Family(rules=_DBRX, is_stacked=True),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), Family(rules=rules.LATENT_ATTENTION)),
-    "afmoe": Family(((".router.gate.", ".gate."),), named_rules((r"\.self_attn\.(gate)_proj\.weight", rules.columns))),
-    "ernie4_5_moe": Family(((".gate.moe_statics.", ".gate."),), _ERNIE),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"), Family(rules=rules.LATENT_ATTENTION)
+    ),
+    "afmoe": Family(((".router.gate.", ".gate."),)),
+    "ernie4_5_moe": Family(((".gate.moe_statics.", ".gate."),)),
     "exaone_moe": Family(((".gate.e_score_correction_bias", ".e_score_correction_bias"),)),
-    "gemma4": Family((*_BESIDE_A_TOWER, *_GEMMA_EXPERTS), _GEMMA_TOWER, is_stacked=True),
-    "gemma4_text": Family(_GEMMA_EXPERTS, is_stacked=True),
-    "glm4v_moe": Family(_BESIDE_A_TOWER, _GLM_TOWER),
-    "glm_moe_dsa": Family(rules=(*rules.LATENT_ATTENTION, *_INDEXER)),
+    "gemma4": Family((*_BESIDE_A_TOWER, *_GEMMA_EXPERTS)),
+    "gemma4_text": Family(_GEMMA_EXPERTS),
     "gpt_oss": Family(
         ((".self_attn.", ".attn."), ("model.embed_tokens.", "model.embedding.")),
         rules.TRANSPOSED_EXPERTS,
-        is_stacked=True,
         is_transposed=True,
     ),
-    **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
-        Family(((".router.layer.", ".gate."),), (*_GRANITE, *_MAMBA2), is_stacked=True),
-    ),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), Family(((".router.layer.", ".gate."),))),
     "hy_v3": Family(((".shared_experts.", ".shared_mlp."), (".e_score_correction_bias", ".expert_bias"))),
     "hunyuan_v1_moe": Family(((".mlp.gate.wg.", ".mlp.gate."),)),
     "jamba": Family(((".self_attn.", "."),), _MAMBA1),
     "laguna": Family(((".mlp.gate.e_score", ".mlp.experts.e_score"), (".shared_experts.", ".shared_expert.")), _LAGUNA),
-    "lfm2_moe": Family(((".conv.", ".short_conv."), (".expert_bias", ".gate.e_score_correction_bias")), _LFM2),
-    **dict.fromkeys(("llama4", "llama4_text"), Family(rules=_LLAMA4, is_stacked=True, is_transposed=True)),
+    "lfm2_moe": Family(((".conv.", ".short_conv."), (".expert_bias", ".gate.e_score_correction_bias"))),
+    **dict.fromkeys(("llama4", "llama4_text"), Family(rules=_LLAMA4, is_transposed=True)),
     "minimax_m2": Family(((".mlp.", ".block_sparse_moe."),), _MINIMAX),
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
-    "nemotron_h": Family((("model.embeddings.", "model.embed_tokens."),), (*_NEMOTRON, *_MAMBA2)),
+    "nemotron_h": Family((("model.embeddings.", "model.embed_tokens."),)),
     "phimoe": Family(((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe."))),
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), Family(rules=_LINEAR_ATTENTION)),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER, _QWEN_TOWER, is_stacked=True)),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), Family(_BESIDE_A_TOWER, (*_QWEN_TOWER, *_LINEAR_ATTENTION))),
+    **dict.fromkeys(("glm4v_moe", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER)),
 }
 # vLLM before 0.27 runs these by transformers' code and fuses nothing of it. Of K-EXAONE and Solar Open it keeps shared
 # experts whole, which transformers' plan of tensor parallelism does not name.
@@ -134,30 +110,26 @@ NOT_SPREAD = frozenset({"dbrx"})
 """Families whose loader in vLLM puts all experts into each worker, so that expert parallelism can't be."""
 
 
-def _quantised(*also: str, but: str = "") -> re.Pattern[str]:
-    """Match the experts and linears of a layer, with names that few families have, ``but`` for some of them."""
-    names = "|".join((r"experts\.(?:gate_up|down)_proj", r"\w+_proj(?:_with_mqa)?\.weight", *also))
-    apart = f"(?!.*{but})" if but else ""
-    return re.compile(rf"\.layers\.\d+\.{apart}(?:.*\.)?(?:{names})$")
+def _quantised(but: str) -> re.Pattern[str]:
+    """Match the experts and linears of a layer, except where the name has ``but`` in it."""
+    linears = r"\w+_proj(?:_with_mqa)?|(?:input|output)_linear|indexer\.wq_b|linear_attn\.in_proj_\w+"
+    return re.compile(rf"\.layers\.\d+\.(?!.*{but})(?:.*\.)?(?:experts\.(?:gate_up|down)_proj|(?:{linears})\.weight)$")
 
 
-_PLAIN_FP8 = (
-    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma3_text"),
-    *("gemma4_text", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "laguna", "llama", "minimax_m2"),
-    *("mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "solar_open"),
-)
-_GRANITE_FP8 = _quantised(r"(?:input|output)_linear\.weight")
 # The weights that vLLM quantises, of families in which they were compared. Left out: those whose experts it holds
 # transposed (gpt_oss, llama4), those with a vision tower, nemotron_h, whose experts the CPU build lacks, those whose
 # router verl has it quantise (lfm2_moe, phimoe), and dbrx, whose experts are quantised in one kind and not in another.
 # The names that a worker has are compared before the first sync.
+_FP8 = (
+    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma3_text"),
+    *("gemma4_text", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "granitemoe", "granitemoehybrid", "granitemoeshared"),
+    *("hunyuan_v1_moe", "hy_v3", "laguna", "llama", "minimax_m2", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open"),
+)
 FP8_FAMILIES: dict[str, re.Pattern[str]] = {
-    **dict.fromkeys(_PLAIN_FP8, _quantised()),
+    **dict.fromkeys(_FP8, _quantised(but=r"indexer\.weights_proj")),
     "flex_olmo": _quantised(but=r"experts\."),
-    "glm_moe_dsa": _quantised(r"indexer\.wq_b\.weight", but=r"indexer\.weights_proj"),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE_FP8),
     "jamba": _quantised(but=r"mamba\."),
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), _quantised(r"linear_attn\.in_proj_\w+\.weight")),
 }
 # The vLLM releases that have the layout above, for families where not all do. vLLM 0.29 dropped its own model of
 # hunyuan_v1_moe and runs transformers' instead. vLLM 0.24 can load neither a gpt_oss that is not quantised, nor
@@ -192,10 +164,9 @@ WHOLE = {"mistral4": ("<0.28", "vLLM runs transformers' class, whose plan for te
 @cache
 def _families(is_latent: bool) -> dict[str, Family]:
     found = _FAMILIES if versions.vllm_in(">=0.27") else _FAMILIES | _BEFORE_0_27
-    if is_latent:
-        return found
-    first = rules.LATENT_ATTENTION[1]
-    return {name: replace(f, rules=tuple(rule for rule in f.rules if rule is not first)) for name, f in found.items()}
+    unfused = () if is_latent else rules.LATENT_ATTENTION[1:]
+    own = {name: tuple(rule for rule in family.rules if rule not in unfused) for name, family in found.items()}
+    return {name: replace(family, rules=(*own[name], *_RULES)) for name, family in found.items()}
 
 
 def families() -> dict[str, Family]:

@@ -37,8 +37,7 @@ def for_vllm(
     """Yield tensors under the names that vLLM's loader of this family takes; ``waiting`` as in ``as_checkpoint``."""
     fused = FUSED.get(model.config.model_type)
     if fused is None or not _takes_stacks():
-        yield from as_singles(model, tensors, waiting)
-        return
+        return (yield from as_singles(model, tensors, waiting))
     known = _KNOWN.setdefault(model, {})
     for name, tensor in tensors:
         if name not in known:

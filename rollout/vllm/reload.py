@@ -279,18 +279,18 @@ def _memory_for_units(record: LayerRecord, own: str) -> torch.Tensor:
     complete layer into new memory, or in place, and only then copies it into the running parameters.
     """
     target, info = getattr(record.layer, own), record.info
-    running = info.kernel_tensors[0].get(own)
-    storages = [t.untyped_storage().data_ptr() for kept in info.kernel_tensors for t in kept.values()]
-    if not target.is_meta:  # a bias: vLLM waits for it, but leaves it where it is
-        memory = target.data
-    elif (
-        running is not None
-        and storages.count(running.untyped_storage().data_ptr()) == 1
-        and (running.shape, running.stride(), running.dtype) == (target.shape, target.stride(), target.dtype)
-    ):
-        memory = running.data
-    else:
-        memory = torch.empty_like(target, device=info.restore_device, requires_grad=False)
+    memory = target.data
+    if target.is_meta:  # else a bias, which vLLM leaves where it is; a router's may come when its layer is processed
+        running = info.kernel_tensors[0].get(own)
+        storages = [t.untyped_storage().data_ptr() for kept in info.kernel_tensors for t in kept.values()]
+        if (
+            running is not None
+            and storages.count(running.untyped_storage().data_ptr()) == 1
+            and (running.shape, running.stride(), running.dtype) == (target.shape, target.stride(), target.dtype)
+        ):
+            memory = running.data
+        else:
+            memory = torch.empty_like(target, device=info.restore_device, requires_grad=False)
     if hasattr(record.layer, "shard_indices"):
         memory[record.shapes[own][0] :].zero_()
     return memory

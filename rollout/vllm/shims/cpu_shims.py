@@ -15,9 +15,6 @@ from . import wrap
 
 __all__ = ["install"]
 
-# A stack of what takes the experts of tokens; the last one belongs to the layer that is computing.
-_captures: list[Callable[[torch.Tensor], None]] = []
-
 
 def install() -> None:
     """Let float32 experts run on a CPU that has AMX, and return the experts that tokens are routed to."""
@@ -29,9 +26,9 @@ def install() -> None:
     if hasattr(kernel := getattr(module, "CPUFusedMOE", None), "check_grouped_gemm"):
         wrap(kernel, "check_grouped_gemm", _checking)
         _use_plain_silu(module)
-    wrap(module, "select_experts", _captured)
-    wrap(gpu_model_runner.GPUModelRunner, "_bind_routed_experts_capturer", _binding)  # up to 0.28
-    wrap(gpu_model_runner, "bind_routed_experts_capturer", _binding)
+    binding = functools.partial(_binding, module)
+    wrap(gpu_model_runner.GPUModelRunner, "_bind_routed_experts_capturer", binding)  # up to 0.28
+    wrap(gpu_model_runner, "bind_routed_experts_capturer", binding)
 
 
 def _checking(refusing: Callable[[Any, Any], tuple[bool, str]]) -> Callable[[Any, Any], tuple[bool, str]]:
@@ -42,14 +39,13 @@ def _checking(refusing: Callable[[Any, Any], tuple[bool, str]]) -> Callable[[Any
     """
 
     def check_grouped_gemm(self, layer):
-        is_bfloat16 = layer.w13_weight.dtype == torch.bfloat16
+        if layer.w13_weight.dtype == torch.bfloat16:
+            return refusing(self, layer)
         try:
             answer = refusing(self, layer)
         except RuntimeError:
-            if is_bfloat16:
-                raise
             answer = (False, "none")
-        if answer[0] or is_bfloat16 or not hasattr(torch.ops._C, "prepack_moe_weight"):
+        if answer[0] or not hasattr(torch.ops._C, "prepack_moe_weight"):
             return answer
         aligned = layer.w13_weight.size(1) % 32 == 0 and layer.w2_weight.size(1) % 32 == 0
         return (True, "vec") if aligned and torch.cpu._is_amx_tile_supported() else answer
@@ -67,17 +63,7 @@ def _use_plain_silu(module: Any) -> None:
             activations[kind] = SiluAndMul.forward_native
 
 
-def _captured(select: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
-    def select_experts(*args, **kwargs):
-        weights, ids = select(*args, **kwargs)
-        if _captures:
-            _captures[-1](ids)
-        return weights, ids
-
-    return select_experts
-
-
-def _binding(bind: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def _binding(experts: Any, bind: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """Bind the capturer as vLLM does, and to the layers whose kernel computes the routing itself.
 
     Versions from 0.27 on refuse these ("monolithic MoE kernel"); earlier ones report expert 0 for all tokens.
@@ -93,18 +79,27 @@ def _binding(bind: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
             method: Any = getattr(module, "_quant_method", None)
             if getattr(method, "is_monolithic", False):
                 capture = functools.partial(capturer.capture, module.layer_id)
-                method.apply_monolithic = _capturing(method.apply_monolithic, capture)
+                method.apply_monolithic = _capturing(method.apply_monolithic, experts, capture)
 
     return bind_routed_experts_capturer
 
 
-def _capturing(apply: Callable[..., torch.Tensor], capture: Callable[[torch.Tensor], None]) -> Callable[..., Any]:
+def _capturing(
+    apply: Callable[..., torch.Tensor], experts: Any, capture: Callable[[torch.Tensor], None]
+) -> Callable[..., Any]:
     @functools.wraps(apply)
     def apply_monolithic(*args, **kwargs):
-        _captures.append(capture)
+        select = experts.select_experts
+
+        def select_experts(*given, **named):
+            weights, ids = select(*given, **named)
+            capture(ids)
+            return weights, ids
+
+        experts.select_experts = select_experts
         try:
             return apply(*args, **kwargs)
         finally:
-            _captures.pop()
+            experts.select_experts = select
 
     return apply_monolithic

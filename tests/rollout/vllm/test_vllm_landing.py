@@ -101,8 +101,8 @@ def _worker(process, backend):
     return model
 
 
-def _synced(model, w13, w2):
-    """Send it the experts, verified."""
+def _synced(model, w13, w2, more=()):
+    """Send it the experts, verified, and other parameters behind them."""
     reload = pytest.importorskip("epfsdp2.rollout.vllm.reload")
     parallel = SimpleNamespace(pipeline_parallel_size=1, enable_expert_parallel=False)
     config = SimpleNamespace(dtype=torch.float32, hf_text_config=SimpleNamespace(num_hidden_layers=1))
@@ -110,7 +110,7 @@ def _synced(model, w13, w2):
     one.start()
     for first in (1, 0):
         one.load([(slice_name("experts.w13_weight", first, 2), w13[first::2].contiguous())])
-    one.load([(slice_name("experts.w2_weight"), w2)])
+    one.load([(slice_name("experts.w2_weight"), w2), *((slice_name(name), values) for name, values in more)])
     one.finish()
 
 
@@ -135,6 +135,15 @@ def test_sync_of_units_to_a_kernels_own_layout_keeps_its_memory(process, backend
         for name, parameter in wanted.named_parameters():
             assert torch.equal(model.experts.get_parameter(name), parameter)
         assert [tensor.data_ptr() for tensor in model.parameters()] == memory, "kernels and graphs have these addresses"
+
+
+def test_sync_of_a_routers_bias_after_its_experts_are_processed_lands_in_place():
+    """vLLM does not wait for it, and the bias of Laguna is a parameter of the layer of the experts."""
+    model = _worker(_replaced, "FLASHINFER_CUTLASS")
+    bias = model.experts.e_score_correction_bias = torch.nn.Parameter(torch.zeros(E), requires_grad=False)
+    for seed in range(2):
+        _synced(model, *_experts(seed), more=[("experts.e_score_correction_bias", torch.arange(E) + float(seed))])
+        assert model.experts.e_score_correction_bias is bias and bias.tolist() == [seed, seed + 1, seed + 2]
 
 
 def test_verified_sync_of_experts_in_another_kernel_layout_raises():

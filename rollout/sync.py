@@ -27,7 +27,6 @@ from .layout.rules import whole_slice
 from .layout.slice_names import slice_name
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .layout.trainer_tensors import tensor_specs
-from .plan.routes import Member
 from .plan.transfer_plan import Targets, make_transfer_plan, round_bytes
 from .quantised_shards import QuantisedShards
 from .sent_tensors import SCALES, SentModel
@@ -197,14 +196,13 @@ class RolloutSync:
             def may_split(name: str) -> bool:
                 return name in large and self._is_stored_by_expert(name)
 
-            def whole(tensor: TensorSpec, worker: int = 0) -> list[TargetSlice]:
+            def whole(tensor: TensorSpec, kind: int) -> list[TargetSlice]:
                 return [whole_slice(tensor)]
 
             topology, dtypes = self.meshes.topology, self.dtypes.__getitem__
-            targets = Targets.colocated(topology, 1)
+            targets, group = Targets.colocated(topology, 1), self.meshes.replica_group
             plan = make_transfer_plan(specs, self.layers, topology, targets, whole, limit, may_split, by_name=True)
-            member, group = Member.of(plan, dist.get_rank()), self.meshes.replica_group
-            self._exchanges[of_adapters] = Exchange(plan, member, whole, dtypes, self.device, group)
+            self._exchanges[of_adapters] = Exchange(plan, dist.get_rank(), whole, dtypes, self.device, group)
         return self._exchanges[of_adapters]
 
     def _is_stored_by_expert(self, name: str) -> bool:

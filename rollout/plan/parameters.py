@@ -123,8 +123,8 @@ class Bundle:
         return found
 
     @property
-    def short_bytes(self) -> int:
-        """The most bytes that any rank sends of its tensors, each padded."""
+    def whole_bytes(self) -> int:
+        """The most bytes that any rank sends of its tensors where they are sent whole, each padded."""
         sizes = (self.senders[i].numel.max() * self.specs[i].itemsize for i in self.tensors)
         return sum(int(-(-size // ALIGNMENT) * ALIGNMENT) for size in sizes)
 

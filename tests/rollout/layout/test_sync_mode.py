@@ -266,7 +266,7 @@ def _counted(folder):
     plan, (own, kind) = exchange.plan, (rank, rank % 2)
     assert sliced.min_received_bytes == plan.needed[kind] - plan.sent[own, kind]
     # What is short is sent whole to every worker: norms, and routers' weights.
-    short = sum(plan.templates[i].rounds[n].short_offsets[1] for _, i, n in plan.rounds)
+    short = sum(plan.templates[i].rounds[n].whole_offsets[1] for _, i, n in plan.rounds)
     assert sliced.min_received_bytes < sliced.traffic.received <= sliced.min_received_bytes + (WORLD - 1) * short
     assert sliced.traffic.received < 1.1 * sliced.min_received_bytes
     others = [other for other in range(WORLD) if other != rank]

@@ -143,20 +143,19 @@ class Emulated:
     def _receive(self, round_, prefix, template, member: Member, incoming: list[np.ndarray], worker: int) -> None:
         found = route_of(round_, member, self.plan)
         assert [len(message) for message in incoming] == found.received_sizes
-        rows = np.concatenate(incoming).reshape(-1, round_.unit)[found.received]
-        out, dtype = torch.from_numpy(rows.reshape(-1).copy()), next(iter(self._whole.values())).dtype
+        received = np.concatenate(incoming)
+        rows = received.reshape(-1, round_.unit)[found.received].reshape(-1)
+        words = received.reshape(-1, round_.word)[found.received_words].reshape(-1)
+        out, dtype = torch.from_numpy(np.concatenate([rows, words])), next(iter(self._whole.values())).dtype
+        assert len(out) == found.nbytes
         for arrival in found.arrivals:
-            parameter = arrival.bundle.by_kind[member.kind][arrival.number]
-            (piece,) = arrival.pieces
-            if piece.elements is not None:
-                values = out[found.short :].view(dtype)[torch.from_numpy(piece.elements)]
-            else:
-                count = torch.Size(arrival.shape).numel()
-                values = out[piece.start : piece.start + count * dtype.itemsize].view(dtype)
+            parameter, share = arrival.parameter, arrival.share
+            (start,) = arrival.starts
+            values = out[start : start + torch.Size(arrival.shape).numel() * dtype.itemsize].view(dtype)
             # Names are those of the first layer with this template.
             made_with = next(layer for layer, index in self.plan.layers if index == template)
             name = prefix + parameter.name.removeprefix(made_with)
             into = self.parameters[worker].setdefault(name, torch.full(parameter.shape, torch.nan, dtype=dtype))
-            into = into.movedim(arrival.axis, 0)[arrival.part :: arrival.parts].movedim(0, arrival.axis)
+            into = into.movedim(arrival.axis, 0)[share.part :: share.parts].movedim(0, arrival.axis)
             assert into.isnan().all(), f"a part of {name} came twice"
             into.copy_(values.view(arrival.shape))

@@ -5,7 +5,6 @@ counts the round's ``unit`` of bytes. Both ends of a message agree on its order:
 sender's boxes, and in each box rows. What is sent whole comes last, and is counted in words.
 """
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,12 +65,7 @@ class Arrival:
     number: int  # of the parameter among those of its bundle
     axis: int  # the dim of the parameter that parts divide
     shape: tuple[int, ...]  # of the part that comes
-    starts: tuple[int, ...]  # first bytes in the round's buffer: of each region if it is staged, else of all of them
-
-    @property
-    def placed(self) -> Iterator[tuple[Region, int]]:
-        """The parameter's regions, each with the first byte of the memory that it is in."""
-        return zip(self.parameter.regions, itertools.cycle(self.starts), strict=False)
+    placed: tuple[tuple[Region, int], ...]  # its regions, each with the first byte of its memory in the round's buffer
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ def route_of(round_: Round, member: Member, plan: TransferPlan) -> Route:
     parts: list[tuple[int, int, Ints]] = []
     lengths = np.zeros(plan.topology.fsdp, dtype=np.int64)  # of the message of each sender so far, in units
     for arrival in arrivals:
-        for region, start in arrival.placed if not arrival.share.is_whole else ():
+        for region, start in () if arrival.share.is_whole else arrival.placed:
             for rank, rows in _received_rows(arrival.share, region, round_.unit):
                 parts.append((rank, int(lengths[rank]), rows + start // round_.unit))
                 lengths[rank] += len(rows)
@@ -135,8 +129,8 @@ def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints
                             at = _up(at + size, round_.alignment)
                         found.append(rows + copies[key].start // unit)
     (offsets, whole_bytes), whole = round_.whole_offsets, []
-    for i, starts in offsets.items():
-        held, to = round_.senders[i], at + int(starts[rank])
+    for i, start in offsets.items():
+        held, to = round_.shares[0].bundle.senders[i], at + start
         for low, high, origin in zip(held.low[rank], held.high[rank], held.origin[rank], strict=True):
             if (high > low).all():
                 whole.append(Copy(i, tuple(map(slice, (low - origin).tolist(), (high - origin).tolist())), to))
@@ -156,15 +150,14 @@ def _arrivals(round_: Round, kind: int | None) -> tuple[tuple[Arrival, ...], int
     for share in round_.shares:
         alignment, d = ALIGNMENT if share.is_whole else round_.alignment, share.bundle.part_dim
         for number, parameter in enumerate(share.bundle.by_kind[kind]):
-            axis, starts = parameter.axis_of(d), []
+            placed: list[tuple[Region, int]] = []
+            for region in parameter.regions:
+                placed.append((region, at if parameter.is_staged or not placed else placed[0][1]))
+                size = math.prod(share.part_of(region.shape, d)) * round_.specs[region.tensor].itemsize
+                at = _up(placed[-1][1] + size, alignment)
+            axis = parameter.axis_of(d)
             shape = share.part_of(parameter.shape, axis)
-            memory = [(shape, parameter.itemsize)]
-            if parameter.is_staged:
-                memory = [(share.part_of(r.shape, d), round_.specs[r.tensor].itemsize) for r in parameter.regions]
-            for sizes, itemsize in memory:
-                starts.append(at)
-                at = _up(at + math.prod(sizes) * itemsize, alignment)
-            found.append(Arrival(share, parameter, number, axis, shape, tuple(starts)))
+            found.append(Arrival(share, parameter, number, axis, shape, tuple(placed)))
         at_words = at_words if share.is_whole else at
     return tuple(found), at_words, at
 
@@ -176,11 +169,13 @@ def _words(round_: Round, arrivals: Sequence[Arrival], starts: Ints, first: int,
         starts: the first byte of what each rank has sent whole, ``[ranks]``.
         first, end: bytes of the round's buffer that these words fill.
     """
+    if not arrivals:
+        return _NONE
     word, grids = round_.word, {}
-    for i, offsets in round_.whole_offsets[0].items():
-        held, each = round_.senders[i], round_.specs[i].itemsize // word
+    for i, offset in round_.whole_offsets[0].items():
+        held, each = round_.shares[0].bundle.senders[i], round_.specs[i].itemsize // word
         grids[i] = np.zeros((*(round_.specs[i].shape or (1,)), each), dtype=np.int64)
-        for rank, start in enumerate((starts + offsets) // word):
+        for rank, start in enumerate((starts + offset) // word):
             for low, high in zip(held.low[rank], held.high[rank], strict=True):
                 numbers = np.arange(start, start + (high - low).prod() * each)
                 grids[i][tuple(map(slice, low, high))] = numbers.reshape(*(high - low), each)
@@ -206,54 +201,50 @@ def _sent_rows(
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
     itemsize, d, origin = share.bundle.specs[region.tensor].itemsize, share.bundle.part_dim, held.origin[rank, box]
     low, high = np.maximum(held.low[rank, box], region.low), np.minimum(held.high[rank, box], region.high)
-    kept = _of_part(share, region, low, high)[0] - origin[d]
-    if region.part.form == "zeros" or (high <= low).any() or not len(kept):
+    kept = _of_part(share, region, low, high)
+    if region.part.form == "zeros" or (high <= low).any() or not kept:
         return None, _NONE, 0
-    shard, inside = tuple(map(int, held.shard[rank])), None
+    shard, inside, low, high = tuple(map(int, held.shard[rank])), None, low - origin, high - origin
     if share.parts > 1:
-        inside = (*[slice(None)] * d, slice(int(kept[0]), int(kept[-1]) + 1, share.parts))
-        kept, shard = np.arange(len(kept)), (*shard[:d], len(kept), *shard[d + 1 :])
-    rows = _positions(low - origin, high - origin, shard, dim, row, unit // itemsize, (d, kept))
-    return inside, rows, math.prod(shard) * itemsize
+        inside = (*[slice(None)] * d, slice(kept[0] - int(origin[d]), kept[-1] + 1 - int(origin[d]), share.parts))
+        low[d], high[d], shard = 0, len(kept), (*shard[:d], len(kept), *shard[d + 1 :])
+    length = unit // itemsize
+    return inside, _cut(_runs(shard, dim, row, length), low, high, row, length), math.prod(shard) * itemsize
 
 
 def _received_rows(share: Share, region: Region, unit: int) -> Iterator[tuple[int, Ints]]:
     """Yield each rank that sends something of a region, and the positions of that in the region's memory."""
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
     d, length, to = share.bundle.part_dim, unit // share.bundle.specs[region.tensor].itemsize, region.at - region.low
-    shape = share.part_of(region.shape, d)
+    runs = _runs(share.part_of(region.shape, d), dim, row, length)
     lows, highs = np.maximum(held.low, region.low), np.minimum(held.high, region.high)
     for rank, box in np.argwhere((highs > lows).all(axis=2)) if region.part.form != "zeros" else ():
-        low, high = lows[rank, box], highs[rank, box]
-        kept = _of_part(share, region, low, high)[1]
-        yield int(rank), _positions(low + to, high + to, shape, dim, row, length, (d, kept))
+        kept = _of_part(share, region, lows[rank, box], highs[rank, box])
+        low, high = lows[rank, box] + to, highs[rank, box] + to
+        if share.parts > 1:
+            low[d] = (kept.start + to[d]) // share.parts
+            high[d] = low[d] + len(kept)
+        yield int(rank), _cut(runs, low, high, row, length)
 
 
-def _of_part(share: Share, region: Region, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """Return those indices of a box, along the dim that parts divide, that are in a share; and theirs in what comes."""
+def _of_part(share: Share, region: Region, low: Ints, high: Ints) -> range:
+    """Return those indices of a box, along the dim that parts divide, that are in a share."""
     d = share.bundle.part_dim
-    indices = np.arange(low[d], high[d])
-    at = indices - region.low[d] + region.at[d]
-    is_in = at % share.parts == share.part
-    return indices[is_in], at[is_in] // share.parts
+    before = (share.part - int(low[d] - region.low[d] + region.at[d])) % share.parts
+    return range(int(low[d]) + before, int(high[d]), share.parts)
 
 
-def _positions(
-    low: Ints, high: Ints, shape: Sequence[int], dim: int, row: int, length: int, kept: tuple[int, Ints]
-) -> Ints:
-    """Return the positions of a box's runs of ``length`` elements in contiguous memory, in the order of its rows.
+def _runs(shape: tuple[int, ...], dim: int, row: int, length: int) -> Ints:
+    """Number the runs of ``length`` elements in memory of this shape, whose rows of ``dim`` have ``row`` elements."""
+    shape = (*shape[:dim], shape[dim] * row // length)
+    return np.arange(math.prod(shape)).reshape(shape)
 
-    Args:
-        low, high: the box, in the memory's dims.
-        shape: of the memory.
-        dim, row: the dim that runs are cut from, and the elements of its rows.
-        kept: a dim, and which of its indices are in a share.
-    """
-    strides, found = np.cumprod((1, *reversed(shape[1:])))[::-1], np.zeros(1, dtype=np.int64)
-    for d in range(dim):
-        indices = kept[1] if kept[0] == d else np.arange(low[d], high[d])
-        found = (found[:, None] + indices * strides[d]).reshape(-1)
-    return (found[:, None] + np.arange(low[dim] * row, high[dim] * row, length)).reshape(-1) // length
+
+def _cut(runs: Ints, low: Ints, high: Ints, row: int, length: int) -> Ints:
+    """Return the numbers of the runs in a box."""
+    *outer, last = zip(low[: runs.ndim], high[: runs.ndim], strict=True)
+    bounds = (*outer, (last[0] * row // length, last[1] * row // length))
+    return runs[tuple(slice(*bound) for bound in bounds)].reshape(-1)
 
 
 def _up(size: int, to: int) -> int:

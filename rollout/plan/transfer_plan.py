@@ -20,7 +20,7 @@ import numpy as np
 
 from ..layout.specs import TargetSlice, TensorSpec, TrainerTopology
 from .parameters import ALIGNMENT, Bundle, Run, bundles_of
-from .senders import Ints, Senders, senders_of
+from .senders import Ints, senders_of
 
 __all__ = ["ROUND_BUFFERS", "Round", "RoundTooSmallError", "Share", "Targets", "Template", "TransferPlan"]
 __all__ += ["make_transfer_plan", "round_bytes"]
@@ -128,24 +128,16 @@ class Round:
         return dict(sorted(found.items()))
 
     @property
-    def senders(self) -> Sequence[Senders]:
-        """Those of all tensors of the group."""
-        return self.shares[0].bundle.senders
-
-    @property
     def alignment(self) -> int:
         """Bytes of which offsets in this round's buffers are multiples."""
         return math.lcm(self.unit, ALIGNMENT)
 
     @cached_property
-    def whole_offsets(self) -> tuple[dict[int, Ints], int]:
-        """Where each rank's part of each tensor that is sent whole begins, ``[ranks]``; and the bytes of all."""
-        found, end = {}, np.zeros(1, dtype=np.int64)
-        for i in (i for share in self.shares if share.is_whole for i in share.bundle.tensors):
-            sizes = -(-self.senders[i].numel * self.specs[i].itemsize // ALIGNMENT) * ALIGNMENT
-            end = end + sizes
-            found[i] = end - sizes
-        return found, int(-(-end.max() // self.alignment) * self.alignment)
+    def whole_offsets(self) -> tuple[dict[int, int], int]:
+        """Where a rank's part of each tensor that is sent whole begins, and the bytes of all."""
+        sizes = [item for share in self.shares if share.is_whole for item in share.bundle.whole_sizes.items()]
+        *starts, end = itertools.accumulate((size for _, size in sizes), initial=0)
+        return dict(zip((i for i, _ in sizes), starts, strict=True)), -(-end // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True)
@@ -169,9 +161,9 @@ class TransferPlan:
     limit: int
 
     @property
-    def rounds(self) -> Iterator[tuple[str, int, int]]:
-        """The prefix, the template and the number in it of each round."""
-        return ((prefix, t, n) for prefix, t in self.layers for n in range(len(self.templates[t].rounds)))
+    def rounds(self) -> Iterator[tuple[str, Round]]:
+        """All rounds, each with the prefix of its tensors' names."""
+        return ((prefix, round_) for prefix, t in self.layers for round_ in self.templates[t].rounds)
 
     @cached_property
     def sent(self) -> Ints:
@@ -285,7 +277,7 @@ class _Load:
 
     def plus(self, share: Share) -> "_Load":
         if share.is_whole:
-            return replace(self, whole=self.whole + share.bundle.whole_bytes)
+            return replace(self, whole=self.whole + sum(share.bundle.whole_sizes.values()))
         return replace(self, sent=self.sent + share.bundle.sent(share.part, share.parts))
 
 

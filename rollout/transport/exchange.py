@@ -8,6 +8,8 @@ operations for each round and one view for each parameter, whatever the number o
 The next round is on its way while the consumer uses the parameters of the one before it.
 """
 
+import contextlib
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..layout.slice_names import slice_name
 from ..layout.specs import TargetSlice, TensorSpec
 from ..plan.routes import Arrival, Member, Route, route_of
 from ..plan.transfer_plan import Round, TransferPlan
@@ -69,10 +72,9 @@ class Exchange:
         self._slices_of, self._dtypes, self._head_dim, self._finish = slices_of, dtypes, head_dim, finish
         self._rank = rank if plan.targets.are_separate else rank % plan.topology.fsdp  # in the group
         self._is_alone = len(self.member.targets) == 1
-        self._rounds = [(prefix, plan.templates[t].rounds[n]) for prefix, t, n in plan.rounds]
         self._position_bytes = 0
-        found = {round_: route_of(round_, self.member, plan) for round_ in dict.fromkeys(r for _, r in self._rounds)}
-        self._routes = {round_: self._on_device(route) for round_, route in found.items()}
+        rounds = (round_ for template in plan.templates for round_ in template.rounds)
+        self._routes = {round_: self._on_device(route_of(round_, self.member, plan)) for round_ in rounds}
         self._parameter_names: dict[str, list[str]] = {}
         self.traffic = Traffic()
 
@@ -87,23 +89,24 @@ class Exchange:
         """
         self.traffic = traffic = traffic or Traffic()
         buffers = self._allocate()
-        held = self._position_bytes + sum(buffer.nbytes for buffer in buffers)
-        traffic.hold(held)
-        try:
+        with traffic.holding(self._position_bytes + sum(buffer.nbytes for buffer in buffers)):
             yield from to_the_end(self._run(values, *buffers))
-        finally:
-            traffic.release(held)
+
+    def named(self, values: Values | None, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Run and yield the parameters, or parts of them, by ``slice_name``."""
+        with contextlib.closing(self.run(values, traffic)) as parameters:
+            for parameter, axis, first, step, part in parameters:
+                yield slice_name(parameter, first, step, axis), part
 
     def _run(
         self, values: Values | None, flat: torch.Tensor, sent: torch.Tensor, received: torch.Tensor, out: torch.Tensor
     ) -> Iterator[Received]:
         local: dict[str, torch.Tensor] = {}
         pending: dist.Work | None = None
-        for number, (prefix, round_) in enumerate([*self._rounds, ("", None)]):
-            if number:
+        for (before, done), (prefix, round_) in itertools.pairwise([("", None), *self.plan.rounds, ("", None)]):
+            if done is not None:
                 if pending is not None:
                     self._finish(pending)
-                before, done = self._rounds[number - 1]
                 route = self._routes[done]
                 _gather_rows(received, route.received, done.unit, out)
                 _gather_rows(received, route.received_words, done.word, out[len(route.received) * done.unit :])
@@ -114,9 +117,8 @@ class Exchange:
                         local = {name: local[name] if name in local else values(name) for name in names}
                         self._pack(prefix, round_, local, flat, sent)
                 pending = self._start(self._routes[round_], sent, received)
-            if number:
-                for arrival in route.arrivals:
-                    yield self._received(before, arrival, out)
+            for arrival in route.arrivals if done is not None else ():
+                yield self._received(before, arrival, out)
 
     def _allocate(self) -> list[torch.Tensor]:
         """Allocate the flat buffer, what is sent, what is received, and the worker's parameters of a round."""

@@ -62,8 +62,7 @@ def _planned_bytes(exchange):
     plan, member = exchange.plan, exchange.member
     own, sent, received = dist.get_rank() % plan.topology.fsdp, 0, 0
     others = [rank for rank in range(plan.topology.fsdp) if rank != own]
-    for _, template, number in plan.rounds:
-        round_ = plan.templates[template].rounds[number]
+    for _, round_ in plan.rounds:
         shares = [share for share in round_.shares if not share.is_whole]
         long = sum((share.bundle.sent(share.part, share.parts) for share in shares), 0 * plan.sent)
         short = round_.whole_offsets[1]

@@ -115,7 +115,7 @@ def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints
     if member.source is None:
         return (), 0, _NONE, [0] * len(member.targets)
     rank, at, unit = member.source, 0, round_.unit
-    copies: dict[tuple[object, ...], Copy] = {}
+    copies: dict[tuple[int, str], Copy] = {}
     by_kind: dict[int, list[Ints]] = {kind: [] for kind in sorted({kind for kind in member.targets if kind >= 0})}
     for kind, found in by_kind.items():
         for share in (share for share in round_.shares if not share.is_whole):
@@ -123,7 +123,7 @@ def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints
                 for box in range(share.bundle.senders[region.tensor].low.shape[1]):
                     inside, rows, size = _sent_rows(share, region, rank, box, unit)
                     if size:
-                        key = id(share.bundle), region.tensor, str(inside)
+                        key = region.tensor, str(inside)
                         if key not in copies:
                             copies[key] = Copy(region.tensor, inside, at)
                             at = _up(at + size, round_.alignment)

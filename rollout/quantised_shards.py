@@ -43,17 +43,18 @@ class QuantisedShards:
     ):
         self._weights, self._values, self._scheme, self._device = weights, values, scheme, device
         self._limit, self._wait = limit, wait
-        self._last: tuple[str, torch.Tensor] | None = None  # a tensor that is sent in parts is needed several times
         self._missing = {name: scheme.sharing(IndexRange.of(weight.shape)) for name, weight in weights.items()}
         self._scales: dict[str, torch.Tensor] = {}
 
+    @torch.no_grad()
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name not in self._weights:
             return self._values(name, tensor)
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = (name, self._quantised(name, self.scales_of(name)))
-        return self._last[1]
+        scales, local = self.scales_of(name), self._values(name, tensor)
+        found = torch.empty(local.shape, dtype=self._scheme.dtype, device=local.device)
+        for held, inside, shared in self._parts(name):
+            self._scheme.quantise(local[inside], scales[shared].to(local.device), held, found[inside])
+        return found
 
     @torch.no_grad()
     def scales_of(self, name: str) -> torch.Tensor:
@@ -71,23 +72,12 @@ class QuantisedShards:
         maxima = torch.zeros(sum(sizes), dtype=torch.float32, device=self._device)
         grids = {n: part.view(s.shape) for (n, s), part in zip(whole.items(), maxima.split(sizes), strict=True)}
         for name, grid in grids.items():
-            self._add_maxima(name, grid)
+            local = self._values(name, self._weights[name])
+            for held, inside, shared in self._parts(name):
+                maxima_of_part = self._scheme.maxima(local[inside], held).to(grid.device)
+                grid[shared] = torch.maximum(grid[shared], maxima_of_part)
         self._wait(dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True))
         self._scales |= {name: self._scheme.scales(grid) for name, grid in grids.items()}
-
-    def _add_maxima(self, name: str, grid: torch.Tensor) -> None:
-        local = self._values(name, self._weights[name])
-        for held, inside, shared in self._parts(name):
-            found = self._scheme.maxima(local[inside], held).to(grid.device)
-            grid[shared] = torch.maximum(grid[shared], found)
-
-    @torch.no_grad()
-    def _quantised(self, name: str, scales: torch.Tensor) -> torch.Tensor:
-        local = self._values(name, self._weights[name])
-        found = torch.empty(local.shape, dtype=self._scheme.dtype, device=local.device)
-        for held, inside, shared in self._parts(name):
-            self._scheme.quantise(local[inside], scales[shared].to(local.device), held, found[inside])
-        return found
 
     def _parts(self, name: str) -> Iterator[tuple[IndexRange, tuple[slice, ...], tuple[slice, ...]]]:
         """Yield each range of a weight that this rank holds, its slices in the shard, and those of its scales."""

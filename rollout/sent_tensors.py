@@ -10,7 +10,6 @@ from ..engine.quantise.schemes import scheme_of
 from ..engine.topology.index_ranges import IndexRange
 from ..engine.topology.mesh import Topology
 from .layout.specs import Heads, Rollout, TargetSlice, TensorSpec
-from .plan.routes import Member
 from .plan.transfer_plan import Targets, make_transfer_plan
 from .servers import is_quantised, planned_layout, slices_of_scales, target_slices
 from .transport.exchange import Exchange
@@ -73,8 +72,7 @@ class SentModel:
 
         Args:
             limit: bytes of a round.
-            rank: of ``Member.of``.
-            group, finish: see ``Exchange``.
+            rank, group, finish: see ``Exchange``.
 
         Raises:
             RoundTooSmallError: what can't be divided exceeds the limit.
@@ -85,12 +83,7 @@ class SentModel:
         quantised = [t.name.removesuffix(SCALES) for t in tensors if t.name.endswith(SCALES)]
         dtypes = dict(self.dtypes) | dict.fromkeys((name + SCALES for name in quantised), torch.float32)
         dtypes |= dict.fromkeys(quantised, scheme_of(rollout.block, rollout.channels).dtype)
-        member = Member.of(plan, rank)
-
-        def own_slices(tensor: TensorSpec) -> list[TargetSlice]:
-            return [] if member.kind is None else slices_of(tensor, member.kind)
-
-        return Exchange(plan, member, own_slices, dtypes.__getitem__, device, group, self.heads.dim, finish)
+        return Exchange(plan, rank, slices_of, dtypes.__getitem__, device, group, self.heads.dim, finish)
 
     def planned_layouts(self, rollout: Rollout) -> list[dict[str, str]]:
         """Return the layout that is planned for each worker of a replica (``layout/layout_check.py``)."""

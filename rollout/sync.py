@@ -24,10 +24,8 @@ from ..engine.topology.dtensor import local_tensor, persistent_buffers, shard_st
 from ..engine.topology.mesh import Meshes
 from ..engine.topology.rank_consistency import check_agreement
 from .layout.rules import whole_slice
-from .layout.slice_names import slice_name
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .layout.trainer_tensors import tensor_specs
-from .plan.routes import Member
 from .plan.transfer_plan import Targets, make_transfer_plan, round_bytes
 from .quantised_shards import QuantisedShards
 from .sent_tensors import SCALES, SentModel
@@ -80,7 +78,7 @@ class RolloutSync:
         self.last_report: SyncReport | None = None
         self._exchanges: dict[object, Exchange] = {}
         self._adapter_names: RolloutNames | None = None
-        self._last_warning, self._has_warned_of_size = "", False
+        self._last_warning = ""
         self.numbers = itertools.count(1)  # of syncs
 
     def weights(self, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None) -> "RolloutWeights":
@@ -137,9 +135,8 @@ class RolloutSync:
         exchange = self._full_exchange(adapters == "alone")
         with contextlib.closing(exchange.run(self.values(adapters), traffic)) as tensors:
             for found in tensors:
-                traffic.hold(found.values.nbytes)
-                yield found._replace(values=found.values.clone())
-                traffic.release(found.values.nbytes)
+                with traffic.holding(found.values.nbytes):
+                    yield found._replace(values=found.values.clone())
 
     def values(
         self, adapters: AdapterUse = "merged", rollout: Rollout | None = None, wait: Any = dist.Work.wait
@@ -192,36 +189,23 @@ class RolloutSync:
             found = adapter_weights(self.model) if of_adapters else ()
             halves = [TensorSpec(n, tuple(p.shape), self.dtypes[n].itemsize, shard_steps(p)) for n, p in found]
             specs = halves if of_adapters else self.sent_model().tensors
-            large = {tensor.name for tensor in specs if tensor.nbytes > limit and not of_adapters}
+            large = [tensor for tensor in specs if tensor.nbytes > limit and not of_adapters]
+            by_expert = {t.name for t in large if hf_names.is_by_expert(self.model, t.name, torch.Size(t.shape))}
+            held = [tensor for tensor in large if tensor.name not in by_expert]
+            if held and dist.get_rank() == 0:
+                said = "epfsdp2: engine.rollout_sync=full holds all of %s at once, %d bytes, more than "
+                said += "engine.sync_megabytes=%d allows: checkpoints of %s store it as one tensor"
+                megabytes = self.settings.memory_bytes >> 20
+                logger.warning(said, held[0].name, held[0].nbytes, megabytes, self.heads.family)
 
-            def may_split(name: str) -> bool:
-                return name in large and self._is_stored_by_expert(name)
-
-            def whole(tensor: TensorSpec, worker: int = 0) -> list[TargetSlice]:
+            def whole(tensor: TensorSpec, kind: int) -> list[TargetSlice]:
                 return [whole_slice(tensor)]
 
-            topology, dtypes = self.meshes.topology, self.dtypes.__getitem__
-            targets = Targets.colocated(topology, 1)
+            topology, dtypes, may_split = self.meshes.topology, self.dtypes.__getitem__, by_expert.__contains__
+            targets, group = Targets.colocated(topology, 1), self.meshes.replica_group
             plan = make_transfer_plan(specs, self.layers, topology, targets, whole, limit, may_split, by_name=True)
-            member, group = Member.of(plan, dist.get_rank()), self.meshes.replica_group
-            self._exchanges[of_adapters] = Exchange(plan, member, whole, dtypes, self.device, group)
+            self._exchanges[of_adapters] = Exchange(plan, dist.get_rank(), whole, dtypes, self.device, group)
         return self._exchanges[of_adapters]
-
-    def _is_stored_by_expert(self, name: str) -> bool:
-        """Tell whether checkpoints store a stack expert by expert; warns once of one that has to be held in full."""
-        param = self.model.get_parameter(name)
-        by_expert = hf_names.is_by_expert(self.model, name, param.shape)
-        if not by_expert and not self._has_warned_of_size and dist.get_rank() == 0:
-            self._has_warned_of_size = True
-            logger.warning(
-                "epfsdp2: engine.rollout_sync=full holds all of %s at once, %d bytes, more than "
-                "engine.sync_megabytes=%d allows: checkpoints of %s store it as one tensor",
-                name,
-                param.numel() * self.dtypes[name].itemsize,
-                self.settings.memory_bytes >> 20,
-                self.heads.family,
-            )
-        return by_expert
 
 
 class RolloutWeights:
@@ -287,16 +271,11 @@ class RolloutWeights:
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the tensors or parameters under names that the worker accepts; collective."""
         if self.mode == "adapters":
-            return self.sync.adapters(self.traffic)
-        if self.mode == "full":
-            return self.sync.full(self.traffic, as_checkpoint=self._as_checkpoint, adapters=self.adapters)
-        return self._parameters()
-
-    def _parameters(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        held = self.sync.values(self.adapters, self._rollout)
-        with contextlib.closing(self._exchange.run(held, self.traffic)) as parameters:
-            for parameter, axis, first, step, values in parameters:
-                yield slice_name(parameter, first, step, axis), values
+            yield from self.sync.adapters(self.traffic)
+        elif self.mode == "full":
+            yield from self.sync.full(self.traffic, as_checkpoint=self._as_checkpoint, adapters=self.adapters)
+        else:
+            yield from self._exchange.named(self.sync.values(self.adapters, self._rollout), self.traffic)
 
     @property
     def _exchange(self) -> Exchange:

@@ -208,9 +208,7 @@ def _loaded(mode: SyncMode, plan: TransferPlan, model: Any) -> int:
 
 
 def _sliced(template: Template) -> int:
-    shares = (share.bundle for round_ in template.rounds for share in round_.long)
-    short = (bundle for round_ in template.rounds for bundle in round_.short)
-    return sum(len(bundle.by_kind[0]) for bundle in (*shares, *short))
+    return sum(len(share.bundle.by_kind[0]) for round_ in template.rounds for share in round_.shares)
 
 
 def _in_full(template: Template, prefix: str, limit: int, model: Any) -> int:

@@ -47,7 +47,6 @@ class Parameter:
 
     name: str  # in the layer that the plan was made with
     shape: tuple[int, ...]  # without padding
-    itemsize: int  # bytes of an element of the widest tensor that fills it
     regions: tuple[Region, ...]  # in the order of the tensors
     is_staged: bool  # whether regions are received by themselves, and written into the parameter after that
 
@@ -122,11 +121,12 @@ class Bundle:
                 found[:, kind] += np.prod(sizes, axis=2).sum(axis=1) * self.specs[region.tensor].itemsize
         return found
 
-    @property
-    def short_bytes(self) -> int:
-        """The most bytes that any rank sends of its tensors, each padded."""
-        sizes = (self.senders[i].numel.max() * self.specs[i].itemsize for i in self.tensors)
-        return sum(int(-(-size // ALIGNMENT) * ALIGNMENT) for size in sizes)
+    @cached_property
+    def whole_sizes(self) -> dict[int, int]:
+        """The most bytes that any rank sends of each tensor where they are sent whole, padded."""
+        boxes = {i: self.senders[i].high - self.senders[i].low for i in self.tensors}
+        sizes = {i: int(b.prod(axis=2).sum(axis=1).max()) * self.specs[i].itemsize for i, b in boxes.items()}
+        return {i: -(-size // ALIGNMENT) * ALIGNMENT for i, size in sizes.items()}
 
 
 def _contiguous(
@@ -193,7 +193,7 @@ def _parameters(
         is_staged = len(sizes) > 1 or any(part.form for _, part in parts)
         shape = tuple(max(ends) for ends in zip(*(part.end for _, part in parts), strict=True))
         regions = tuple(_region(i, part, shape, is_staged) for i, part in parts)
-        found.append(Parameter(name, shape, max(sizes), regions, is_staged))
+        found.append(Parameter(name, shape, regions, is_staged))
     return tuple(found)
 
 

@@ -2,21 +2,21 @@
 
 All of it is computed once for each round of a template, so that a sync only gathers rows by these positions. A position
 counts the round's ``unit`` of bytes. Both ends of a message agree on its order: shares, parameters, regions, the
-sender's boxes, and in each box rows.
+sender's boxes, and in each box rows. What is sent whole comes last, and is counted in words.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .parameters import Bundle, Region
-from .senders import Ints, Senders
+from .parameters import ALIGNMENT, Parameter, Region
+from .senders import Ints
 from .transfer_plan import Round, Share, TransferPlan
 
-__all__ = ["Arrival", "Member", "Piece", "Route", "route_of"]
+__all__ = ["Arrival", "Member", "Route", "route_of"]
 
 _NONE = np.zeros(0, dtype=np.int64)
 
@@ -57,28 +57,15 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Where a parameter's values, or those of one of its regions, are among what a rank has received."""
-
-    region: Region | None  # None for the whole parameter
-    shape: tuple[int, ...]
-    start: int = 0  # their first byte
-    # Of what is sent whole, the positions of their elements in what all ranks have sent of that; an array, or a tensor
-    # once they are on a device.
-    elements: Any = None
-
-
-@dataclass(frozen=True)
 class Arrival:
     """A parameter, or a part of it, that a worker gets in a round."""
 
-    bundle: Bundle
+    share: Share
+    parameter: Parameter
     number: int  # of the parameter among those of its bundle
     axis: int  # the dim of the parameter that parts divide
-    part: int
-    parts: int
     shape: tuple[int, ...]  # of the part that comes
-    pieces: tuple[Piece, ...]
+    placed: tuple[tuple[Region, int], ...]  # its regions, each with the first byte of its memory in the round's buffer
 
 
 @dataclass(frozen=True)
@@ -90,26 +77,37 @@ class Route:
     sent: Any  # positions in that of the rows of all its messages, in the order of the group's ranks
     sent_sizes: list[int]  # bytes of the message to each rank
     received: Any  # positions in the received messages of the rows of the round's buffer
+    received_words: Any  # of the words that follow these rows in it, which come from what is sent whole
     received_sizes: list[int]  # bytes of the message from each rank
     nbytes: int  # of the round's buffer
-    short: int  # where in that begins what ranks have sent whole
     arrivals: tuple[Arrival, ...]
 
 
 def route_of(round_: Round, member: Member, plan: TransferPlan) -> Route:
     """Compute a rank's part in a round."""
-    unit = round_.unit
     copies, flat_bytes, sent, sent_sizes = _packing(round_, member)
-    rows, sizes, short, arrivals = _unpacking(round_, member, plan.topology.fsdp)
-    nbytes = len(rows) * unit
+    arrivals, at_words, nbytes = _arrivals(round_, member.kind)
+    parts: list[tuple[int, int, Ints]] = []
+    lengths = np.zeros(plan.topology.fsdp, dtype=np.int64)  # of the message of each sender so far, in units
+    for arrival in arrivals:
+        for region, start in () if arrival.share.is_whole else arrival.placed:
+            for rank, rows in _received_rows(arrival.share, region, round_.unit):
+                parts.append((rank, int(lengths[rank]), rows + start // round_.unit))
+                lengths[rank] += len(rows)
+    sources = np.array(member.sources)
+    sizes = np.where(sources >= 0, (lengths + round_.whole_offsets[1] // round_.unit)[sources], 0)
     if plan.targets.are_gathered:  # one message for all, as long as the longest of any rank
-        lengths, most, own = np.array(sizes) // unit, max(sizes) // unit, sent_sizes[0] // unit
-        ends = np.cumsum(lengths)
-        source = np.searchsorted(ends, rows, side="right")
-        rows = rows - (ends - lengths)[source] + source * most
-        sent = np.concatenate([sent[:own], np.zeros(most - own, dtype=np.int64)])
-        sizes, sent_sizes = [most * unit] * len(sizes), [most * unit]
-    return Route(copies, flat_bytes, sent, sent_sizes, rows, sizes, nbytes, short, arrivals)
+        sizes[:] = sizes.max()
+        own = sent_sizes[0] // round_.unit
+        sent = np.concatenate([sent[:own], np.zeros(sizes[0] - own, dtype=np.int64)])
+        sent_sizes = [len(sent) * round_.unit]
+    begins, received = np.zeros_like(lengths), np.zeros(at_words // round_.unit, dtype=np.int64)
+    begins[sources[sources >= 0]] = (np.cumsum(sizes) - sizes)[sources >= 0]
+    for number, begin, positions in parts:
+        received[positions] = begins[number] + begin + np.arange(len(positions))
+    words = _words(round_, arrivals, (begins + lengths) * round_.unit, at_words, nbytes)
+    received_sizes = (sizes * round_.unit).tolist()
+    return Route(copies, flat_bytes, sent, sent_sizes, received, words, received_sizes, nbytes, arrivals)
 
 
 def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints, list[int]]:
@@ -117,67 +115,80 @@ def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints
     if member.source is None:
         return (), 0, _NONE, [0] * len(member.targets)
     rank, at, unit = member.source, 0, round_.unit
-    copies: dict[tuple[object, ...], Copy] = {}
+    copies: dict[tuple[int, str], Copy] = {}
     by_kind: dict[int, list[Ints]] = {kind: [] for kind in sorted({kind for kind in member.targets if kind >= 0})}
     for kind, found in by_kind.items():
-        for share in round_.long:
+        for share in (share for share in round_.shares if not share.is_whole):
             for region in (r for parameter in share.bundle.by_kind[kind] for r in parameter.regions):
                 for box in range(share.bundle.senders[region.tensor].low.shape[1]):
                     inside, rows, size = _sent_rows(share, region, rank, box, unit)
                     if size:
-                        key = id(share.bundle), region.tensor, str(inside)
+                        key = region.tensor, str(inside)
                         if key not in copies:
                             copies[key] = Copy(region.tensor, inside, at)
                             at = _up(at + size, round_.alignment)
                         found.append(rows + copies[key].start // unit)
-    (offsets, short_bytes), whole = round_.short_offsets, []
-    for bundle, i in ((b, i) for b in round_.short for i in b.tensors):
-        to = at + int(offsets[i][rank])
-        for inside, numel in _own_boxes(bundle.senders[i], rank):
-            whole.append(Copy(i, inside, to))
-            to += numel * bundle.specs[i].itemsize
-    shared = np.arange(at, at + short_bytes, unit) // unit
+    (offsets, whole_bytes), whole = round_.whole_offsets, []
+    for i, start in offsets.items():
+        held, to = round_.shares[0].bundle.senders[i], at + start
+        for low, high, origin in zip(held.low[rank], held.high[rank], held.origin[rank], strict=True):
+            if (high > low).all():
+                whole.append(Copy(i, tuple(map(slice, (low - origin).tolist(), (high - origin).tolist())), to))
+                to += int((high - low).prod()) * round_.specs[i].itemsize
+    shared = np.arange(at, at + whole_bytes, unit) // unit
     joined = {kind: np.concatenate([*found, shared]) for kind, found in by_kind.items()}
     messages = [joined.get(kind, _NONE) for kind in member.targets]
     sizes = [len(rows) * unit for rows in messages]
-    return (*copies.values(), *whole), max(at + short_bytes, unit), np.concatenate([*messages, _NONE]), sizes
+    return (*copies.values(), *whole), max(at + whole_bytes, unit), np.concatenate([*messages, _NONE]), sizes
 
 
-def _unpacking(round_: Round, member: Member, ranks: int) -> tuple[Ints, list[int], int, tuple[Arrival, ...]]:
-    """Return the positions of the rows of a rank's buffer in the messages, their sizes, and what is where in it."""
-    if member.kind is None:
-        return _NONE, [0] * len(member.sources), 0, ()
-    unit, at, arrivals = round_.unit, 0, []
-    lengths = np.zeros(ranks, dtype=np.int64)  # of the message of each sender so far, in units
-    parts: list[tuple[int, int, Ints]] = []
-    for share in round_.long:
-        for number, parameter in enumerate(share.bundle.by_kind[member.kind]):
-            axis = parameter.axis_of(share.bundle.part_dim)
-            shape = share.part_of(parameter.shape, axis)
-            pieces = [] if parameter.is_staged else [Piece(None, shape, at)]
-            if pieces:
-                at = _up(at + math.prod(shape) * parameter.itemsize, round_.alignment)
+def _arrivals(round_: Round, kind: int | None) -> tuple[tuple[Arrival, ...], int, int]:
+    """Return what a worker gets, the first byte in its buffer of what is sent whole, and the buffer's bytes."""
+    if kind is None:
+        return (), 0, 0
+    found, at, at_words = [], 0, 0
+    for share in round_.shares:
+        alignment, d = ALIGNMENT if share.is_whole else round_.alignment, share.bundle.part_dim
+        for number, parameter in enumerate(share.bundle.by_kind[kind]):
+            placed: list[tuple[Region, int]] = []
             for region in parameter.regions:
-                if parameter.is_staged:
-                    pieces.append(Piece(region, share.part_of(region.shape, share.bundle.part_dim), at))
-                    size = math.prod(pieces[-1].shape) * share.bundle.specs[region.tensor].itemsize
-                    at = _up(at + size, round_.alignment)
-                for rank, rows in _received_rows(share, region, unit):
-                    parts.append((rank, int(lengths[rank]), rows + pieces[-1].start // unit))
-                    lengths[rank] += len(rows)
-            arrivals.append(Arrival(share.bundle, number, axis, share.part, share.parts, shape, tuple(pieces)))
-    each = round_.short_offsets[1] // unit
-    for rank in range(ranks if each else 0):
-        parts.append((rank, int(lengths[rank]), np.arange(rank * each, (rank + 1) * each) + at // unit))
-        lengths[rank] += each
-    place = {number: rank for rank, number in enumerate(member.sources) if number >= 0}
-    by_rank = np.zeros(len(member.sources) + 1, dtype=np.int64)
-    for number, rank in place.items():
-        by_rank[rank + 1] = lengths[number]
-    begins, found = np.cumsum(by_rank), np.zeros(at // unit + ranks * each, dtype=np.int64)
-    for number, begin, positions in parts:
-        found[positions] = begins[place[number]] + begin + np.arange(len(positions))
-    return found, (by_rank[1:] * unit).tolist(), at, (*arrivals, *_short_arrivals(round_, member.kind))
+                placed.append((region, at if parameter.is_staged or not placed else placed[0][1]))
+                size = math.prod(share.part_of(region.shape, d)) * round_.specs[region.tensor].itemsize
+                at = _up(placed[-1][1] + size, alignment)
+            axis = parameter.axis_of(d)
+            shape = share.part_of(parameter.shape, axis)
+            found.append(Arrival(share, parameter, number, axis, shape, tuple(placed)))
+        at_words = at_words if share.is_whole else at
+    return tuple(found), at_words, at
+
+
+def _words(round_: Round, arrivals: Sequence[Arrival], starts: Ints, first: int, end: int) -> Ints:
+    """Return the positions in the received messages of the words that come from what is sent whole.
+
+    Args:
+        starts: the first byte of what each rank has sent whole, ``[ranks]``.
+        first, end: bytes of the round's buffer that these words fill.
+    """
+    if not arrivals:
+        return _NONE
+    word, grids = round_.word, {}
+    for i, offset in round_.whole_offsets[0].items():
+        held, each = round_.shares[0].bundle.senders[i], round_.specs[i].itemsize // word
+        grids[i] = np.zeros((*(round_.specs[i].shape or (1,)), each), dtype=np.int64)
+        for rank, start in enumerate((starts + offset) // word):
+            for low, high in zip(held.low[rank], held.high[rank], strict=True):
+                numbers = np.arange(start, start + (high - low).prod() * each)
+                grids[i][tuple(map(slice, low, high))] = numbers.reshape(*(high - low), each)
+                start += len(numbers)
+    found = np.zeros((end - first) // word, dtype=np.int64)
+    for arrival in arrivals:
+        for region, start in arrival.placed if arrival.share.is_whole else ():
+            if region.part.form != "zeros":
+                shape = (*region.shape, grids[region.tensor].shape[-1])
+                memory = found[(start - first) // word :][: math.prod(shape)].reshape(shape)
+                into = tuple(map(slice, region.at, region.at + region.high - region.low))
+                memory[into] = grids[region.tensor][tuple(map(slice, region.low, region.high))]
+    return found
 
 
 def _sent_rows(
@@ -190,94 +201,50 @@ def _sent_rows(
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
     itemsize, d, origin = share.bundle.specs[region.tensor].itemsize, share.bundle.part_dim, held.origin[rank, box]
     low, high = np.maximum(held.low[rank, box], region.low), np.minimum(held.high[rank, box], region.high)
-    kept = _of_part(share, region, low, high)[0] - origin[d]
-    if region.part.form == "zeros" or (high <= low).any() or not len(kept):
+    kept = _of_part(share, region, low, high)
+    if region.part.form == "zeros" or (high <= low).any() or not kept:
         return None, _NONE, 0
-    shard, inside = tuple(map(int, held.shard[rank])), None
+    shard, inside, low, high = tuple(map(int, held.shard[rank])), None, low - origin, high - origin
     if share.parts > 1:
-        inside = (*[slice(None)] * d, slice(int(kept[0]), int(kept[-1]) + 1, share.parts))
-        kept, shard = np.arange(len(kept)), (*shard[:d], len(kept), *shard[d + 1 :])
-    rows = _positions(low - origin, high - origin, shard, dim, row, unit // itemsize, (d, kept))
-    return inside, rows, math.prod(shard) * itemsize
+        inside = (*[slice(None)] * d, slice(kept[0] - int(origin[d]), kept[-1] + 1 - int(origin[d]), share.parts))
+        low[d], high[d], shard = 0, len(kept), (*shard[:d], len(kept), *shard[d + 1 :])
+    length = unit // itemsize
+    return inside, _cut(_runs(shard, dim, row, length), low, high, row, length), math.prod(shard) * itemsize
 
 
 def _received_rows(share: Share, region: Region, unit: int) -> Iterator[tuple[int, Ints]]:
     """Yield each rank that sends something of a region, and the positions of that in the region's memory."""
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
     d, length, to = share.bundle.part_dim, unit // share.bundle.specs[region.tensor].itemsize, region.at - region.low
-    shape = share.part_of(region.shape, d)
-    for rank, _, low, high in _shared(held, region):
-        kept = _of_part(share, region, low, high)[1]
-        yield rank, _positions(low + to, high + to, shape, dim, row, length, (d, kept))
+    runs = _runs(share.part_of(region.shape, d), dim, row, length)
+    lows, highs = np.maximum(held.low, region.low), np.minimum(held.high, region.high)
+    for rank, box in np.argwhere((highs > lows).all(axis=2)) if region.part.form != "zeros" else ():
+        kept = _of_part(share, region, lows[rank, box], highs[rank, box])
+        low, high = lows[rank, box] + to, highs[rank, box] + to
+        if share.parts > 1:
+            low[d] = (kept.start + to[d]) // share.parts
+            high[d] = low[d] + len(kept)
+        yield int(rank), _cut(runs, low, high, row, length)
 
 
-def _shared(held: Senders, region: Region) -> Iterator[tuple[int, int, Ints, Ints]]:
-    """Yield each rank and box that has some of a region, and the bounds of that."""
-    low, high = np.maximum(held.low, region.low), np.minimum(held.high, region.high)
-    for rank, box in np.argwhere((high > low).all(axis=2)) if region.part.form != "zeros" else ():
-        yield int(rank), int(box), low[rank, box], high[rank, box]
-
-
-def _of_part(share: Share, region: Region, low: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """Return those indices of a box, along the dim that parts divide, that are in a share; and theirs in what comes."""
+def _of_part(share: Share, region: Region, low: Ints, high: Ints) -> range:
+    """Return those indices of a box, along the dim that parts divide, that are in a share."""
     d = share.bundle.part_dim
-    indices = np.arange(low[d], high[d])
-    at = indices - region.low[d] + region.at[d]
-    is_in = at % share.parts == share.part
-    return indices[is_in], at[is_in] // share.parts
+    before = (share.part - int(low[d] - region.low[d] + region.at[d])) % share.parts
+    return range(int(low[d]) + before, int(high[d]), share.parts)
 
 
-def _positions(
-    low: Ints, high: Ints, shape: Sequence[int], dim: int, row: int, length: int, kept: tuple[int, Ints] = (-1, _NONE)
-) -> Ints:
-    """Return the positions of a box's runs of ``length`` elements in contiguous memory, in the order of its rows.
-
-    Args:
-        low, high: the box, in the memory's dims.
-        shape: of the memory.
-        dim, row: the dim that runs are cut from, and the elements of its rows.
-        kept: a dim, and which of its indices are in a share.
-    """
-    strides, found = np.cumprod((1, *reversed(shape[1:])))[::-1], np.zeros(1, dtype=np.int64)
-    for d in range(dim):
-        indices = kept[1] if kept[0] == d else np.arange(low[d], high[d])
-        found = (found[:, None] + indices * strides[d]).reshape(-1)
-    return (found[:, None] + np.arange(low[dim] * row, high[dim] * row, length)).reshape(-1) // length
+def _runs(shape: tuple[int, ...], dim: int, row: int, length: int) -> Ints:
+    """Number the runs of ``length`` elements in memory of this shape, whose rows of ``dim`` have ``row`` elements."""
+    shape = (*shape[:dim], shape[dim] * row // length)
+    return np.arange(math.prod(shape)).reshape(shape)
 
 
-def _own_boxes(held: Senders, rank: int) -> Iterator[tuple[tuple[slice, ...], int]]:
-    """Yield the indices in a rank's shard of each box that it sends, and its elements."""
-    for low, high, origin in zip(held.low[rank], held.high[rank], held.origin[rank], strict=True):
-        if (high > low).all():
-            yield tuple(map(slice, (low - origin).tolist(), (high - origin).tolist())), int((high - low).prod())
-
-
-def _short_arrivals(round_: Round, kind: int) -> Iterator[Arrival]:
-    """Yield the parameters of bundles that are sent whole, with the positions of their elements."""
-    for bundle in round_.short:
-        for number, parameter in enumerate(bundle.by_kind[kind]):
-            regions, shape = parameter.regions, parameter.shape
-            if parameter.is_staged:
-                pieces = [Piece(r, r.shape, elements=_elements(round_, bundle, r.shape, [r])) for r in regions]
-            else:
-                pieces = [Piece(None, shape, elements=_elements(round_, bundle, shape, regions))]
-            yield Arrival(bundle, number, 0, 0, 1, shape, tuple(pieces))
-
-
-def _elements(round_: Round, bundle: Bundle, shape: tuple[int, ...], regions: Iterable[Region]) -> Ints:
-    """Return the positions of the elements of these regions in what all ranks have sent whole."""
-    offsets, nbytes = round_.short_offsets
-    found = np.zeros(math.prod(shape), dtype=np.int64)
-    for region in regions:
-        held, itemsize, last = bundle.senders[region.tensor], bundle.specs[region.tensor].itemsize, len(region.low) - 1
-        sizes = np.prod(np.maximum(held.high - held.low, 0), axis=2)
-        before, to = np.cumsum(sizes, axis=1) - sizes, region.at - region.low
-        for rank, box, low, high in _shared(held, region):
-            origin, start = held.low[rank, box], rank * nbytes + offsets[region.tensor][rank]
-            own = _positions(low - origin, high - origin, held.high[rank, box] - origin, last, 1, 1)
-            into = _positions(low + to, high + to, region.shape, last, 1, 1)
-            found[into] = start // itemsize + before[rank, box] + own
-    return found
+def _cut(runs: Ints, low: Ints, high: Ints, row: int, length: int) -> Ints:
+    """Return the numbers of the runs in a box."""
+    *outer, last = zip(low[: runs.ndim], high[: runs.ndim], strict=True)
+    bounds = (*outer, (last[0] * row // length, last[1] * row // length))
+    return runs[tuple(slice(*bound) for bound in bounds)].reshape(-1)
 
 
 def _up(size: int, to: int) -> int:

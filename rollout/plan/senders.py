@@ -4,7 +4,6 @@ Every element has one sender in each trainer replica. Where several ranks hold t
 is not sharded, each of them sends an equal share of it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +27,6 @@ class Senders:
     high: Ints
     origin: Ints  # ``[ranks, boxes, dims]``: an element's index minus this is its index in the rank's shard
     shard: Ints  # ``[ranks, dims]``: shape of the rank's shard
-
-    @property
-    def numel(self) -> Ints:
-        """Elements that each rank sends, ``[ranks]``."""
-        return np.prod(np.maximum(self.high - self.low, 0), axis=2).sum(axis=1)
 
 
 def _chunks(low: Ints, high: Ints, parts: int, index: Ints) -> tuple[Ints, Ints]:
@@ -61,18 +55,10 @@ def senders_of(tensor: TensorSpec, topology: TrainerTopology) -> Senders:
     shard[:, split] = sizes[..., split].sum(axis=1)
     origin = low.copy()
     origin[..., split] -= np.cumsum(sizes[..., split], axis=1) - sizes[..., split]
-    copies, turn = _copies([coordinates[step.axis] for step in tensor.cuts], topology.fsdp)
-    if copies > 1:
-        d = int(np.argmax(shape))
+    ranks = np.arange(topology.fsdp)
+    axes = np.stack([np.zeros_like(ranks), *coordinates.values()])
+    if (copies := len(ranks) // np.unique(axes, axis=1).shape[1]) > 1:
+        turn, d = np.empty_like(ranks), int(np.argmax(shape))
+        turn[np.lexsort(axes)] = ranks % copies  # ranks with the same elements follow one another
         low[..., d], high[..., d] = _chunks(low[..., d], high[..., d], copies, turn[:, None])
     return Senders(low, high, origin, shard)
-
-
-def _copies(axes: Sequence[Ints], ranks: int) -> tuple[int, Ints]:
-    """Return how many ranks hold the same elements, and the turn of each rank among these."""
-    if not axes:
-        return ranks, np.arange(ranks)
-    copies, turn = ranks // np.unique(np.stack(axes), axis=1).shape[1], np.empty(ranks, dtype=np.int64)
-    order = np.lexsort([np.arange(ranks), *axes])  # those with the same elements follow one another
-    turn[order] = np.arange(ranks) % copies
-    return copies, turn

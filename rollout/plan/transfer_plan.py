@@ -83,14 +83,17 @@ class Targets:
 
 @dataclass(frozen=True)
 class Share:
-    """What a round sends of a bundle: the ``part``-th of ``parts``."""
+    """What a round sends of a bundle: to each worker the ``part``-th of ``parts`` of what it keeps."""
 
     bundle: Bundle
-    part: int
-    parts: int
+    part: int = 0
+    parts: int = 1
+    is_whole: bool = False  # whether it sends the tensors whole to every worker instead
 
     @property
     def run(self) -> Run:
+        if self.is_whole:
+            return 0, {}
         return self.bundle.run if self.parts == 1 else self.bundle.run_of_parts
 
     def part_of(self, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
@@ -104,21 +107,24 @@ class Share:
 class Round:
     """What a round sends."""
 
-    long: tuple[Share, ...]  # in pieces, to each worker what it keeps
-    short: tuple[Bundle, ...] = ()  # whole, to every worker
+    shares: tuple[Share, ...]  # those sent whole are the last
 
     @cached_property
     def unit(self) -> int:
         """Bytes of which everything in this round's messages is a multiple."""
-        run = math.gcd(*(share.run[0] for share in self.long)) or ALIGNMENT
-        # Short tensors are padded to it.
-        return run if not self.short else max(d for d in range(1, min(run, 4096) + 1) if run % d == 0)
+        run = math.gcd(*(share.run[0] for share in self.shares)) or ALIGNMENT
+        # What is sent whole is padded to it.
+        return run if not self.shares[-1].is_whole else max(d for d in range(1, min(run, 4096) + 1) if run % d == 0)
+
+    @cached_property
+    def word(self) -> int:
+        """Bytes of which all elements and offsets of what is sent whole are multiples."""
+        return math.gcd(self.unit, *(self.specs[i].itemsize for i in self.whole_offsets[0]))
 
     @cached_property
     def specs(self) -> dict[int, TensorSpec]:
         """The tensors that it sends, by their numbers in the group, in an order that all ranks share."""
-        bundles = [*(share.bundle for share in self.long), *self.short]
-        found = {i: bundle.specs[i] for bundle in bundles for i in bundle.tensors}
+        found = {i: share.bundle.specs[i] for share in self.shares for i in share.bundle.tensors}
         return dict(sorted(found.items()))
 
     @property
@@ -127,14 +133,11 @@ class Round:
         return math.lcm(self.unit, ALIGNMENT)
 
     @cached_property
-    def short_offsets(self) -> tuple[dict[int, Ints], int]:
-        """Where each rank's part of each short tensor begins in its message, ``[ranks]``; and the bytes of all."""
-        found, end = {}, np.zeros(1, dtype=np.int64)
-        for bundle, i in ((b, i) for b in self.short for i in b.tensors):
-            sizes = -(-bundle.senders[i].numel * bundle.specs[i].itemsize // ALIGNMENT) * ALIGNMENT
-            end = end + sizes
-            found[i] = end - sizes
-        return found, int(-(-end.max() // self.alignment) * self.alignment)
+    def whole_offsets(self) -> tuple[dict[int, int], int]:
+        """Where a rank's part of each tensor that is sent whole begins, and the bytes of all."""
+        sizes = [item for share in self.shares if share.is_whole for item in share.bundle.whole_sizes.items()]
+        *starts, end = itertools.accumulate((size for _, size in sizes), initial=0)
+        return dict(zip((i for i, _ in sizes), starts, strict=True)), -(-end // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True)
@@ -158,9 +161,9 @@ class TransferPlan:
     limit: int
 
     @property
-    def rounds(self) -> Iterator[tuple[str, int, int]]:
-        """The prefix, the template and the number in it of each round."""
-        return ((prefix, t, n) for prefix, t in self.layers for n in range(len(self.templates[t].rounds)))
+    def rounds(self) -> Iterator[tuple[str, Round]]:
+        """All rounds, each with the prefix of its tensors' names."""
+        return ((prefix, round_) for prefix, t in self.layers for round_ in self.templates[t].rounds)
 
     @cached_property
     def sent(self) -> Ints:
@@ -189,7 +192,7 @@ class TransferPlan:
             kinds = [of_kind for bundle in template.bundles for of_kind in bundle.by_kind]
             facts.append(template.tensors)
             facts.append([[(p.name, [region.part for region in p.regions]) for p in of_kind] for of_kind in kinds])
-            facts.append([(len(r.long), len(r.short), r.unit) for r in template.rounds])
+            facts.append([(len(r.shares), r.unit) for r in template.rounds])
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
@@ -260,54 +263,44 @@ class _Load:
 
     targets: Targets
     sent: Ints  # by each rank to a worker of each kind, ``[ranks, kinds]``
-    short: int = 0  # by each rank to every worker
+    whole: int = 0  # by each rank to every worker
 
     @property
     def most(self) -> int:
         """The most bytes that any rank sends or receives."""
         ranks = len(self.sent)
         if self.targets.are_gathered:  # messages are as long as the longest
-            return ranks * (int(self.sent.max(initial=0)) + self.short)
+            return ranks * (int(self.sent.max(initial=0)) + self.whole)
         count = self.targets.count
-        sent = (self.sent @ count.T).max(initial=0) + self.short * count.sum(axis=1).max(initial=0)
-        return int(max(sent, self.sent.sum(axis=0).max(initial=0) + self.short * ranks))
+        sent = (self.sent @ count.T).max(initial=0) + self.whole * count.sum(axis=1).max(initial=0)
+        return int(max(sent, self.sent.sum(axis=0).max(initial=0) + self.whole * ranks))
 
     def plus(self, share: Share) -> "_Load":
+        if share.is_whole:
+            return replace(self, whole=self.whole + sum(share.bundle.whole_sizes.values()))
         return replace(self, sent=self.sent + share.bundle.sent(share.part, share.parts))
-
-    def plus_short(self, bundle: Bundle) -> "_Load":
-        return replace(self, short=self.short + bundle.short_bytes)
 
 
 def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: bool) -> Iterator[Round]:
     """Divide the bundles of a layer into rounds in which no rank sends or receives more than ``limit`` bytes."""
-    long: list[Share] = []
-    short: list[Bundle] = []
+    shares: list[Share] = []
     load, run = nothing, 0
-    # What is sent whole can't be divided, and has positions of its elements beside it.
-    whole = [bundle for bundle in bundles if bundle.is_short and nothing.plus_short(bundle).most <= limit // 16]
+    # Bundles that are sent whole can't be divided, and have positions of their words beside them.
+    whole = [b for b in bundles if b.is_short and nothing.plus(Share(b, is_whole=True)).most <= limit // 16]
     # From long runs to short ones, so that few bundles shorten the run of the one before. What is not sharded comes
-    # last: scales, which a rank knows when it has quantised their weights.
-    long_ones = [bundle for bundle in bundles if bundle not in whole]
-    for bundle in sorted(long_ones, key=lambda b: (not any(b.specs[i].cuts for i in b.tensors), -b.run[0])):
-        parts = _parts(bundle, nothing, limit, must_fit)
-        for share in (Share(bundle, part, parts) for part in range(parts)):
+    # after: scales, which a rank knows when it has quantised their weights.
+    for bundle in sorted(bundles, key=lambda b: (b in whole, not any(b.specs[i].cuts for i in b.tensors), -b.run[0])):
+        parts = 1 if bundle in whole else _parts(bundle, nothing, limit, must_fit)
+        for share in (Share(bundle, part, parts, bundle in whole) for part in range(parts)):
             own, more = share.run[0], load.plus(share)
             shared = math.gcd(run, own)
-            if long and (shared < min(run, own, _LONG_RUN) or more.most > limit):
-                yield Round(tuple(long))
-                long, more, shared = [], nothing.plus(share), own
-            long.append(share)
+            if shares and (shared < min(run, own, _LONG_RUN) or more.most > limit):
+                yield Round(tuple(shares))
+                shares, more, shared = [], nothing.plus(share), own
+            shares.append(share)
             load, run = more, shared
-    for bundle in whole:
-        more = load.plus_short(bundle)
-        if (long or short) and more.most > limit:
-            yield Round(tuple(long), tuple(short))
-            long, short, more = [], [], nothing.plus_short(bundle)
-        short.append(bundle)
-        load = more
-    if long or short:
-        yield Round(tuple(long), tuple(short))
+    if shares:
+        yield Round(tuple(shares))
 
 
 def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:

@@ -8,7 +8,6 @@ Where vLLM computes with adapters, the weights come without them, and only in a 
 the adapters follow in every sync, broadcast to all.
 """
 
-import contextlib
 import itertools
 import json
 import logging
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..layout.slice_names import slice_name
 from ..layout.specs import Rollout, SyncMode
 from ..plan.transfer_plan import Targets, round_bytes
 from ..servers import BACKEND, choose_mode, server_of
@@ -183,10 +181,7 @@ class ReceivedWeights:
             if self.mode != "sliced":
                 yield from to_the_end(receive_buckets(self._group, self.mode, self.traffic))
                 return
-            exchange = self._endpoint.exchange(self._layout, self._requests)
-            with contextlib.closing(exchange.run(None, self.traffic)) as parameters:
-                for parameter, axis, first, step, values in parameters:
-                    yield slice_name(parameter, first, step, axis), values
+            yield from self._endpoint.exchange(self._layout, self._requests).named(None, self.traffic)
 
     __iter__ = tensors
 

@@ -8,6 +8,8 @@ operations for each round and one view for each parameter, whatever the number o
 The next round is on its way while the consumer uses the parameters of the one before it.
 """
 
+import contextlib
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -16,8 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..layout.slice_names import slice_name
 from ..layout.specs import TargetSlice, TensorSpec
-from ..plan.routes import Arrival, Member, Piece, Route, route_of
+from ..plan.routes import Arrival, Member, Route, route_of
 from ..plan.transfer_plan import Round, TransferPlan
 from .buckets import view
 from .report import Traffic
@@ -45,11 +48,11 @@ class Exchange:
 
     Args:
         plan: made from the same facts on all ranks.
-        member: this rank's part in it.
-        slices_of: returns the slices of a tensor that this rank's worker keeps, as the plan was made with.
+        rank: see ``Member.of``.
+        slices_of: returns the slices of a tensor that a worker of a kind keeps, as the plan was made with.
         dtypes: returns the dtype in which a tensor is sent, by its name.
         device: of all buffers and yielded values.
-        group: ranks in the order of ``member``.
+        group: the ranks of ``Member.of`` in their order.
         head_dim: rows of an attention head, for parameters that hold the even rows of each before the odd ones.
         finish: waits for a collective.
     """
@@ -57,30 +60,23 @@ class Exchange:
     def __init__(
         self,
         plan: TransferPlan,
-        member: Member,
-        slices_of: Callable[[TensorSpec], Sequence[TargetSlice]],
+        rank: int,
+        slices_of: Callable[[TensorSpec, int], Sequence[TargetSlice]],
         dtypes: Callable[[str], torch.dtype],
         device: torch.device | str,
         group: dist.ProcessGroup | None = None,
         head_dim: int = 1,
         finish: Callable[[dist.Work], object] = dist.Work.wait,
     ):
-        self.plan, self.member, self.device, self.group = plan, member, torch.device(device), group
+        self.plan, self.member, self.device, self.group = plan, Member.of(plan, rank), torch.device(device), group
         self._slices_of, self._dtypes, self._head_dim, self._finish = slices_of, dtypes, head_dim, finish
-        # `dist.get_rank` knows only groups of this process's world.
-        self._rank = dist.get_rank() if group is None else group.rank()
-        self._is_alone = dist.get_world_size(group) == 1
-        self._rounds = [(prefix, plan.templates[t].rounds[n]) for prefix, t, n in plan.rounds]
-        self._routes: dict[Round, Route] = {}
+        self._rank = rank if plan.targets.are_separate else rank % plan.topology.fsdp  # in the group
+        self._is_alone = len(self.member.targets) == 1
         self._position_bytes = 0
+        rounds = (round_ for template in plan.templates for round_ in template.rounds)
+        self._routes = {round_: self._on_device(route_of(round_, self.member, plan)) for round_ in rounds}
         self._parameter_names: dict[str, list[str]] = {}
         self.traffic = Traffic()
-
-    def plan_routes(self) -> None:
-        """Compute what this rank does in each round, once."""
-        for _, round_ in self._rounds:
-            if round_ not in self._routes:
-                self._routes[round_] = self._on_device(route_of(round_, self.member, self.plan))
 
     def run(self, values: Values | None, traffic: Traffic | None = None) -> Generator[Received, None, None]:
         """Yield the parameters of this rank's worker, layer by layer in the model's order; collective.
@@ -92,26 +88,28 @@ class Exchange:
             traffic: counts the bytes that this run sends, receives and holds.
         """
         self.traffic = traffic = traffic or Traffic()
-        self.plan_routes()
         buffers = self._allocate()
-        held = self._position_bytes + sum(buffer.nbytes for buffer in buffers)
-        traffic.hold(held)
-        try:
+        with traffic.holding(self._position_bytes + sum(buffer.nbytes for buffer in buffers)):
             yield from to_the_end(self._run(values, *buffers))
-        finally:
-            traffic.release(held)
+
+    def named(self, values: Values | None, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Run and yield the parameters, or parts of them, by ``slice_name``."""
+        with contextlib.closing(self.run(values, traffic)) as parameters:
+            for parameter, axis, first, step, part in parameters:
+                yield slice_name(parameter, first, step, axis), part
 
     def _run(
         self, values: Values | None, flat: torch.Tensor, sent: torch.Tensor, received: torch.Tensor, out: torch.Tensor
     ) -> Iterator[Received]:
         local: dict[str, torch.Tensor] = {}
         pending: dist.Work | None = None
-        for number, (prefix, round_) in enumerate([*self._rounds, ("", None)]):
-            if number:
+        for (before, done), (prefix, round_) in itertools.pairwise([("", None), *self.plan.rounds, ("", None)]):
+            if done is not None:
                 if pending is not None:
                     self._finish(pending)
-                before, done = self._rounds[number - 1]
-                _gather_rows(received, self._routes[done].received, done.unit, out)
+                route = self._routes[done]
+                _gather_rows(received, route.received, done.unit, out)
+                _gather_rows(received, route.received_words, done.word, out[len(route.received) * done.unit :])
             if round_ is not None:
                 if values is not None:
                     names = [prefix + spec.name for spec in round_.specs.values()]
@@ -119,9 +117,8 @@ class Exchange:
                         local = {name: local[name] if name in local else values(name) for name in names}
                         self._pack(prefix, round_, local, flat, sent)
                 pending = self._start(self._routes[round_], sent, received)
-            if number:
-                for arrival in self._routes[done].arrivals:
-                    yield self._received(before, self._routes[done], arrival, out)
+            for arrival in route.arrivals if done is not None else ():
+                yield self._received(before, arrival, out)
 
     def _allocate(self) -> list[torch.Tensor]:
         """Allocate the flat buffer, what is sent, what is received, and the worker's parameters of a round."""
@@ -160,37 +157,33 @@ class Exchange:
         sizes = route.received_sizes, route.sent_sizes
         return dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True)
 
-    def _received(self, prefix: str, route: Route, arrival: Arrival, out: torch.Tensor) -> Received:
-        assert self.member.kind is not None
-        specs, parameter = arrival.bundle.specs, arrival.bundle.by_kind[self.member.kind][arrival.number]
+    def _received(self, prefix: str, arrival: Arrival, out: torch.Tensor) -> Received:
+        share, parameter, axis = arrival.share, arrival.parameter, arrival.axis
         name = self._names(prefix, arrival)[arrival.number]
-
-        def values_of(piece: Piece, tensor: int) -> torch.Tensor:
-            dtype = self._dtypes(prefix + specs[tensor].name)
-            if piece.elements is None:
-                return view(out, piece.start, piece.shape, dtype)
-            return out[route.short : route.nbytes].view(dtype).index_select(0, piece.elements).view(piece.shape)
-
-        if not parameter.is_staged:
-            values = values_of(arrival.pieces[0], parameter.regions[0].tensor)
-            return Received(name, arrival.axis, arrival.part, arrival.parts, values)
-        regions = [(piece.region, piece) for piece in arrival.pieces if piece.region is not None]
-        parts = [(r.part, _in_form(values_of(piece, r.tensor), r.part, self._head_dim)) for r, piece in regions]
+        parts = []
+        for region, start in arrival.placed:
+            dtype = self._dtypes(prefix + share.bundle.specs[region.tensor].name)
+            if not parameter.is_staged:
+                return Received(name, axis, share.part, share.parts, view(out, start, arrival.shape, dtype))
+            values = view(out, start, share.part_of(region.shape, share.bundle.part_dim), dtype)
+            parts.append((region.part, _in_form(values, region.part, self._head_dim)))
         dtype = max((values.dtype for _, values in parts), key=lambda dtype: dtype.itemsize)
         whole = torch.empty(arrival.shape, dtype=dtype, device=self.device)
         for part, values in parts:
             into = [slice(low, high) for low, high in zip(part.at, part.end, strict=True)]
-            if arrival.parts > 1:
-                into[arrival.axis] = slice(None)
+            if share.parts > 1:
+                into[axis] = slice(None)
             target = whole[tuple(into)]
             target.copy_(values.reshape(target.shape))
-        return Received(name, arrival.axis, arrival.part, arrival.parts, whole)
+        return Received(name, axis, share.part, share.parts, whole)
 
     def _names(self, prefix: str, arrival: Arrival) -> list[str]:
-        specs = [arrival.bundle.specs[i] for i in arrival.bundle.tensors]
+        specs = [arrival.share.bundle.specs[i] for i in arrival.share.bundle.tensors]
         key = prefix + specs[0].name
         if key not in self._parameter_names:
-            parts = (part for spec in specs for part in self._slices_of(replace(spec, name=prefix + spec.name)))
+            full, kind = (replace(spec, name=prefix + spec.name) for spec in specs), self.member.kind
+            assert kind is not None
+            parts = (part for spec in full for part in self._slices_of(spec, kind))
             self._parameter_names[key] = list(dict.fromkeys(part.parameter for part in parts))
         return self._parameter_names[key]
 
@@ -202,11 +195,8 @@ class Exchange:
             self._position_bytes += positions.size * dtype().itemsize
             return torch.from_numpy(positions.astype(dtype)).to(self.device)
 
-        def at_hand(piece: Piece) -> Piece:
-            return piece if piece.elements is None else replace(piece, elements=moved(piece.elements))
-
-        arrivals = tuple(replace(a, pieces=tuple(map(at_hand, a.pieces))) for a in route.arrivals)
-        return replace(route, sent=moved(route.sent), received=moved(route.received), arrivals=arrivals)
+        sent, received, words = map(moved, (route.sent, route.received, route.received_words))
+        return replace(route, sent=sent, received=received, received_words=words)
 
 
 def to_the_end(found: Iterator[_T]) -> Generator[_T, None, None]:

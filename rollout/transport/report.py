@@ -1,5 +1,7 @@
 """Statistics of one weight sync on one rank."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["TransferStats", "SyncReport", "Traffic"]
@@ -16,13 +18,15 @@ class Traffic:
     held: int = 0
     peak: int = 0
 
-    def hold(self, nbytes: int) -> None:
-        """Count buffers that were allocated; call ``release`` when they are freed."""
+    @contextlib.contextmanager
+    def holding(self, nbytes: int) -> Iterator[None]:
+        """Count buffers that are freed after the block."""
         self.held += nbytes
         self.peak = max(self.peak, self.held)
-
-    def release(self, nbytes: int) -> None:
-        self.held -= nbytes
+        try:
+            yield
+        finally:
+            self.held -= nbytes
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,6 @@ class TransferStats:
         gather_seconds: time spent waiting for tensors from the trainer's ranks.
         wire_seconds: time spent filling buckets.
         load_seconds: time spent waiting for the worker, which receives and loads them.
-        is_verl_sender: whether verl's own sender filled the buckets, since its version is not known (``sender.py``).
     """
 
     tensors: int
@@ -42,7 +45,6 @@ class TransferStats:
     gather_seconds: float
     wire_seconds: float
     load_seconds: float
-    is_verl_sender: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,6 @@ class SyncReport:
             "sync_least_gb": self.min_received_bytes / _GB,
             "sync_sent_gb": self.traffic.sent / _GB,
             "sync_peak_gb": self.traffic.peak / _GB,
-            # 1 if the sync fell back to the slower mode or sender, else 0.
+            # 1 if the sync fell back to the slower mode, else 0.
             "sync_full_stream": float(self.mode == "full"),
-            "sync_stock_sender": float(self.transfer.is_verl_sender),
         }

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_verl_sender", "new_sender"]
+__all__ = ["sender_class"]
 
 logger = logging.getLogger("epfsdp2")
 
@@ -22,18 +22,9 @@ _Weights = AsyncIterator[tuple[str, torch.Tensor]]
 _KNOWN = {"3248c2d221eb5828"}  # fingerprints of sources of verl's sender
 
 
-def new_sender(*args: Any, **kwargs: Any) -> Any:
-    """Make a sender; arguments as of verl's ``BucketedWeightSender``."""
-    return _class()(*args, **kwargs)
-
-
-def is_verl_sender(sender: Any) -> bool:
-    """Tell whether ``new_sender`` made one of verl's own class."""
-    return type(sender).__module__ != __name__
-
-
 @cache
-def _class() -> type:
+def sender_class() -> Any:
+    """Return the class of senders, a subclass of verl's ``BucketedWeightSender`` where its source is known."""
     from verl.utils.device import get_torch_device
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 

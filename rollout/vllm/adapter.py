@@ -18,7 +18,7 @@ import zmq
 
 from ..transport.checksums import with_checksums
 from ..transport.report import TransferStats
-from ..transport.sender import is_verl_sender, new_sender
+from ..transport.sender import sender_class
 from ..transport.watched_sockets import WatchedContext, WeightSyncError, await_result
 from .server import has_our_extension
 
@@ -147,7 +147,7 @@ async def send_weights(
 
     waits_for = f"the vLLM worker behind {zmq_handle}"
     context = WatchedContext(zmq.Context.instance(), timeout_seconds, waits_for, check)
-    sender = new_sender(zmq_handle, bucket_size_mb=bucket_megabytes, use_shm=use_shm)
+    sender = sender_class()(zmq_handle, bucket_size_mb=bucket_megabytes, use_shm=use_shm)
     sender.zmq_context = context
     try:
         await sender.async_send_weights(progress.of(weights))
@@ -156,7 +156,7 @@ async def send_weights(
             await await_result(future, timeout_seconds, "vLLM received every tensor but did not finish the update")
         gather, waited = progress.gather_seconds, context.waited_seconds
         wire, load = sent - started - gather - waited, waited + time.monotonic() - sent
-        return TransferStats(progress.sent, progress.nbytes, gather, wire, load, is_verl_sender(sender))
+        return TransferStats(progress.sent, progress.nbytes, gather, wire, load)
     except Exception as error:
         if progress.failed_in_source:
             raise  # an error of the trainer, not of the transfer

@@ -152,7 +152,7 @@ def test_send_weights_without_memory_for_a_bucket_takes_part_in_the_exchange(han
         async def async_send_weights(self, weights):
             raise OSError("no space left")
 
-    monkeypatch.setattr(server_adapter, "new_sender", Fails)
+    monkeypatch.setattr(server_adapter, "sender_class", lambda: Fails)
     with pytest.raises(WeightSyncError, match="after 0 tensors .*no space left"):
         send(handle, exchange())
     assert done == ["begun", "ended"]

@@ -21,7 +21,7 @@ from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.exchange import Exchange, Values
 from tests.support.scale import Size
 
-__all__ = ["MEMORY", "colocated", "no_bytes", "planned", "run", "sent_model", "separate", "shards_of", "sync_of"]
+__all__ = ["MEMORY", "colocated", "no_bytes", "run", "sent_model", "separate", "shards_of", "sync_of"]
 
 MEMORY = 2048 << 20
 
@@ -69,19 +69,13 @@ def shards_of(sent: SentModel) -> Values:
 def colocated(sent: SentModel, rollout: Rollout) -> Exchange:
     """Plan the part of rank 0 in a sync to workers beside the trainer's ranks."""
     targets = Targets.colocated(sent.topology, rollout.workers)
-    return planned(sent.exchange(rollout, targets, round_bytes(MEMORY), 0, "meta", None))
+    return sent.exchange(rollout, targets, round_bytes(MEMORY), 0, "meta", None)
 
 
 def separate(sent: SentModel, rollout: Rollout, workers: int, rank: int) -> Exchange:
     """Plan the part of a rank in a sync to workers that follow the trainer's ranks in the group."""
     targets = Targets.separate([worker % rollout.workers for worker in range(workers)], sent.topology)
-    return planned(sent.exchange(rollout, targets, round_bytes(MEMORY), rank, "meta", None))
-
-
-def planned(exchange: Exchange) -> Exchange:
-    """Compute all that is computed once."""
-    exchange.plan_routes()
-    return exchange
+    return sent.exchange(rollout, targets, round_bytes(MEMORY), rank, "meta", None)
 
 
 def run(exchange: Exchange, values: Values | None) -> int:

@@ -9,7 +9,6 @@ from tests.scale.syncs import (
     MEMORY,
     colocated,
     no_bytes,
-    planned,
     run,
     sent_model,
     separate,
@@ -36,7 +35,7 @@ def _costs(size: Size) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with on_fake_ranks(size.world), no_bytes():
         sync, rollout = sync_of(size), ROLLOUTS[size][0]
-        found["plan"], exchange = Cost.of(lambda: planned(sync.exchange(rollout)))
+        found["plan"], exchange = Cost.of(sync.exchange, rollout)
         found["digest"], _ = Cost.of(exchange.plan.digest)
         found["first"], found["parameters"] = Cost.of(run, exchange, sync.values())
         found["again"], _ = Cost.of(lambda: run(exchange, sync.values()))
@@ -45,7 +44,7 @@ def _costs(size: Size) -> dict[str, Any]:
             found["full first"], found["tensors"] = Cost.of(lambda: sum(1 for _ in sync.full()))
             found["full again"], _ = Cost.of(lambda: sum(1 for _ in sync.full()))
         if size == QUANTISED:
-            exchange = planned(sync.exchange(IN_BLOCKS))
+            exchange = sync.exchange(IN_BLOCKS)
             found["fp8"], found["fp8 parameters"] = Cost.of(lambda: run(exchange, sync.values("merged", IN_BLOCKS)))
             found["fp8 peak"] = exchange.traffic.peak
         sent = sync.sent_model()

@@ -45,9 +45,9 @@ def test_plan_brings_every_worker_its_parameters_within_the_limit(problem):
             is_filled = ~values.isnan()
             assert torch.equal(found[name][is_filled], values[is_filled]), name
         assert sum(int((~v.isnan()).sum()) * 2 for v in wanted.values()) == plan.needed[kind]
-    for moved, (_, template, number) in zip(emulated.moved, [*plan.rounds] * topology.dp_replicate, strict=False):
+    for moved, (_, round_) in zip(emulated.moved, [*plan.rounds] * topology.dp_replicate, strict=False):
         # Messages with what is short are padded to the runs of what is not.
-        padding = max(len(targets.kinds), topology.fsdp) * plan.templates[template].rounds[number].alignment
+        padding = max(len(targets.kinds), topology.fsdp) * round_.alignment
         assert max(most for pair in moved for most in pair) <= limit + padding
 
 

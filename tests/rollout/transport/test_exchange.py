@@ -62,10 +62,10 @@ def _planned_bytes(exchange):
     plan, member = exchange.plan, exchange.member
     own, sent, received = dist.get_rank() % plan.topology.fsdp, 0, 0
     others = [rank for rank in range(plan.topology.fsdp) if rank != own]
-    for _, template, number in plan.rounds:
-        round_ = plan.templates[template].rounds[number]
-        long = sum((share.bundle.sent(share.part, share.parts) for share in round_.long), 0 * plan.sent)
-        short = round_.short_offsets[1]
+    for _, round_ in plan.rounds:
+        shares = [share for share in round_.shares if not share.is_whole]
+        long = sum((share.bundle.sent(share.part, share.parts) for share in shares), 0 * plan.sent)
+        short = round_.whole_offsets[1]
         if plan.targets.are_gathered:  # messages are as long as the longest
             sent += len(others) * int(long.max() + short)
             received += len(others) * int(long.max() + short)
@@ -188,7 +188,7 @@ def _round_by_round(folder):
     rounds = [len(event) == 2 for event in events]
     expected = [
         [
-            (exchange.plan.layers[layer][0], arrival.part, arrival.parts)
+            (exchange.plan.layers[layer][0], arrival.share.part, arrival.share.parts)
             for arrival in exchange._routes[exchange.plan.templates[template].rounds[number]].arrivals
         ]
         for layer, (_, template) in enumerate(exchange.plan.layers)

@@ -1,7 +1,6 @@
 """Every family whose layout in a server is known: an exchange brings workers what whole tensors, cut by it, have."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.dtensor import persistent_buffers
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.specs import Heads, Rollout
-from epfsdp2.rollout.plan.routes import Member
 from epfsdp2.rollout.plan.transfer_plan import Targets, make_transfer_plan
 from epfsdp2.rollout.sent_tensors import slices_of_workers
 from epfsdp2.rollout.servers import SERVERS
@@ -49,9 +47,7 @@ def _compare(rollout):
         heads, worker = Heads.of(model.config), dist.get_rank() % rollout.workers
         slices_of, targets = slices_of_workers(specs, rollout, heads), Targets.colocated(topology, rollout.workers)
         plan = make_transfer_plan(specs, layer_names(model), topology, targets, slices_of, LIMIT)
-        member = Member.of(plan, dist.get_rank())
-        of_worker = partial(slices_of, worker=worker)
-        exchange = Exchange(plan, member, of_worker, dtypes.__getitem__, "cpu", head_dim=heads.dim)
+        exchange = Exchange(plan, dist.get_rank(), slices_of, dtypes.__getitem__, "cpu", head_dim=heads.dim)
         by_name = {spec.name: spec for spec in specs}
         for seed in range(2):
             randomise(model, seed)

@@ -32,10 +32,10 @@ def _received(handle: str) -> tuple[threading.Thread, dict, list]:
 def _send(handle: str, weights):
     thread, tensors, buckets = _received(handle)
     arguments = dict(zmq_handle=handle, bucket_megabytes=1, use_shm=True, timeout_seconds=30.0, rank=0)
-    transfer = asyncio.run(send_weights(weights, **arguments))
+    asyncio.run(send_weights(weights, **arguments))
     thread.join(30)
     assert not thread.is_alive()
-    return tensors, buckets, transfer
+    return tensors, buckets
 
 
 def test_bucket_contents_equal_those_of_verls_sender(monkeypatch):
@@ -43,13 +43,13 @@ def test_bucket_contents_equal_those_of_verls_sender(monkeypatch):
     dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
     weights = [(f"{i}", torch.randn(90_000 + i).to(dtypes[i % 4])) for i in range(20)]
     weights += [("empty", torch.empty(0, 3)), ("scalar", torch.tensor(2.0))]
-    ours, buckets, transfer = _send(handle, iter(weights))
-    assert not transfer.is_verl_sender
-    sender._class.cache_clear()
+    ours, buckets = _send(handle, iter(weights))
+    assert sender.sender_class().__name__ == "StreamSender"
+    sender.sender_class.cache_clear()
     monkeypatch.setattr(sender, "_KNOWN", set())
-    theirs, their_buckets, transfer = _send(handle, iter(weights))
-    assert transfer.is_verl_sender
-    sender._class.cache_clear()
+    theirs, their_buckets = _send(handle, iter(weights))
+    assert sender.sender_class().__name__ == "BucketedWeightSender"
+    sender.sender_class.cache_clear()
     assert buckets == their_buckets and len(buckets) > 3
     assert all(torch.equal(ours[name], tensor) and torch.equal(theirs[name], tensor) for name, tensor in weights)
 
@@ -61,7 +61,7 @@ def _full_buckets():
 
 def test_bucket_memory_when_given_back_has_no_views(monkeypatch):
     """What is still referenced stays reserved on the GPU, beside vLLM's cache."""
-    references, cls = [], sender._class()
+    references, cls = [], sender.sender_class()
     cleanup = cls._cleanup
 
     def count(self):
@@ -69,7 +69,7 @@ def test_bucket_memory_when_given_back_has_no_views(monkeypatch):
         cleanup(self)
 
     monkeypatch.setattr(cls, "_cleanup", count)
-    tensors, _, _ = _send(f"ipc:///tmp/epfsdp2-test-{os.getpid()}.sock", _full_buckets())
+    tensors, _ = _send(f"ipc:///tmp/epfsdp2-test-{os.getpid()}.sock", _full_buckets())
     assert [tensors[f"{i}"][0] for i in range(3)] == [0, 1, 2]
     alone = torch.empty(4)
     assert references == [torch._C._storage_Use_Count(alone.untyped_storage()._cdata)]
@@ -82,12 +82,12 @@ def test_bucket_before_it_is_sent_waits_for_its_own_stream_and_not_the_device(mo
     device = SimpleNamespace(
         current_stream=lambda: stream, synchronize=lambda: waits.append("device"), empty_cache=lambda: None
     )
-    sender._class.cache_clear()
+    sender.sender_class.cache_clear()
     monkeypatch.setattr("verl.utils.device.get_torch_device", lambda: device)
     try:
-        _, buckets, _ = _send(f"ipc:///tmp/epfsdp2-test-{os.getpid()}.sock", _full_buckets())
+        _, buckets = _send(f"ipc:///tmp/epfsdp2-test-{os.getpid()}.sock", _full_buckets())
     finally:
-        sender._class.cache_clear()
+        sender.sender_class.cache_clear()
     assert waits == ["stream"] * len(buckets) and len(buckets) == 3
 
 
@@ -95,21 +95,21 @@ def test_sender_fingerprint_of_installed_verl_is_known():
     assert sender.fingerprint() in sender._KNOWN
 
 
-def test_new_sender_with_unknown_fingerprint_uses_verls_and_warns_once(monkeypatch, caplog):
-    sender._class.cache_clear()
+def test_sender_class_with_unknown_fingerprint_uses_verls_and_warns_once(monkeypatch, caplog):
+    sender.sender_class.cache_clear()
     monkeypatch.setattr(sender, "_KNOWN", set())
     with caplog.at_level("WARNING", "epfsdp2"):
-        classes = {sender._class().__name__ for _ in range(2)}
-    sender._class.cache_clear()
+        classes = {sender.sender_class().__name__ for _ in range(2)}
+    sender.sender_class.cache_clear()
     assert classes == {"BucketedWeightSender"} and caplog.text.count("is not that of verl 0.9.1") == 1
 
 
-def test_new_sender_without_verls_source_uses_verls(monkeypatch, caplog):
+def test_sender_class_without_verls_source_uses_verls(monkeypatch, caplog):
     monkeypatch.setattr(sender.inspect, "getsource", mock.Mock(side_effect=OSError("could not get source code")))
-    sender._class.cache_clear()
+    sender.sender_class.cache_clear()
     with caplog.at_level("WARNING", "epfsdp2"):
-        name = sender._class().__name__
-    sender._class.cache_clear()
+        name = sender.sender_class().__name__
+    sender.sender_class.cache_clear()
     assert name == "BucketedWeightSender" and "is not that of verl 0.9.1" in caplog.text
 
 
@@ -122,10 +122,10 @@ def test_tensor_larger_than_shared_memory_is_refused_with_the_setting_to_raise()
 def test_tensor_larger_than_device_memory_of_a_bucket_is_sent_alone_by_verls_method(monkeypatch):
     """After those before it, and with the bucket empty behind it."""
     sent = []
-    cls = sender._class()
+    cls = sender.sender_class()
     for method in ("_init_socket", "_init_buffer", "_cleanup"):
         monkeypatch.setattr(cls, method, lambda self: None)
-    one = sender.new_sender("", bucket_size_mb=1)
+    one = cls("", bucket_size_mb=1)
     one.buffer = torch.empty(1 << 20, dtype=torch.uint8)
     one.socket = SimpleNamespace(
         send_pyobj=lambda message: sent.append([*message["bucket_meta"], message["is_last"]]), recv=lambda: b""

@@ -112,24 +112,23 @@ class Emulated:
                 self._run([Member.of(plan, replica * ranks + rank) for rank in range(ranks)], replica * ranks)
 
     def _run(self, members: list[Member], first: int) -> None:
-        for prefix, template, number in self.plan.rounds:
-            round_ = self.plan.templates[template].rounds[number]
-            messages = [self._messages(round_, prefix, template, member) for member in members]
+        for prefix, round_ in self.plan.rounds:
+            messages = [self._messages(round_, prefix, member) for member in members]
             moved = []
             for rank, member in enumerate(members):
                 incoming = [sent[rank] for sent in messages]
                 moved.append((sum(map(len, messages[rank])), sum(map(len, incoming))))
                 if member.kind is not None:
-                    self._receive(round_, prefix, template, member, incoming, first + rank)
+                    self._receive(round_, prefix, member, incoming, first + rank)
             self.moved.append(moved)
 
-    def _messages(self, round_, prefix, template, member: Member) -> list[np.ndarray]:
+    def _messages(self, round_, prefix, member: Member) -> list[np.ndarray]:
         if member.source is None:
             return [np.zeros(0, dtype=np.uint8)] * len(member.targets)
-        packing, specs = route_of(round_, member, self.plan), self.plan.templates[template].tensors
+        packing = route_of(round_, member, self.plan)
         flat = np.zeros(packing.flat_bytes, dtype=np.uint8)
         for copy in packing.copies:
-            spec = specs[copy.tensor]
+            spec = round_.specs[copy.tensor]
             full = TensorSpec(prefix + spec.name, spec.shape, spec.itemsize, spec.cuts)
             held = shard_of(self._whole[full.name], full, self.plan, member.source)
             held = held if copy.inside is None else held[copy.inside]
@@ -140,23 +139,22 @@ class Emulated:
             return [sent] * len(member.targets)
         return np.split(sent, np.cumsum(packing.sent_sizes)[:-1])
 
-    def _receive(self, round_, prefix, template, member: Member, incoming: list[np.ndarray], worker: int) -> None:
+    def _receive(self, round_, prefix, member: Member, incoming: list[np.ndarray], worker: int) -> None:
         found = route_of(round_, member, self.plan)
         assert [len(message) for message in incoming] == found.received_sizes
-        rows = np.concatenate(incoming).reshape(-1, round_.unit)[found.received]
-        out, dtype = torch.from_numpy(rows.reshape(-1).copy()), next(iter(self._whole.values())).dtype
+        received = np.concatenate(incoming)
+        rows = received.reshape(-1, round_.unit)[found.received].reshape(-1)
+        words = received.reshape(-1, round_.word)[found.received_words].reshape(-1)
+        out, dtype = torch.from_numpy(np.concatenate([rows, words])), next(iter(self._whole.values())).dtype
+        assert len(out) == found.nbytes
         for arrival in found.arrivals:
-            parameter = arrival.bundle.by_kind[member.kind][arrival.number]
-            (piece,) = arrival.pieces
-            if piece.elements is not None:
-                values = out[found.short :].view(dtype)[torch.from_numpy(piece.elements)]
-            else:
-                count = torch.Size(arrival.shape).numel()
-                values = out[piece.start : piece.start + count * dtype.itemsize].view(dtype)
+            parameter, share = arrival.parameter, arrival.share
+            start = arrival.placed[0][1]
+            values = out[start : start + torch.Size(arrival.shape).numel() * dtype.itemsize].view(dtype)
             # Names are those of the first layer with this template.
-            made_with = next(layer for layer, index in self.plan.layers if index == template)
+            made_with = next(layer for layer, each in self.plan.rounds if each is round_)
             name = prefix + parameter.name.removeprefix(made_with)
             into = self.parameters[worker].setdefault(name, torch.full(parameter.shape, torch.nan, dtype=dtype))
-            into = into.movedim(arrival.axis, 0)[arrival.part :: arrival.parts].movedim(0, arrival.axis)
+            into = into.movedim(arrival.axis, 0)[share.part :: share.parts].movedim(0, arrival.axis)
             assert into.isnan().all(), f"a part of {name} came twice"
             into.copy_(values.view(arrival.shape))

@@ -1,23 +1,46 @@
 """The tensors of a sync, and who gets which parts; of quantised weights values, and the scales of each beside it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from ..engine.lora.merge import weights
 from ..engine.quantise.schemes import scheme_of
-from ..engine.topology.index_ranges import IndexRange
+from ..engine.topology.dtensor import persistent_buffers, shard_steps
+from ..engine.topology.index_ranges import IndexRange, ShardStep
 from ..engine.topology.mesh import Topology
 from .layout.specs import Heads, Rollout, TargetSlice, TensorSpec
 from .plan.transfer_plan import Targets, make_transfer_plan
 from .servers import is_quantised, planned_layout, slices_of_scales, target_slices
 from .transport.exchange import Exchange
 
-__all__ = ["SCALES", "SentModel", "slices_of_workers", "with_scales"]
+__all__ = ["SCALES", "SentModel", "slices_of_workers", "tensor_specs", "with_scales"]
 
 SCALES = "::scales"
 """What follows a weight's name in that of the tensor of its scales, float32, of which every trainer rank has all."""
+
+
+def tensor_specs(
+    model: nn.Module,
+    itemsize: Mapping[str, int] | int | None = None,
+    cuts: Mapping[str, tuple[ShardStep, ...]] | None = None,
+) -> list[TensorSpec]:
+    """Describe weights and persistent buffers, in the model's order.
+
+    Args:
+        itemsize: bytes per element as sent, for all parameters or by name; defaults to the parameter's own.
+        cuts: by name, for a model that is not sharded yet.
+    """
+    found = []
+    for name, param in weights(model):
+        size = itemsize.get(name) if isinstance(itemsize, Mapping) else itemsize
+        steps = shard_steps(param) if cuts is None else cuts[name]
+        found.append(TensorSpec(name, tuple(param.shape), size or param.element_size(), steps))
+    buffers = persistent_buffers(model).items()
+    return [*found, *(TensorSpec(name, tuple(buffer.shape), buffer.element_size()) for name, buffer in buffers)]
 
 
 def with_scales(tensors: Iterable[TensorSpec], rollout: Rollout, family: str) -> list[TensorSpec]:

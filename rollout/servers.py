@@ -35,11 +35,7 @@ def server_of(config: Any) -> Server:
 
 
 def install(timeout_seconds: float) -> None:
-    """Make verl build the adapters of all servers in this process; before verl builds the rollout.
-
-    Args:
-        timeout_seconds: longest wait for one message of a weight sync, on both sides.
-    """
+    """Make verl build our adapters in this process, before it builds the rollout; the time-out is of one message."""
     for server in SERVERS.values():
         server.install(timeout_seconds)
 

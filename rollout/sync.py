@@ -20,15 +20,14 @@ from ..engine.lora.merge import AdapterUse, adapter_weights, local_values, weigh
 from ..engine.lora.rollout_names import RolloutNames
 from ..engine.model import hf_names
 from ..engine.quantise.schemes import scheme_of
+from ..engine.quantise.shards import QuantisedShards
 from ..engine.topology.dtensor import local_tensor, persistent_buffers, shard_steps
 from ..engine.topology.mesh import Meshes
 from ..engine.topology.rank_consistency import check_agreement
 from .layout.rules import whole_slice
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
-from .layout.trainer_tensors import tensor_specs
 from .plan.transfer_plan import Targets, make_transfer_plan, round_bytes
-from .quantised_shards import QuantisedShards
-from .sent_tensors import SCALES, SentModel
+from .sent_tensors import SCALES, SentModel, tensor_specs
 from .servers import choose_mode, is_quantised, server_named, server_of
 from .transport.checksums import has_checksums
 from .transport.exchange import Exchange, Received, Values
@@ -225,19 +224,12 @@ class RolloutWeights:
         self.traffic = Traffic()
         self._rollout, self._number, self._as_checkpoint = Rollout(), 0, False
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.tensors()
-
     def stages(self, config: Any, worker: int) -> Iterator[tuple["RolloutWeights", dict[str, Any]]]:
         """Yield what the worker loads one after the other, each with further arguments of vLLM's worker: only this."""
         yield self.for_rollout(config, worker), {}
 
     def for_worker(self, mode: SyncMode, rollout: Rollout, is_quantised: bool = False) -> "RolloutWeights":
-        """Send this to a worker of such a rollout, whichever mode the settings name; see ``for_rollout``.
-
-        Args:
-            is_quantised: whether the rollout quantises the weights that it receives in full.
-        """
+        """Send this in a mode to a worker of such a rollout, which may quantise what it gets in full itself."""
         if self.adapters == "left out":
             self.sync.base.record()
         if self.adapters != "alone":
@@ -253,11 +245,7 @@ class RolloutWeights:
         return self
 
     def for_rollout(self, config: Any, worker: int) -> "RolloutWeights":
-        """Choose what is sent to the worker beside this rank.
-
-        Args:
-            config: verl's rollout config.
-            worker: its index in its replica.
+        """Choose what is sent to the worker beside this rank, by verl's rollout config.
 
         Raises:
             SettingError: the rollout does not support the mode that ``engine.rollout_sync`` names.
@@ -277,16 +265,14 @@ class RolloutWeights:
         else:
             yield from self._exchange.named(self.sync.values(self.adapters, self._rollout), self.traffic)
 
+    __iter__ = tensors
+
     @property
     def _exchange(self) -> Exchange:
         return self.sync.exchange(self._rollout)
 
     def check_plans(self, failure: Exception | None) -> None:
-        """Raise ``WeightSyncError`` on all ranks if their plans differ or any has failed; collective.
-
-        Args:
-            failure: this rank's failure, if any.
-        """
+        """Raise ``WeightSyncError`` on all ranks if their plans differ or one has a ``failure``; collective."""
         digest = ""
         try:
             digest = self._exchange.plan.digest()

@@ -3,7 +3,7 @@
     python -m benchmarks.weights.quantising [--repeats 9]
 
 The weights of one layer of a Qwen3-30B-A3B, experts of one rank of eight, in float32. Casting and quantising take
-turns: largest values of all blocks, then values in FP8, as ``rollout/quantised_shards.py`` calls them. It writes
+turns: largest values of all blocks, then values in FP8, as ``engine/quantise/shards.py`` calls them. It writes
 ``benchmarks/results/quantising.json`` and ``quantising.md``.
 """
 

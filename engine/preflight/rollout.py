@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from ...rollout.layout.specs import Heads, SyncMode, TensorSpec
-from ...rollout.layout.trainer_tensors import tensor_specs
 from ...rollout.plan.transfer_plan import (
     ROUND_BUFFERS,
     RoundTooSmallError,
@@ -17,7 +16,7 @@ from ...rollout.plan.transfer_plan import (
     make_transfer_plan,
     round_bytes,
 )
-from ...rollout.sent_tensors import slices_of_workers, with_scales
+from ...rollout.sent_tensors import slices_of_workers, tensor_specs, with_scales
 from ...rollout.servers import BACKEND, SERVERS, choose_mode, server_of
 from ..declared.derived import sharding_options
 from ..errors import SettingError
@@ -156,7 +155,7 @@ def tensors_before_sharding(
     expert_plan: Mapping[str, int] | None = None,
     itemsize: Mapping[str, int] | int | None = None,
 ) -> list[TensorSpec]:
-    """Return what ``trainer_tensors.tensor_specs`` will return once this model is sharded; it may be on meta.
+    """Return what ``sent_tensors.tensor_specs`` will return once this model is sharded; it may be on meta.
 
     Raises:
         UnsupportedModelError, SettingError: as ``parallelize``.

@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...engine.topology.index_ranges import IndexRange, ShardStep
-from ...engine.topology.mesh import Topology as TrainerTopology
 
 __all__ = ["Channels", "Heads", "SYNC_MODES", "Rollout", "SliceForm", "SyncMode", "TargetSlice", "TensorSpec", "Tower"]
-__all__ += ["TrainerTopology"]
 
 # What a worker does with the values of a block before it stores them: nothing, it swaps the last two dims, it stores as
 # many zeros, or their negative exponentials in float32, or in each head the even rows before the odd ones.

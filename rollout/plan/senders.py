@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..layout.specs import TensorSpec, TrainerTopology
+from ...engine.topology.mesh import Topology
+from ..layout.specs import TensorSpec
 
 __all__ = ["Ints", "Senders", "senders_of"]
 
@@ -35,7 +36,7 @@ def _chunks(low: Ints, high: Ints, parts: int, index: Ints) -> tuple[Ints, Ints]
     return np.minimum(low + index * size, high), np.minimum(low + (index + 1) * size, high)
 
 
-def senders_of(tensor: TensorSpec, topology: TrainerTopology) -> Senders:
+def senders_of(tensor: TensorSpec, topology: Topology) -> Senders:
     """Return what each rank of a replica sends of a tensor, from its sharding steps (``index_ranges.shard_ranges``)."""
     held, shape = [topology.coordinate(rank) for rank in range(topology.fsdp)], np.array(tensor.shape or (1,))
     coordinates = {step.axis: np.array([at[step.axis] for at in held]) for step in tensor.cuts}

@@ -18,7 +18,8 @@ from functools import cache, cached_property, partial
 
 import numpy as np
 
-from ..layout.specs import TargetSlice, TensorSpec, TrainerTopology
+from ...engine.topology.mesh import Topology
+from ..layout.specs import TargetSlice, TensorSpec
 from .parameters import ALIGNMENT, Bundle, Run, bundles_of
 from .senders import Ints, senders_of
 
@@ -58,13 +59,13 @@ class Targets:
     are_separate: bool  # whether they are in processes of their own, which follow the trainer's in one group
 
     @classmethod
-    def colocated(cls, topology: TrainerTopology, workers: int) -> "Targets":
+    def colocated(cls, topology: Topology, workers: int) -> "Targets":
         """Describe one worker beside each trainer rank, in replicas of so many workers."""
         ranks = range(topology.world)
         return cls(tuple(rank % workers for rank in ranks), tuple(rank // topology.fsdp for rank in ranks), False)
 
     @classmethod
-    def separate(cls, kinds: Sequence[int], topology: TrainerTopology) -> "Targets":
+    def separate(cls, kinds: Sequence[int], topology: Topology) -> "Targets":
         """Describe workers in processes of their own, to which the trainer's replicas send in turn."""
         return cls(tuple(kinds), tuple(i % topology.dp_replicate for i in range(len(kinds))), True)
 
@@ -156,7 +157,7 @@ class TransferPlan:
     # The name prefix of each group of tensors (``"model.layers.0."``; ``""`` outside of layers) and its template.
     layers: tuple[tuple[str, int], ...]
     templates: tuple[Template, ...]
-    topology: TrainerTopology
+    topology: Topology
     targets: Targets
     limit: int
 
@@ -199,7 +200,7 @@ class TransferPlan:
 def make_transfer_plan(
     tensors: Iterable[TensorSpec],
     layers: Sequence[str],
-    topology: TrainerTopology,
+    topology: Topology,
     targets: Targets,
     slices_of: Callable[[TensorSpec, int], Sequence[TargetSlice]],
     limit: int,

@@ -20,19 +20,12 @@ ANSWER_BYTES = 4096
 
 @dataclass
 class Header:
-    """What a bucket holds; goes as the name of its tensor.
-
-    Args:
-        is_first, is_last: whether a sync begins or ends with this bucket.
-        layouts: in the first bucket of an adapter's first sync, the planned layout of each worker
-            (``layout/layout_check.py``).
-        verify: in the first bucket, whether checksums come last.
-    """
+    """What a bucket holds; goes as the name of its tensor."""
 
     entries: list[Entry] = field(default_factory=list)
-    is_first: bool = False
-    layouts: list[dict[str, str]] | None = None
-    verify: bool = False
+    is_first: bool = False  # of a sync
+    layouts: list[dict[str, str]] | None = None  # planned for each worker; in the first bucket of a first sync
+    verify: bool = False  # in the first bucket, whether checksums come last
     is_last: bool = False
 
     def as_text(self) -> str:

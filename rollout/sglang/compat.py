@@ -38,11 +38,8 @@ def changed_layout(model: Any) -> str:
 
 def rank_of() -> tuple[int, int, str]:
     """Return this worker's tensor-parallel rank, how many there are, and its ``layout_check.rank_entry``."""
-    from sglang.srt.distributed import (
-        get_moe_expert_parallel_world_size,
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
+    from sglang.srt import distributed
 
-    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    return rank, size, rank_entry(rank, Rollout(size, expert_parallel=get_moe_expert_parallel_world_size() > 1))
+    rank, size = distributed.get_tensor_model_parallel_rank(), distributed.get_tensor_model_parallel_world_size()
+    experts_are_whole = distributed.get_moe_expert_parallel_world_size() > 1
+    return rank, size, rank_entry(rank, Rollout(size, expert_parallel=experts_are_whole))

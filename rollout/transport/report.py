@@ -31,36 +31,23 @@ class Traffic:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """How a rank's weights reached its worker.
-
-    Args:
-        tensors, nbytes: number and bytes of the tensors that were sent.
-        gather_seconds: time spent waiting for tensors from the trainer's ranks.
-        wire_seconds: time spent filling buckets.
-        load_seconds: time spent waiting for the worker, which receives and loads them.
-    """
+    """How a rank's weights reached its worker."""
 
     tensors: int
     nbytes: int
-    gather_seconds: float
-    wire_seconds: float
-    load_seconds: float
+    gather_seconds: float  # waiting for tensors from the trainer's ranks
+    wire_seconds: float  # filling buckets
+    load_seconds: float  # waiting for the worker, which receives and loads them
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One sync as seen by one rank.
+    """One sync as seen by one rank."""
 
-    Args:
-        number: of this engine's syncs, from 1.
-        mode: the sync mode that ran.
-        min_received_bytes: bytes of what the rank sends to its worker that it does not hold itself.
-    """
-
-    number: int
+    number: int  # of this engine's syncs, from 1
     mode: str
     traffic: Traffic
-    min_received_bytes: int
+    min_received_bytes: int  # of what the rank sends to its worker, those that it does not hold itself
     transfer: TransferStats
 
     def __str__(self) -> str:

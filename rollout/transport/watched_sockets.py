@@ -80,24 +80,15 @@ def taking_part(tensors: Generator[Any, None, None]) -> Iterator[None]:
 
 @dataclass(eq=False)
 class WatchedContext:
-    """Replaces ``zmq.Context`` with one whose sockets raise where a plain one would block forever.
-
-    Args:
-        timeout_seconds: longest wait of one send or receive.
-        waits_for: name of the other end, for the error's text.
-        check: called several times a second while waiting; raises when the other end has failed.
-        linger_seconds: how long a closed socket keeps delivering messages that were already sent.
-        waited_seconds: total time that its sockets waited.
-        shared_memory_name: the segment of a sender's first message, which verl's sender leaks if nobody answers that.
-    """
+    """Replaces ``zmq.Context`` with one whose sockets raise where a plain one would block forever."""
 
     context: zmq.Context
-    timeout_seconds: float
-    waits_for: str
-    check: Callable[[], None] = lambda: None
-    linger_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    shared_memory_name: str | None = None
+    timeout_seconds: float  # longest wait of one send or receive
+    waits_for: str  # name of the other end, for the error's text
+    check: Callable[[], None] = lambda: None  # called several times a second; raises when the other end has failed
+    linger_seconds: float = 0.0  # for which a closed socket keeps delivering messages that were already sent
+    waited_seconds: float = 0.0  # total of its sockets
+    shared_memory_name: str | None = None  # of a sender's first message; verl's leaks it if nobody answers that
 
     def socket(self, kind: int) -> "_WatchedSocket":
         """Make a socket of a ZMQ type (``zmq.REQ``, ``zmq.REP``)."""

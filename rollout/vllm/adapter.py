@@ -43,11 +43,7 @@ class Updates:
     async def update_weights(
         self: Any, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs
     ) -> None:
-        """Send ``weights`` to this rank's vLLM worker. Arguments as in verl's method.
-
-        Raises:
-            WeightSyncError: the worker raised, died or stopped answering; names this rank, its progress and the cause.
-        """
+        """Send ``weights`` to this rank's vLLM worker, as verl's method does; raises as ``send_weights``."""
         if wire_format != "named_tensors":
             return await super().update_weights(weights, global_steps, wire_format=wire_format, **kwargs)  # type: ignore[misc]
 
@@ -132,12 +128,10 @@ async def send_weights(
     Args:
         weights: named tensors, of a synchronous or asynchronous iterator.
         use_shm: whether the bucket is shared memory; otherwise CUDA IPC.
-        timeout_seconds: longest wait for one message.
-        rank: for the error's text.
         future: Ray's reference of the receiving remote call; None on ranks that did not make the call.
 
     Raises:
-        WeightSyncError: see ``Updates.update_weights``.
+        WeightSyncError: the worker raised, died or stopped answering; names this rank, its progress and the cause.
     """
     started, progress = time.monotonic(), _Progress()
 

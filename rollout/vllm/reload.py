@@ -125,14 +125,10 @@ class Reload:
                     self._owners |= {prefix_of(name) + own: (record, own) for own in record.shapes}
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load one bucket; its memory may be reused once this returns.
-
-        Raises:
-            WeightSyncError: a name was sent twice. vLLM counts elements, so a repeated tensor would hide a missing one.
-        """
+        """Load one bucket; its memory may be reused once this returns. Raises if a name was sent twice."""
         kept: list[tuple[str, torch.Tensor]] = []
         for name, tensor in weights:
-            if name in self._names:
+            if name in self._names:  # vLLM counts elements, so a repeated tensor would hide a missing one
                 raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
             self._names.add(name)
             if is_slice(name):

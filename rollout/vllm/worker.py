@@ -119,11 +119,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             raise WeightSyncError(wrong)
 
     def epfsdp2_check_layout(self, layouts: list[dict[str, str]]) -> None:
-        """Compare the layouts that the trainer plans for a replica's workers with this worker's model.
-
-        Raises:
-            WeightSyncError: they differ; names the first difference.
-        """
+        """Raise ``WeightSyncError`` where the layouts planned for a replica's workers differ from this model."""
         parallel, group = self.model_runner.vllm_config.parallel_config, get_tp_group()
         rollout = Rollout(group.world_size, parallel.data_parallel_size, parallel.enable_expert_parallel)
         worker = parallel.data_parallel_rank * group.world_size + group.rank_in_group

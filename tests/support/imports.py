@@ -34,7 +34,6 @@ ROOMS = (
     "rollout/remote",
     "rollout/sync.py",
     "rollout/sent_tensors.py",
-    "rollout/quantised_shards.py",
     "rollout/servers.py",
     "rollout/sglang",
     "rollout/vllm",

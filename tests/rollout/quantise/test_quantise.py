@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from epfsdp2.engine.quantise.blocks import FP8, block_maxima, blocks_of, quantise, scales_of
 from epfsdp2.engine.quantise.schemes import Blocks
+from epfsdp2.engine.quantise.shards import QuantisedShards
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.layout_check import difference
 from epfsdp2.rollout.layout.slices import scale_slices
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
-from epfsdp2.rollout.quantised_shards import QuantisedShards
 from epfsdp2.rollout.servers import planned_layout, target_slices
 from tests.support.models.quantised import BLOCK, SIZES
 from tests.support.models.tiny import save_qwen3_moe

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+from epfsdp2.engine.quantise.shards import QuantisedShards
 from epfsdp2.rollout import sync
-from epfsdp2.rollout.quantised_shards import QuantisedShards
 from epfsdp2.rollout.servers import server_of
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from tests.support.models.quantised import BLOCK, COMPRESSED, SIZES, compressed

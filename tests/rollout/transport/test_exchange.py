@@ -14,8 +14,8 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.index_ranges import shard_ranges
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.layout.trainer_tensors import tensor_specs
 from epfsdp2.rollout.plan.transfer_plan import ROUND_BUFFERS
+from epfsdp2.rollout.sent_tensors import tensor_specs
 from epfsdp2.rollout.servers import target_slices
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.report import Traffic

@@ -27,7 +27,7 @@ BY_EXPERTS = [name for name in FAMILIES if name not in DENSE and config_of(name)
 def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> None:
     """Send slices of each sync's checkpoint as the trainer's weights."""
     from epfsdp2.engine.model.layers import layer_names
-    from epfsdp2.rollout.layout.trainer_tensors import tensor_specs
+    from epfsdp2.rollout.sent_tensors import tensor_specs
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
     from epfsdp2.rollout.transport.checksums import with_checksums
     from epfsdp2.rollout.vllm.adapter import send_weights

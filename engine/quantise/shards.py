@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.lora.merge import LocalValues
-from ..engine.quantise.schemes import Scheme
-from ..engine.topology.dtensor import local_ranges
-from ..engine.topology.index_ranges import IndexRange, slices_in_shard
+from ..topology.dtensor import local_ranges
+from ..topology.index_ranges import IndexRange, slices_in_shard
+from .schemes import Scheme
 
 __all__ = ["QuantisedShards"]
 
@@ -35,7 +34,7 @@ class QuantisedShards:
     def __init__(
         self,
         weights: Mapping[str, torch.Tensor],
-        values: LocalValues,
+        values: Callable[[str, torch.Tensor], torch.Tensor],
         scheme: Scheme,
         device: str,
         limit: int,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epfsdp2.recipes.quickstart import cli, commands, metrics, sampler
+from epfsdp2.recipes.quickstart import cli, commands, metrics, processes, sampler
 from tests.support.trainer.quickstart import command_values
 
 
@@ -75,7 +75,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-class _NoProcesses:
+class _NoProcesses(processes.ProcessTree):
     """In the place of ``ProcessTree``, which would end pytest's own children: both trainers just leave their files."""
 
     def __enter__(self):

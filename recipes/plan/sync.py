@@ -48,7 +48,7 @@ _LEGEND = (
 # Seconds of a core, by ``make bench-scale``: a trainer rank for each round and parameter, and its worker for each.
 _ROUND_SECONDS, _TENSOR_SECONDS, _LOAD_SECONDS = 2.5e-4, 4e-5, 1.2e-4
 # The same for each tensor of a sync in full, and vLLM's own loaders for each (``--rollout vllm-names`` of bench-sync).
-_FULL_TENSOR_SECONDS, _FULL_LOAD_SECONDS = 2e-5, 6e-4
+_FULL_TENSOR_SECONDS, _FULL_LOAD_SECONDS = 2e-5, 4e-4
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
 # What the kinds of quantisation are as sizes of a rollout.
 _QUANTISED: dict[str, dict[str, Any]] = {

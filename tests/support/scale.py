@@ -32,7 +32,7 @@ from tests.support import ranks  # noqa: F401 its forkserver has imported what a
 __all__ = ["MOST_GROWTH", "SIZES", "Cost", "Size", "alone", "growth", "on_fake_ranks"]
 
 MOST_GROWTH = 2.2  # of a cost, with twice the ranks
-_REPETITIONS = 3
+_REPETITIONS = 2
 _MOST_REPETITIONS = 20
 
 
@@ -128,7 +128,7 @@ def _loop() -> float:
 def growth(prepare: Callable[[Size], Any], run: Callable[..., Any], size: Size) -> dict[str, float]:
     """Return how many times as much a call costs with twice the ranks: calls of functions, and CPU seconds.
 
-    The seconds are the least of three measurements, and of up to 20 while they grow by more than ``MOST_GROWTH``.
+    The seconds are the least of two measurements, and of up to 20 while they grow by more than ``MOST_GROWTH``.
 
     Args:
         prepare: returns the arguments of ``run``, a tuple, within a fake group of the size's ranks.

@@ -30,6 +30,10 @@ def find_verls_transport() -> Any:
         module = types.ModuleType(name)
         module.__path__ = [os.path.join(root, *name.split(".")[1:])]
         sys.modules[name] = module
+    # The sender's iterator is asynchronous already; verl's file with this function imports Ray.
+    utils: Any = types.ModuleType("verl.workers.rollout.utils")
+    utils.ensure_async_iterator = lambda weights: weights
+    sys.modules[utils.__name__] = utils
     importlib.import_module("epfsdp2.engine.integration.cpu_platform")  # which verl's plug-in loads where verl is whole
     return importlib.import_module(_TRANSPORT)
 

@@ -78,7 +78,9 @@ def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 def as_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config with the older spelling of its dtype and of its rotary embeddings, in nested configs too."""
-    older = {key: as_transformers_4(value) if key.endswith("_config") else value for key, value in config.items()}
+    older = {
+        key: as_transformers_4(value) if value and key.endswith("_config") else value for key, value in config.items()
+    }
     if "dtype" in older:
         older["torch_dtype"] = older.pop("dtype")
     rope = older.get("rope_parameters")

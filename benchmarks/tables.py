@@ -1,10 +1,12 @@
 """How a benchmark's result is kept: figures as JSON, and a table with the machine that they hold for as Markdown."""
 
 import json
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["RESULTS", "ROOT", "newest", "rows_of", "section_of", "write_table"]
+__all__ = ["RESULTS", "ROOT", "last_section", "newest", "rows_of", "section_of", "write_table"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,13 +60,40 @@ def section_of(
     ]
 
 
+def last_section(
+    name: str,
+    heading: str,
+    made_by: str,
+    text_of: Callable[[dict], Sequence[str]],
+    columns: Sequence[str],
+    cells_of: Callable[[dict], Sequence[str]],
+    more: str = "",
+) -> list[str]:
+    """The section of the last run, from ``results/<name>.json``; no line where there was none.
+
+    Args:
+        text_of: returns the lines between the machine and the table, of the result.
+        cells_of: returns the cells of a row.
+        more: a package, such as ``SGLang``, whose version the result has under its name in lower case.
+    """
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return []
+    result = json.loads(path.read_text())
+    where = result["machine"]
+    on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
+    on += f", {more} {result[more.lower()]}" if more else ""
+    return ["", *section_of(heading, result, made_by, on, text_of(result), columns, [*map(cells_of, result["rows"])])]
+
+
 def rows_of(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table."""
     return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
 
 
-def newest(name: str, entry: str, key: str, now: Sequence[dict]) -> dict[str, dict]:
-    """Of what ``results/<name>.json`` holds under ``entry``, and of ``now``, the newest row of each ``key``."""
+def newest(name: str, entry: str, key: str | Sequence[str], now: Sequence[dict]) -> dict[Any, dict]:
+    """Of what ``results/<name>.json`` holds under ``entry``, and of ``now``, the newest row of each ``key`` or keys."""
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text())[entry] if path.exists() else []
-    return {row[key]: row for row in (*before, *now)}
+    of = operator.itemgetter(key) if isinstance(key, str) else operator.itemgetter(*key)
+    return {of(row): row for row in (*before, *now)}

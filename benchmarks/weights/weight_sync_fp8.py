@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.machine import machine
-from benchmarks.tables import RESULTS, section_of
+from benchmarks.tables import RESULTS, last_section, newest
 from benchmarks.weights.into_vllm import seconds_of_syncs
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.vllm.adapter import send_weights
@@ -33,7 +33,7 @@ __all__ = ["main", "section"]
 SIDES = ("stock", "full", "sliced")
 LEAST, MOST_BYTES = 1.5, 0.55  # times as fast as stock; of the bytes in bfloat16, with scales
 COLUMNS = ["rollout", "side", "GB", "of bfloat16", "end to end s", "against stock"]
-_RESULT = RESULTS / "weight_sync_fp8.json"
+_NAME = "weight_sync_fp8"
 _EXTENSION = "benchmarks.weights.kept_weights.KeepsRouters"
 # verl chooses a Triton kernel wherever Triton can be imported, also for tensors on a CPU.
 _ENVIRONMENT = {"VERL_VLLM_FP8_QUANT_ENABLED": "1", "VERL_DISABLE_TRITON_FP8": "1"}
@@ -114,11 +114,13 @@ def holds(row: dict) -> bool:
 
 def section() -> list[str]:
     """The lines of the table of the last run; none where there was none."""
-    if not _RESULT.exists():
-        return []
-    result = json.loads(_RESULT.read_text())
-    where = result["machine"]
-    text = [
+    return last_section(
+        _NAME, "## Into vLLM in FP8", "make bench-sync ARGS='--rollout vllm-fp8'", _text, COLUMNS, _cells
+    )
+
+
+def _text(result: dict) -> list[str]:
+    return [
         "Two trainer ranks with float32 masters send a Qwen3-MoE to vLLM workers that hold weights in FP8, with scales",
         f"of blocks of {BLOCK} x {BLOCK}; sides take turns, medians of {result['repeats']}. Stock: verl's fsdp2",
         "engine, whose whole tensors every worker quantises by verl's loader. Full: whole tensors of this engine, in",
@@ -128,9 +130,6 @@ def section() -> list[str]:
         "",
         f"Bounds of `sliced`: {LEAST} x stock, and {MOST_BYTES} x the bytes in bfloat16, scales counted.",
     ]
-    hardware = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
-    made_by, cells = "make bench-sync ARGS='--rollout vllm-fp8'", [*map(_cells, result["rows"])]
-    return ["", *section_of("## Into vLLM in FP8", result, made_by, hardware, text, COLUMNS, cells)]
 
 
 def main(repeats: int, sizes: list[int]) -> int:
@@ -145,8 +144,9 @@ def main(repeats: int, sizes: list[int]) -> int:
     for tp in sizes:
         rows += _run(tp, repeats)
         print("\n".join(" | ".join(_cells(row)) for row in rows[-len(SIDES) :]), flush=True)
-    before = json.loads(_RESULT.read_text())["rows"] if _RESULT.exists() else []
-    found = {(row["tp"], row["side"]): row for row in (*before, *rows)}
+    found = newest(_NAME, "rows", ("tp", "side"), rows)
     kept = [found[key] for key in itertools.product((1, 2), SIDES) if key in found]
-    _RESULT.write_text(json.dumps({"machine": machine(), "repeats": repeats, "rows": kept}, indent=1) + "\n")
+    (RESULTS / f"{_NAME}.json").write_text(
+        json.dumps({"machine": machine(), "repeats": repeats, "rows": kept}, indent=1) + "\n"
+    )
     return 0 if all(map(holds, rows)) else 1

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.machine import machine
-from benchmarks.tables import RESULTS, section_of
+from benchmarks.tables import RESULTS, last_section, newest
 from benchmarks.weights.into_vllm import seconds_of_syncs
 from benchmarks.weights.weight_sync_sglang import NAMES
 from epfsdp2.rollout.layout.specs import Rollout
@@ -33,7 +33,7 @@ SIDES = ("full", "sliced")
 MEGABYTES = 4
 PLACES = ((2, 1, 2), (2, 2, 2), (16, 2, 8))  # trainer ranks, the rollout's TP, the trainer's ep
 COLUMNS = ["trainer ranks", "rollout", "side", "tensors", "MB", "end to end s", "against full"]
-_RESULT = RESULTS / "weight_sync_names.json"
+_NAME = "weight_sync_names"
 
 
 def _ranks(tp: int, handles: list[str], folder: Path, ep: int, turns: list[str], out: Path) -> None:
@@ -105,11 +105,13 @@ def holds(row: dict) -> bool:
 
 def section() -> list[str]:
     """The lines of the table of the last run; none where there was none."""
-    if not _RESULT.exists():
-        return []
-    result = json.loads(_RESULT.read_text())
-    where = result["machine"]
-    text = [
+    return last_section(
+        _NAME, "## Many small tensors", "make bench-sync ARGS='--rollout vllm-names'", _text, COLUMNS, _cells
+    )
+
+
+def _text(result: dict) -> list[str]:
+    return [
         "A model with the names of Qwen3-30B-A3B (48 layers of 128 experts, 18,867 tensors in a checkpoint) and tiny",
         f"widths. {MEGABYTES} MB of buffers are to its layers what 2,048 are to those of the real one. Full: whole",
         "tensors; sliced: each worker's parameters. Sides take turns,",
@@ -118,10 +120,6 @@ def section() -> list[str]:
         "",
         "Bound: `sliced`, which `auto` takes, is no slower than `full`.",
     ]
-    on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
-    made_by = "make bench-sync ARGS='--rollout vllm-names'"
-    cells = [*map(_cells, result["rows"])]
-    return ["", *section_of("## Many small tensors", result, made_by, on, text, COLUMNS, cells)]
 
 
 def main(repeats: int, sizes: list[int]) -> int:
@@ -135,8 +133,9 @@ def main(repeats: int, sizes: list[int]) -> int:
         if place[1] in sizes:
             rows += _run(*place, repeats)
             print("\n".join(" | ".join(_cells(row)) for row in rows[-len(SIDES) :]), flush=True)
-    before = json.loads(_RESULT.read_text())["rows"] if _RESULT.exists() else []
-    found = {(row["ranks"], row["tp"], row["side"]): row for row in (*before, *rows)}
+    found = newest(_NAME, "rows", ("ranks", "tp", "side"), rows)
     kept = [found[world, tp, side] for world, tp, _ in PLACES for side in SIDES if (world, tp, side) in found]
-    _RESULT.write_text(json.dumps({"machine": machine(), "repeats": repeats, "rows": kept}, indent=1) + "\n")
+    (RESULTS / f"{_NAME}.json").write_text(
+        json.dumps({"machine": machine(), "repeats": repeats, "rows": kept}, indent=1) + "\n"
+    )
     return 0 if all(map(holds, rows)) else 1

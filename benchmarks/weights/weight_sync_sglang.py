@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.machine import machine
-from benchmarks.tables import RESULTS, section_of
+from benchmarks.tables import RESULTS, last_section, newest
 from epfsdp2.engine.cleanup import held_by, remove_unused
 from epfsdp2.recipes.quickstart.commands import sglang_environment
 from tests.support.ranks import run_ranks
@@ -54,7 +54,7 @@ NAMES = {
 }
 LEAST = {"names of Qwen3-30B-A3B": 20.0, "0.48 GB": 2.0}  # times as fast as stock, by model
 COLUMNS = ["model", "tensors", "rollout", "side", "GB", "end to end s", "against stock"]
-_RESULT = RESULTS / "weight_sync_sglang.json"
+_NAME = "weight_sync_sglang"
 
 
 def _models() -> dict[str, dict]:
@@ -219,21 +219,25 @@ def holds(row: dict) -> bool:
 
 def section() -> list[str]:
     """The lines of the table of the last run; none where there was none."""
-    if not _RESULT.exists():
-        return []
-    result = json.loads(_RESULT.read_text())
-    where = result["machine"]
-    text = [
+    return last_section(
+        _NAME,
+        "## Into SGLang",
+        "make bench-sync STACK=sglang ARGS='--rollout sglang'",
+        _text,
+        COLUMNS,
+        _cells,
+        "SGLang",
+    )
+
+
+def _text(result: dict) -> list[str]:
+    return [
         "Two trainer ranks with float32 masters update real SGLang servers in bfloat16, until everything is loaded",
         f"and the cache is flushed; sides take turns, medians of {result['repeats']}. Stock: verl's fsdp2 engine and",
         "verl's own adapter. Sliced: this engine and its adapter. GB: handed to one worker.",
         "",
         f"Bounds of `sliced`: {', '.join(f'{least:.0f} x with the {name} model' for name, least in LEAST.items())}.",
     ]
-    versions = f"torch {where['versions']['torch']}, SGLang {result['sglang']}"
-    hardware = f"{where['cpu']}, {where['cores']} cores; {versions}"
-    made_by, cells = "make bench-sync STACK=sglang ARGS='--rollout sglang'", [*map(_cells, result["rows"])]
-    return ["", *section_of("## Into SGLang", result, made_by, hardware, text, COLUMNS, cells)]
 
 
 def main(repeats: int, sizes: list[int]) -> int:
@@ -254,9 +258,8 @@ def main(repeats: int, sizes: list[int]) -> int:
         for tp in sizes:
             rows += _run(name, model, tp, repeats)
             print("\n".join(" | ".join(_cells(row)) for row in rows[-len(SIDES) :]), flush=True)
-    before = json.loads(_RESULT.read_text())["rows"] if _RESULT.exists() else []
-    found = {(row["model"], row["tp"], row["side"]): row for row in (*before, *rows)}
+    found = newest(_NAME, "rows", ("model", "tp", "side"), rows)
     kept = [found[key] for key in itertools.product(_models(), (1, 2), SIDES) if key in found]
     result = {"machine": machine(), "sglang": sglang.__version__, "repeats": repeats, "rows": kept}
-    _RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{_NAME}.json").write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(map(holds, rows)) else 1

@@ -8,21 +8,17 @@ is replaced if it computes an RMSNorm of random inputs, with the rounding that i
 import copy
 import functools
 import itertools
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..wrap_forward import wrap_forward, wrapped_by
 
 __all__ = ["RmsNorm", "fuse_norms", "rms_norm_of"]
-
-logger = logging.getLogger("epfsdp2")
 
 _ROWS = 64  # of random inputs
 
@@ -109,8 +105,8 @@ def _exact_share(module: Any, norm: RmsNorm) -> float:
     return min(shares)
 
 
-def fuse_norms(model: nn.Module) -> int:
-    """Replace the forwards of the model's RMSNorms, and log which they are; returns how many there are."""
+def fuse_norms(model: nn.Module) -> Counter[str]:
+    """Replace the forwards of the model's RMSNorms; return how many there are of each class."""
     known: dict[tuple, RmsNorm | None] = {}
     fused: Counter[str] = Counter()
     for module in model.modules():
@@ -122,9 +118,7 @@ def fuse_norms(model: nn.Module) -> int:
         if (norm := known[key]) is not None and not wrapped_by(module):  # a copy of its weight may be trained
             wrap_forward(module, "norm", functools.partial(_forward, module, norm))
             fused[type(module).__name__] += 1
-    if fused and dist.get_rank() == 0:
-        logger.info("epfsdp2: fused norms: %s", ", ".join(f"{count} {name}" for name, count in sorted(fused.items())))
-    return fused.total()
+    return fused
 
 
 def _forward(module: Any, norm: RmsNorm, plain: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

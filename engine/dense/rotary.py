@@ -7,18 +7,14 @@ same bits in bfloat16.
 """
 
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 __all__ = ["FusedRotary", "fuse_rotary"]
-
-logger = logging.getLogger("epfsdp2")
 
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 _HEAD = 16  # columns of random inputs
@@ -97,20 +93,15 @@ def _computes(plain: Callable[..., Any], is_interleaved: bool, part: int) -> boo
         return False
 
 
-def fuse_rotary(model: nn.Module) -> int:
-    """Replace the functions that rotate in the files of the model's modules; returns how many of them are replaced."""
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
-    count = 0
-    for file in files:
+def fuse_rotary(model: nn.Module) -> dict[str, bool]:
+    """Replace the functions that rotate in the files of the model's modules; return of each whether it is replaced."""
+    found = {}
+    for file in {sys.modules[type(module).__module__] for module in model.modules()}:
         for name in _NAMES:
-            plain = getattr(file, name, None)
-            if plain is None:
+            if (plain := getattr(file, name, None)) is None:
                 continue
             replacement = plain if isinstance(plain, FusedRotary) else _fused(plain)
-            if replacement is None:
-                if dist.get_rank() == 0:
-                    logger.info("epfsdp2: %s.%s rotates in its own way and runs as it is", file.__name__, name)
-                continue
-            setattr(file, name, replacement)
-            count += 1
-    return count
+            if replacement is not None:
+                setattr(file, name, replacement)
+            found[f"{file.__name__}.{name}"] = replacement is not None
+    return found

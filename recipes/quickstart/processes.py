@@ -33,8 +33,8 @@ _POLL_SECONDS = 0.3
 _LOOK_SECONDS = 5.0  # between two looks at what the processes hold, unless there is something new
 _libc = ctypes.CDLL(None)
 
-# What verl's two trainers should find, whatever the shell has: one thread per process on a small machine, our own Ray,
-# which would start a worker for each of its CPUs that none of verl's actors takes, as these have an environment.
+# What verl's two trainers should find, whatever the shell has: one thread per process, and a Ray of their own. That one
+# would start a worker for each CPU in advance, and none of verl's actors takes such a worker.
 _CHILD_ENV = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",

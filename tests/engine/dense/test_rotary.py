@@ -12,7 +12,7 @@ from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from epfsdp2.engine.dense import rotary
+from epfsdp2.engine.dense import fuse, rotary
 from epfsdp2.engine.dense.rotary import FusedRotary, fuse_rotary
 from tests.parity.families import FAMILIES
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
@@ -100,18 +100,16 @@ def test_attention_of_every_family_calls_the_fused_rotary_or_has_its_own(restore
     family = FAMILIES[name]
     with torch.device("meta"):
         model = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.sizes))
-    with mock.patch.object(rotary.dist, "get_rank", return_value=1):
-        count = fuse_rotary(model)
-        assert fuse_rotary(model) == count
-    assert (count > 0) == (name not in OWN), name
+    found = fuse_rotary(model)
+    assert fuse_rotary(model) == found
+    assert any(found.values()) == (name not in OWN), name
 
 
 def test_model_with_fused_rotary_has_its_loss_and_gradients(on_cpu, restored, tmp_path):
     folder = save_qwen3_moe(tmp_path)
     plain, fused = reference_model(folder), reference_model(folder)
     losses = [token_loss(plain, token_batch(2))]
-    with mock.patch.object(rotary.dist, "get_rank", return_value=0):
-        assert fuse_rotary(fused) == 1
+    assert fuse_rotary(fused) == {f"{modeling_qwen3_moe.__name__}.apply_rotary_pos_emb": True}
     with mock.patch.object(rotary._Rotated, "apply", wraps=rotary._Rotated.apply) as applied:
         losses.append(token_loss(fused, token_batch(2)))
     assert applied.call_count == 2 * fused.config.num_hidden_layers
@@ -121,6 +119,18 @@ def test_model_with_fused_rotary_has_its_loss_and_gradients(on_cpu, restored, tm
     # Gradients of the projections have another layout, and so their products another order.
     for ours, wanted in zip(fused.parameters(), plain.parameters(), strict=True):
         assert relative_error(ours.grad, wanted.grad) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "own"), [("qwen3_moe", ""), ("gpt_oss", "modeling_gpt_oss.apply_rotary_pos_emb")])
+def test_log_names_what_is_fused_and_what_rotates_in_its_own_way(restored, caplog, name, own):
+    family = FAMILIES[name]
+    with torch.device("meta"):
+        model = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.sizes))
+    with mock.patch.object(fuse.dist, "get_rank", return_value=0), caplog.at_level("INFO", "epfsdp2"):
+        fuse.fuse_dense(model)
+    fused, *left = [record.getMessage() for record in caplog.records if record.name == "epfsdp2"]
+    assert "RMSNorm" in fused and ("apply_rotary_pos_emb" in fused) == (not own)
+    assert [line.endswith(own) for line in left] == ([True] if own else [])
 
 
 def test_kernel_of_rotary_compiles_for_gpus_without_spills():

@@ -76,9 +76,11 @@ class Route:
     flat_bytes: int
     sent: Any  # positions in that of the rows of all its messages, in the order of the group's ranks
     sent_sizes: list[int]  # bytes of the message to each rank
+    sent_bytes: int  # of all messages
     received: Any  # positions in the received messages of the rows of the round's buffer
     received_words: Any  # of the words that follow these rows in it, which come from what is sent whole
     received_sizes: list[int]  # bytes of the message from each rank
+    received_bytes: int  # of all messages
     nbytes: int  # of the round's buffer
     arrivals: tuple[Arrival, ...]
 
@@ -106,8 +108,8 @@ def route_of(round_: Round, member: Member, plan: TransferPlan) -> Route:
     for number, begin, positions in parts:
         received[positions] = begins[number] + begin + np.arange(len(positions))
     words = _words(round_, arrivals, (begins + lengths) * round_.unit, at_words, nbytes)
-    received_sizes = (sizes * round_.unit).tolist()
-    return Route(copies, flat_bytes, sent, sent_sizes, received, words, received_sizes, nbytes, arrivals)
+    from_ranks = (sizes * round_.unit).tolist(), int(sizes.sum()) * round_.unit
+    return Route(copies, flat_bytes, sent, sent_sizes, sum(sent_sizes), received, words, *from_ranks, nbytes, arrivals)
 
 
 def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints, list[int]]:

@@ -123,7 +123,7 @@ class Exchange:
     def _allocate(self) -> list[torch.Tensor]:
         """Allocate the flat buffer, what is sent, what is received, and the worker's parameters of a round."""
         routes = self._routes.values()
-        sizes = [[r.flat_bytes, sum(r.sent_sizes), sum(r.received_sizes), r.nbytes] for r in routes]
+        sizes = [[r.flat_bytes, r.sent_bytes, r.received_bytes, r.nbytes] for r in routes]
         most = [max(each) for each in zip(*sizes, strict=True)] or [0] * 4
         flat, sent, out = (torch.empty(most[i], dtype=torch.uint8, device=self.device) for i in (0, 1, 3))
         return [flat, sent, sent if self._is_alone else sent.new_empty(most[2]), out]
@@ -147,7 +147,7 @@ class Exchange:
     def _start(self, route: Route, sent: torch.Tensor, received: torch.Tensor) -> dist.Work | None:
         if self._is_alone:
             return None
-        sent, received = sent[: sum(route.sent_sizes)], received[: sum(route.received_sizes)]
+        sent, received = sent[: route.sent_bytes], received[: route.received_bytes]
         others = len(received) - route.received_sizes[self._rank]
         self.traffic.received += others
         if self.plan.targets.are_gathered:

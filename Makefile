@@ -27,6 +27,7 @@
 #   make verl-scripts  verl's own example scripts with engine=epfsdp2 added (VERL=a checkout of verl; about 5 min)
 #   make gpu-check  everything that a visit to a machine with a GPU can tell, in under ten minutes; without one, what can run
 #   make gpu-run     GRPO by main_ppo with vLLM on one GPU, and again with CUDA graphs and offloading (about 10 min)
+#   make gpu-site    collects in .gpu_run what gpu-run needs on a machine without a network (about 10 min)
 #   make gpu-wheels  collects in .whl what that machine may lack (GPU_PYTHON=its Python, 3.12)
 #   make lint        ruff check, ruff format, mypy
 
@@ -38,7 +39,7 @@ PEERS := .venv_peers
 BIN := $(VENV)/bin
 
 .PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step \
-	bench-rivals bench-blocks bench-growth bench-sync bench-scale bench-checkpoint bench-features bench-dtypes bench-drop-in bench-packing long-run kernels verl-scripts gpu-check gpu-run gpu-wheels lint clean
+	bench-rivals bench-blocks bench-growth bench-sync bench-scale bench-checkpoint bench-features bench-dtypes bench-drop-in bench-packing long-run kernels verl-scripts gpu-check gpu-run gpu-site gpu-wheels lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -128,8 +129,11 @@ verl-scripts: setup
 gpu-check:
 	bash .ci/gpu_check $(ARGS)
 
-gpu-run: setup
-	$(BIN)/python -W ignore -m benchmarks.gpu.gpu_run $(ARGS)
+gpu-run:
+	bash .ci/gpu_run $(ARGS)
+
+gpu-site: setup
+	$(BIN)/python -W ignore -m benchmarks.gpu.gpu_site $(ARGS)
 
 gpu-wheels: setup
 	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \

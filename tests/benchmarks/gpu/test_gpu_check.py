@@ -22,7 +22,7 @@ from benchmarks.gpu import gpu_check, gpu_rows, gpu_run, gpu_sections
 pytestmark = pytest.mark.skipif(gpu_rows.HAS_GPU, reason="there is a GPU: `make gpu-check` does more")
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ON_THE_MACHINE = ("torch", "triton", "transformers", "psutil", "rich")  # as the list of wheels says
 
 

@@ -1,11 +1,13 @@
 """Whole GRPO runs on one GPU: verl's main_ppo, vLLM colocated with the trainer, weights in slices by CUDA IPC.
 
-    python -m benchmarks.gpu.gpu_run [A|B ...] [--steps 6] [--size tiny|wide] [--cpu] [--override KEY=VALUE]
+    python -m benchmarks.gpu.gpu_run [A|B ...] [--steps 6] [--size tiny|wide] [--cpu] [--results FOLDER]
+        [--override KEY=VALUE]
 
 Run A is a Qwen3-MoE with two layers of Qwen3-30B-A3B's width and random weights, in bfloat16 over float32 masters, with
 vLLM asleep during updates. B adds CUDA graphs in vLLM, and parameters and optimizer on the host between phases. The
 reward is the share of an answer's characters that are 7, which random weights can raise in a few steps. The table of
-all runs is written to ``benchmarks/results/gpu_run.md``. ``--cpu`` tries the script without a GPU, and writes nothing.
+all runs is written to ``benchmarks/results/gpu_run.md``, or to a file of that name in ``--results``. ``--cpu`` tries
+the script without a GPU, and writes nothing.
 """
 
 import argparse
@@ -18,8 +20,8 @@ import pandas as pd
 import torch
 from rich.console import Console
 
+from benchmarks import tables
 from benchmarks.machine import machine
-from benchmarks.tables import write_table
 from epfsdp2.recipes.quickstart import sampler, task
 from epfsdp2.recipes.quickstart.commands import grpo_command, pretty
 from epfsdp2.recipes.quickstart.failure import cause
@@ -142,6 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--size", choices=SIZES, default="wide")
     parser.add_argument("--cpu", action="store_true", help="without a GPU, to try the script")
+    parser.add_argument("--results", type=Path, default=tables.RESULTS, help="write the table there")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="one more for main_ppo")
     options = parser.parse_args(arguments)
     console, rows, failed = Console(highlight=False, soft_wrap=True), [], False
@@ -177,7 +180,11 @@ def _write(rows: list[list[str]], options: argparse.Namespace) -> None:
     ]
     columns = ["run", "step", *COLUMNS]
     on = f"{torch.cuda.get_device_name()}; {versions}"
-    write_table("gpu_run", {"machine": where, "rows": rows}, "GRPO on a GPU", "make gpu-run", on, text, columns, rows)
+    options.results.mkdir(parents=True, exist_ok=True)
+    tables.RESULTS = options.results
+    tables.write_table(
+        "gpu_run", {"machine": where, "rows": rows}, "GRPO on a GPU", "make gpu-run", on, text, columns, rows
+    )
 
 
 if __name__ == "__main__":

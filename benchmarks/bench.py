@@ -31,7 +31,7 @@ BENCHMARKS = {
     "growth": ("update.growth", "figures alone"),
     "weight_sync": (
         "weights.weight_sync",
-        "2 x verl's export at TP 1, 3 x at TP 2; the trainer's part 1.3 x collectives and a copy; memory",
+        "2 x verl's export at TP 1, 3 x at TP 2; the trainer's part 1.3 x its passes; memory",
     ),
 }
 COLUMNS = ["benchmark", "what it has to reach", "reached", "minutes", "date", "commit"]

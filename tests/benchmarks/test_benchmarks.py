@@ -169,9 +169,9 @@ def test_adapter_benchmark_of_rank_32_is_held_to_a_share_of_the_base():
 
 
 def test_weight_sync_bounds_refuse_slower_rows():
-    row = {"side": "sliced", "tp": 2, "times_stock": 3.0, "times_bare": 1.3, "peak_megabytes": 128}
+    row = {"side": "sliced", "tp": 2, "times_stock": 3.0, "times_passes": 1.3, "peak_megabytes": 128}
     assert weight_sync.holds(row)
-    for worse in ({"times_stock": 2.9}, {"times_bare": 1.31}, {"peak_megabytes": 129}):
+    for worse in ({"times_stock": 2.9}, {"times_passes": 1.31}, {"peak_megabytes": 129}):
         assert not weight_sync.holds(row | worse)
     assert weight_sync.holds(row | {"tp": 1, "times_stock": 2.0})
     assert weight_sync.holds({"side": "stock", "tp": 2, "times_stock": 1.0, "peak_megabytes": 288})

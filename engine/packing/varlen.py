@@ -2,8 +2,8 @@
 
 On a GPU it replaces the calls of sdpa for each sequence (``attention.py``). Those launch a few kernels each, so that
 the GPU waits for the host where sequences are short. Where torch prefers cuDNN for sdpa (sm_90, sm_100), they also
-build a plan for each new length: 0.4 s forward and 0.5 s backward on a B200, see
-https://github.com/modelscope/FunASR/issues/3704.
+build a plan for each new length: with torch 2.11 on a B200 0.44 s forward and 0.55 s backward
+(https://github.com/modelscope/FunASR/issues/3704).
 
     q, k, v  [1, H, S, D]  ->  [S, H, D]  ->  attention within sequences  ->  [1, S, H, D]
 
@@ -12,6 +12,7 @@ its row, and ranks with the same GPU agree. For the same reason kernels do not s
 depend on the longest sequence of the row.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -22,11 +23,12 @@ import torch.nn.functional as F
 
 __all__ = ["FASTEST", "attend_row", "available", "fastest", "why_not_in_one_call"]
 
-FASTEST = {(9, 0): ("fa3", "torch")}
-"""Names of ``available`` by a GPU's capability, the fastest first; ``("torch",)`` for others from ``(8, 0)`` on.
+FASTEST: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("fa3", "torch")}
+"""Names of ``available`` that are faster than sdpa by sequence, the fastest first, by a GPU's capability.
 
-Not measured here yet. FlashAttention 3 is published with 1.5 to 2 times the speed of 2, which torch has, on an H100
-(https://arxiv.org/abs/2407.08608). ``make gpu-check ARGS=attention`` measures the order, and fails where it is another.
+Others from ``(8, 0)`` on have ``("torch",)``. Not measured here: FlashAttention 3 is published with 1.5 to 2 times the
+speed of 2, which torch has, on an H100 (https://arxiv.org/abs/2407.08608). ``make gpu-check ARGS=attention`` measures
+the order, prints the entry for this table, and fails where it is another.
 """
 _DTYPES = (torch.bfloat16, torch.float16)
 _DIMS = (*range(8, 193, 8), 256)  # of FlashAttention's heads; on sm_86, sm_89 and sm_120 others have no backward
@@ -42,22 +44,17 @@ all of its sequence.
 @functools.cache
 def available() -> dict[str, _Kernel]:
     """Return the kernels that are installed: torch's (FlashAttention 2) and FlashAttention 3."""
-    found: dict[str, _Kernel] = {}
-    try:
-        from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import varlen_attn  # imports all of Dynamo
 
-        taken = inspect.signature(varlen_attn).parameters
-        if {"scale", "window_size"} <= set(taken):
-            # Up to 2.11 fewer heads of keys need no flag.
-            found["torch"] = functools.partial(_by_torch, varlen_attn, {"enable_gqa", "num_splits"} & set(taken))
-    except ImportError:
-        pass
-    try:
+    found: dict[str, _Kernel] = {}
+    taken = set(inspect.signature(varlen_attn).parameters)
+    if {"scale", "window_size"} <= taken:
+        # Without the flag (torch 2.11) it takes fewer heads of keys as they are.
+        found["torch"] = functools.partial(_by_torch, varlen_attn, {"enable_gqa", "num_splits"} & taken)
+    with contextlib.suppress(ImportError):
         from flash_attn_interface import flash_attn_varlen_func
 
         found["fa3"] = functools.partial(_by_fa3, flash_attn_varlen_func)
-    except ImportError:
-        pass
     return found
 
 
@@ -150,9 +147,8 @@ def _by_torch(
     before: int,
 ) -> torch.Tensor:
     values = {"enable_gqa": query.shape[1] != key.shape[1], "num_splits": 1}
-    own = {name: values[name] for name in flags}
-    window = (before, 0)
-    return varlen_attn(query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, **own)
+    own = {"scale": scale, "window_size": (before, 0)} | {name: values[name] for name in flags}
+    return varlen_attn(query, key, value, ends, ends, longest, longest, **own)
 
 
 def _by_fa3(
@@ -165,18 +161,7 @@ def _by_fa3(
     scale: float | None,
     before: int,
 ) -> torch.Tensor:
-    output = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        ends,
-        ends,
-        longest,
-        longest,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(before, 0),
-        num_splits=1,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    own = {"softmax_scale": scale, "causal": True, "window_size": (before, 0), "num_splits": 1}
+    own["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    output = flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, **own)
     return output[0] if isinstance(output, tuple) else output  # older ones return the logarithms of sums too

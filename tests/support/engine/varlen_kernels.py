@@ -133,16 +133,18 @@ def _probabilities(query, key, scale, left, right):
 def _computed(query, key, value, ends, scale, left, right):
     scale = query.shape[2] ** -0.5 if scale is None else scale
     output = torch.empty_like(query)
+    wide = [each.double() for each in (query, key, value)]  # kernels keep sums in float32
     for at in itertools.starmap(slice, itertools.pairwise(ends.tolist())):
-        values = value[at].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        probabilities, _ = _probabilities(query[at], key[at], scale, left, right)
+        values = wide[2][at].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        probabilities, _ = _probabilities(wide[0][at], wide[1][at], scale, left, right)
         output[at] = torch.einsum("hqk,khd->qhd", probabilities, values)
     return output, scale
 
 
 def _gradients(grad, query, key, value, ends, scale, left, right):
-    output, scale = _computed(query, key, value, ends, scale, left, right)
     found = [torch.empty_like(each) for each in (query, key, value)]
+    grad, query, key, value = (each.double() for each in (grad, query, key, value))
+    output, scale = _computed(query, key, value, ends, scale, left, right)
     for at in itertools.starmap(slice, itertools.pairwise(ends.tolist())):
         groups = query.shape[1] // key.shape[1]
         probabilities, keys = _probabilities(query[at], key[at], scale, left, right)

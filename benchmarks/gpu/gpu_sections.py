@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.gpu.gpu_attention import attention
 from benchmarks.gpu.gpu_dense import dense
 from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, MIB, NEEDS_A_GPU, Row
 from benchmarks.gpu.gpu_timed import head, quantise, speeds, step
@@ -177,11 +178,12 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], float]] = {
     "step": (step, 120.0),
     "head": (head, 120.0),
     "dense": (dense, 120.0),
+    "attention": (attention, 180.0),
     "processes": (processes, 120.0),
     "weights": (weights, 120.0),
     "quantise": (quantise, 120.0),
     "nccl": (nccl, 120.0),
 }
 """By name: what yields the rows, and the seconds that it may take."""
-TIMED = ("speeds", "step", "head", "dense", "quantise")
+TIMED = ("speeds", "step", "head", "dense", "attention", "quantise")
 """Those that are alone on the GPU."""

@@ -292,7 +292,7 @@ def test_lengths_of_a_row_are_made_once_also_where_layers_are_computed_again(mon
     assert len(calls) == 2 * len(layers) and all(each is seen[0] for each in seen)
 
 
-def test_log_says_which_kernel_computes_rows(monkeypatch):
+def test_log_says_which_kernel_computes_rows():
     model = ALL["qwen3_moe"].build_random("sdpa")
     with varlen_on_a_cpu("fa3"):
         said = PackedSequences(model).line()
@@ -304,11 +304,11 @@ def _shared():
     group, ids = dist.group.WORLD, _row()
     model = ALL["qwen3_moe"].build_random("sdpa", **SIZES["qwen3_moe"])
     wanted = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], 1).chunk(2, dim=1)
-    own = [each.chunk(2, dim=1)[dist.get_rank()] for each in (torch.cat(ids, 1),)]
+    own = torch.cat(ids, 1).chunk(2, dim=1)[dist.get_rank()]
     SequenceParallel(model, group, PackedSequences(model))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     with varlen_on_a_cpu() as calls:
-        logits = model(input_ids=own[0], position_ids=positions, use_cache=False).logits
+        logits = model(input_ids=own, position_ids=positions, use_cache=False).logits
     assert relative_error(logits, wanted[dist.get_rank()]) < 1e-6
     assert calls == [(list(LENGTHS), -1, 1)] * len(layer_names(model))
 

@@ -112,7 +112,7 @@ def _flash_attn_interface(calls):
 
 
 def _check(query, key, value, ends, key_ends, longest, longest_key):
-    """What FlashAttention refuses, and what it would compute wrongly."""
+    """Refuse what FlashAttention refuses or would compute wrongly."""
     assert ends.dtype == key_ends.dtype == torch.int32 and torch.equal(ends, key_ends)
     assert type(longest) is int and longest == longest_key == ends.diff().max() and ends[-1] == len(query)
     assert query.shape[2] == key.shape[2] == value.shape[2] and query.shape[2] % 8 == 0
@@ -121,7 +121,7 @@ def _check(query, key, value, ends, key_ends, longest, longest_key):
 
 
 def _probabilities(query, key, scale, left, right):
-    """Of ``[n, H, D]`` of one sequence: ``[H, n, n]``, and keys for each head of the queries."""
+    """Return those of one sequence ``[n, H, D]``, as ``[H, n, n]``, and its keys for each head of the queries."""
     keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
     places = torch.arange(len(query))

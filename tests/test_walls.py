@@ -67,6 +67,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/head": TORCH,
     "engine/head/triton_tiles.py": TORCH | {"triton"},
     "engine/packing": MODEL,
+    "engine/packing/varlen.py": TORCH | {"flash_attn_interface"},
     "engine/model": MODEL,
     "engine/model/safetensors_files.py": TORCH | {"safetensors"},
     "engine/moe/outside": TORCH,

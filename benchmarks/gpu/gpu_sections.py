@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.gpu.gpu_attention import attention
 from benchmarks.gpu.gpu_contention import contention
 from benchmarks.gpu.gpu_dense import dense
 from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, MIB, NEEDS_A_GPU, Row
@@ -178,6 +179,7 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], float]] = {
     "step": (step, 120.0),
     "head": (head, 120.0),
     "dense": (dense, 120.0),
+    "attention": (attention, 180.0),
     "contention": (contention, 120.0),
     "processes": (processes, 120.0),
     "weights": (weights, 120.0),
@@ -185,5 +187,5 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], float]] = {
     "nccl": (nccl, 120.0),
 }
 """By name: what yields the rows, and the seconds that it may take."""
-TIMED = ("speeds", "step", "head", "dense", "contention", "quantise")
+TIMED = ("speeds", "step", "head", "dense", "attention", "contention", "quantise")
 """Those that are alone on the GPU."""

@@ -2,7 +2,8 @@
 
 A packed row has several sequences one after the other. transformers hands sdpa and eager attention a mask of all pairs
 of its tokens, of which all but the blocks on the diagonal are masked: they are computed nevertheless. Here the
-configured attention is called once for each sequence, without a mask where it is causal.
+configured attention is called once for each sequence, without a mask where it is causal. On a GPU one call computes the
+whole row where that gives what sdpa gives (``varlen.py``).
 
     q, k, v  [1, H, S, D]  ->  attention of each [1, H, n, D]  ->  [1, S, H, D]
 
@@ -12,7 +13,7 @@ maker returns is passed through the family's code as its mask, and makes the mas
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,23 +22,28 @@ from transformers.masking_utils import and_masks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..model.families import PLACES_AS_POSITIONS
+from .varlen import attend_row, why_not_in_one_call
 
 __all__ = [
-    "LENGTHS",
     "NAME",
+    "Lengths",
     "PackedAttention",
     "PackedMask",
     "Span",
     "attach",
     "counts_places",
     "hand_lengths",
+    "lengths_of",
     "spans_of",
 ]
 
 NAME = "epfsdp2_packed"
 _EAGER = "eager_attention_forward"  # what every family calls its own
 HANDLE = "_epfsdp2_packed"  # attribute of an attention module: its ``PackedAttention``
-LENGTHS = "_epfsdp2_lengths"  # attribute of an attention module: returns what ``hand_lengths`` hands its attention
+_LENGTHS = "_epfsdp2_lengths"  # attribute of an attention module: returns what ``hand_lengths`` hands its attention
+
+Lengths = dict[str, Any]
+"""Of a row's sequences, as transformers passes them to flash attention: ``cu_seq_lens_q``, ``max_length_q``, ..."""
 
 Span = tuple[int, int]
 """Where a sequence starts in its row, and where it ends."""
@@ -65,6 +71,13 @@ def spans_of(positions: torch.Tensor) -> tuple[Span, ...]:
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def lengths_of(spans: Sequence[Span], device: torch.device) -> Lengths:
+    """Return the lengths of a row's sequences on a device, without waiting for it."""
+    ends = torch.tensor([0, *(end for _, end in spans)], dtype=torch.int32, pin_memory=device.type == "cuda")
+    ends, longest = ends.to(device, non_blocking=True), max(end - start for start, end in spans)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
 class PackedMask:
     """The mask of a packed row: those of its sequences, each made when it is first asked for.
 
@@ -81,6 +94,7 @@ class PackedMask:
         own = [part for part in parts if part.__qualname__ != _PACKED]
         self._of_distances = all(part.__qualname__ in _OF_DISTANCES for part in own)
         names = {part.__qualname__ for part in own}
+        self.is_causal = names == {"causal_mask_function"}
         self.window = asked.get("local_size") if names == {"causal_mask_function", _WINDOW} else None
         """Keys that a query sees where a mask is a causal window and nothing else; None for any other mask."""
         if self._of_distances:
@@ -124,6 +138,7 @@ class PackedAttention:
         real: the attention that was configured, as on transformers' interface.
         explicit: whether it knows nothing of causality but by a mask (eager attention).
         spans: where the sequences of the row under way are; None where its rows are not packed.
+        lengths: those of the row under way; None where each sequence is called by itself.
         is_whole: whether it gets the row as it is, with a mask of the row (flex attention).
         scale: ``_scale_of_places`` of the module.
     """
@@ -131,6 +146,7 @@ class PackedAttention:
     real: Callable[..., Any]
     explicit: bool
     spans: Callable[[], Sequence[Span] | None]
+    lengths: Callable[[], Lengths | None] = lambda: None
     is_whole: bool = False
     scale: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
 
@@ -167,6 +183,9 @@ class PackedAttention:
             raise ValueError(f"attention over {query.shape[2]} tokens in a packed row of {spans[-1][1]}.")
         if not isinstance(attention_mask, PackedMask):
             raise ValueError(f"{type(module).__name__} gets a mask that is not made for packed rows.")
+        row = self.lengths()
+        if row is not None and why_not_in_one_call(module, query, key, value, attention_mask, kwargs) is None:
+            return attend_row(query, key, value, row, attention_mask.window, kwargs.get("scaling")), None
         # Gradients of a split are written once; those of as many slices would each be as long as the row.
         lengths = [end - start for start, end in spans]
         parts = zip(*(each.split(lengths, dim=2) for each in (query, key, value)), spans, strict=True)
@@ -209,7 +228,13 @@ def _window_mask(like: torch.Tensor, before: int, queries: int, window: int, exp
     return like.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(like.dtype).min) if explicit else seen
 
 
-def attach(module: Any, configured: str, spans: Callable[[], Sequence[Span] | None], is_whole: bool) -> None:
+def attach(
+    module: Any,
+    configured: str,
+    spans: Callable[[], Sequence[Span] | None],
+    lengths: Callable[[], Lengths | None],
+    is_whole: bool,
+) -> None:
     """Give an attention module its ``PackedAttention``.
 
     Args:
@@ -218,7 +243,7 @@ def attach(module: Any, configured: str, spans: Callable[[], Sequence[Span] | No
     explicit = configured == "eager"
     code = inspect.unwrap(type(module).forward).__globals__
     real = code[_EAGER] if explicit else ALL_ATTENTION_FUNCTIONS[configured]
-    setattr(module, HANDLE, PackedAttention(real, explicit, spans, is_whole, _scale_of_places(module)))
+    setattr(module, HANDLE, PackedAttention(real, explicit, spans, lengths, is_whole, _scale_of_places(module)))
 
 
 def counts_places(module: Any) -> bool:
@@ -246,12 +271,14 @@ def _attend(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
 
 
-def hand_lengths(name: str) -> None:
-    """Pass flash attention the lengths of a row's sequences, in modules that know them.
+def hand_lengths(name: str, modules: Iterable[Any], lengths: Callable[[], Lengths | None]) -> None:
+    """Pass flash attention, registered under ``name``, the lengths of the row under way in these modules.
 
     transformers computes them from the positions otherwise, in every layer and recomputation, and waits for the device
     each time (5.9, ``modeling_flash_attention_utils.py``, ``_is_packed_sequence`` and ``_prepare_from_posids``).
     """
+    for module in modules:
+        setattr(module, _LENGTHS, lengths)
     real = inner = ALL_ATTENTION_FUNCTIONS[name]
     while isinstance(inner, functools.partial):
         if inner.func is _with_lengths:
@@ -270,7 +297,7 @@ def _with_lengths(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    lengths = getattr(module, LENGTHS, lambda: None)()
+    lengths = getattr(module, _LENGTHS, lambda: None)()
     if lengths is not None and attention_mask is None:
         kwargs |= {**lengths, "position_ids": None}
     return real(module, query, key, value, attention_mask, **kwargs)

@@ -1,10 +1,10 @@
 """Sequences that are packed into one row compute what each would alone, in every family.
 
 Tokens of a layer meet in few of its modules, its mixers. What mixes by attention on transformers' interface alone has
-that attention called once for each sequence (``attention.py``); what carries a state along the row (linear
-attention, state spaces, short convolutions), or chooses and compresses keys of the row before its attention, is itself
-called once for each sequence. That is exact whatever is in it. Where a state's kernels take the lengths of sequences,
-they are passed instead; torch's fallbacks take the same arguments and ignore them.
+that attention called once for each sequence, or a kernel that takes their lengths (``attention.py``). What carries a
+state along the row (linear attention, state spaces, short convolutions), or chooses and compresses keys of the row
+before its attention, is itself called once for each sequence. That is exact whatever is in it. Where a state's kernels
+take the lengths of sequences, they are passed instead; torch's fallbacks take the same arguments and ignore them.
 
 Mixers are found by what their forward takes, in any family. Where ranks share a row (``shared_mixers.py``), attention
 gets all of its sequences and part of the heads, other mixers the sequences that their rank was assigned.
@@ -35,9 +35,10 @@ from transformers.masking_utils import (
 from ..model.families import UNPACKED_WITH_FLASH
 from ..model.layers import attention_modules, decoder_layers
 from ..wrap_forward import wrap_forward
-from .attention import LENGTHS, NAME, PackedMask, Span, attach, counts_places, hand_lengths, spans_of
+from .attention import NAME, Lengths, PackedMask, Span, attach, counts_places, hand_lengths, lengths_of, spans_of
 from .positions import embed_apart
 from .shared_mixers import SharedMixers, kernel_argument
+from .varlen import fastest
 
 __all__ = ["Mixers", "PackedSequences", "find_mixers", "lengths_taken", "why_not_packed"]
 
@@ -139,7 +140,7 @@ class PackedSequences:
         self._calls = 0  # of each of the other mixers in this forward
         self._shared: SharedMixers | None = None
         self._arguments: dict[str, torch.Tensor] = {}
-        self._lengths: dict[str, Any] | None = None
+        self._lengths: Lengths | None = None
         self._taken = {fqn: lengths_taken(module) for fqn, module in self._mixers.others.items()}
         self._configured = name
         if name in _WITH_MASKS or self._mixers.others or "flash" in name:
@@ -148,13 +149,11 @@ class PackedSequences:
         if name in _WITH_MASKS:
             self._make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
             for module in self._mixers.attentions.values():
-                attach(module, name, lambda: self._spans, is_whole=name == _FLEX)
+                attach(module, name, lambda: self._spans, lambda: self._lengths, is_whole=name == _FLEX)
             _rename_attention(model, self._mixers.others.values())
         embed_apart(model, lambda: self._spans, longest)
         if "flash" in name:
-            hand_lengths(name)
-            for module in self._mixers.attentions.values():
-                setattr(module, LENGTHS, lambda: self._lengths)
+            hand_lengths(name, self._mixers.attentions.values(), lambda: self._lengths)
         for fqn, module in self._mixers.others.items():
             call = functools.partial(self._call_mixer, module, self._taken[fqn])
             wrap_forward(module, "packed_sequences", torch.compiler.disable(call, recursive=False))
@@ -170,6 +169,8 @@ class PackedSequences:
     def line(self) -> str:
         """Format which way is taken, for the log."""
         way = f"{self._configured} {'once per sequence' if self._configured in _SPLIT else 'of the row'}"
+        if kernel := self._one_call(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+            way = f"the row by {kernel}'s kernel where it computes the same, else {way}"
         ways = {type(module).__name__: way for module in self._mixers.attentions.values()}
         for fqn, module in self._mixers.others.items():
             taken = self._taken[fqn]
@@ -192,11 +193,12 @@ class PackedSequences:
         ends = list(itertools.accumulate(end - start for start, end in self._own))
         self._places = list(zip([0, *ends[:-1]], ends, strict=True))
         self._calls = self._agreed_calls(device)
-        if "flash" in self._configured:
-            lengths = kernel_argument("cu_seq_lens_q", self._spans).to(device, torch.int32)
-            longest = max(end - start for start, end in self._spans)
-            self._lengths = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
-            self._lengths |= {"max_length_q": longest, "max_length_k": longest}
+        if "flash" in self._configured or self._one_call(device):
+            self._lengths = lengths_of(self._spans, device)
+
+    def _one_call(self, device: torch.device) -> str | None:
+        """Return the kernel that computes rows in place of sdpa; None where there is none."""
+        return fastest(device) if self._configured == "sdpa" else None
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         PackedSequences.running = None  # what is computed again in backward asks for no mask

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import verl.trainer.config
 from hydra import compose, initialize_config_dir
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks.gpu import gpu_check, gpu_rows, gpu_run, gpu_sections
+from benchmarks.gpu import gpu_attention, gpu_check, gpu_rows, gpu_run, gpu_sections
+from epfsdp2.engine.packing import varlen
+from tests.support.engine.varlen_kernels import varlen_on_a_cpu
 
 pytestmark = pytest.mark.skipif(gpu_rows.HAS_GPU, reason="there is a GPU: `make gpu-check` does more")
 
@@ -123,3 +126,32 @@ def test_gpu_run_without_a_gpu_makes_its_steps(capsys):
     assert gpu_run.main(["A", "--cpu", "--size", "tiny", "--steps", "2"]) == 0
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("A | ")]
     assert [row[1] for row in rows] == ["1", "2"] and all(float(row[3]) < 1e-5 for row in rows)
+
+
+@pytest.mark.parametrize("torchs, holds", [(1.0, True), (9.0, False)])
+def test_gpu_check_of_attention_fails_where_the_kernel_that_is_taken_is_not_the_fastest(monkeypatch, torchs, holds):
+    monkeypatch.setattr(gpu_attention, "HAS_GPU", True)
+    monkeypatch.setattr(gpu_attention, "TOKENS", 64)
+    monkeypatch.setattr(gpu_attention, "LENGTHS", (2, 4, 8, 16, 32, 64))
+    monkeypatch.setattr(gpu_attention, "QWEN3_30B", (32, 4, 16, 16))
+    monkeypatch.setattr(gpu_attention, "DEEPSEEK", (16, 16, 24, 16))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    seconds = {"sdpa": 3.0, "torch": torchs}
+    monkeypatch.setattr(gpu_attention, "seconds_of", lambda call, device: seconds[call.args[0]])
+    with varlen_on_a_cpu() as calls:
+        rows = list(gpu_attention.attention())
+    assert [row.holds for row in rows] == [True] * 3 + [None] * 9 + [holds]
+    assert calls[1] == ([7, 1, 12, 3], gpu_attention.WINDOW - 1, 1)
+    least = min(seconds.values())
+    order = ", ".join(f"{name} {seconds[name] / least:.2f}" for name in sorted(seconds, key=seconds.get))
+    entry = ("torch",) if holds else ()
+    assert (rows[-1].value, rows[-1].wanted) == (f"{order}; FASTEST (9, 0): {entry}", "torch first")
+
+
+def test_gpu_check_of_attention_sees_a_kernel_that_computes_otherwise(monkeypatch):
+    monkeypatch.setattr(gpu_attention, "HAS_GPU", True)
+    real = varlen.attend_row
+    monkeypatch.setattr("epfsdp2.engine.packing.attention.attend_row", lambda *args: 1.1 * real(*args))
+    with varlen_on_a_cpu():
+        assert next(gpu_attention.attention()).holds is False

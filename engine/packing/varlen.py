@@ -1,0 +1,167 @@
+"""Attention of a packed row by one call of a kernel that takes the lengths of its sequences.
+
+On a GPU it replaces the calls of sdpa for each sequence (``attention.py``). Those launch a few kernels each, so that
+the GPU waits for the host where sequences are short. Where torch prefers cuDNN for sdpa (sm_90, sm_100), they also
+build a plan for each new length: with torch 2.11 on a B200 0.44 s forward and 0.55 s backward
+(https://github.com/modelscope/FunASR/issues/3704).
+
+    q, k, v  [1, H, S, D]  ->  [S, H, D]  ->  attention within sequences  ->  [1, S, H, D]
+
+The device and the module choose the kernel, never the lengths: the results of a sequence do not depend on what shares
+its row, and ranks with the same GPU agree. For the same reason kernels do not split keys among blocks, which would
+depend on the longest sequence of the row.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["FASTEST", "attend_row", "available", "fastest", "why_not_in_one_call"]
+
+FASTEST: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("fa3", "torch")}
+"""Names of ``available`` that are faster than sdpa by sequence, the fastest first, by a GPU's capability.
+
+Others from ``(8, 0)`` on have ``("torch",)``. Not measured here: FlashAttention 3 is published with 1.5 to 2 times the
+speed of 2, which torch has, on an H100 (https://arxiv.org/abs/2407.08608). ``make gpu-check ARGS=attention`` measures
+the order, prints the entry for this table, and fails where it is another.
+"""
+_DTYPES = (torch.bfloat16, torch.float16)
+_DIMS = (*range(8, 193, 8), 256)  # of FlashAttention's heads; on sm_86, sm_89 and sm_120 others have no backward
+
+_Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int], torch.Tensor]
+"""``(query, key, value, ends, longest, scale, before)``: causal attention ``[S, H, D]`` of a row.
+
+``ends`` are the cumulative lengths, int32 ``[sequences + 1]``; ``before`` how many earlier keys a query sees, -1 for
+all of its sequence.
+"""
+
+
+@functools.cache
+def available() -> dict[str, _Kernel]:
+    """Return the kernels that are installed: torch's (FlashAttention 2) and FlashAttention 3."""
+    from torch.nn.attention.varlen import varlen_attn  # imports all of Dynamo
+
+    found: dict[str, _Kernel] = {}
+    taken = set(inspect.signature(varlen_attn).parameters)
+    if {"scale", "window_size"} <= taken:
+        # Without the flag (torch 2.11) it takes fewer heads of keys as they are.
+        found["torch"] = functools.partial(_by_torch, varlen_attn, {"enable_gqa", "num_splits"} & taken)
+    with contextlib.suppress(ImportError):
+        from flash_attn_interface import flash_attn_varlen_func
+
+        found["fa3"] = functools.partial(_by_fa3, flash_attn_varlen_func)
+    return found
+
+
+def fastest(device: torch.device) -> str | None:
+    """Return the name of the kernel for packed rows on a device; None where each sequence is called by itself."""
+    capability = _capability(device)
+    if capability is None or capability < (8, 0):
+        return None
+    return next((name for name in FASTEST.get(capability, ("torch",)) if name in available()), None)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU; None of any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else None
+
+
+def why_not_in_one_call(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, kwargs: Mapping[str, Any]
+) -> str | None:
+    """Return why a row can't be computed by ``attend_row`` as sdpa computes its sequences; None if it can.
+
+    Args:
+        mask: a ``PackedMask``.
+        kwargs: what the family's code passes sdpa besides.
+    """
+    is_causal = kwargs.get("is_causal")
+    if not mask.is_causal and mask.window is None:
+        return "its mask is neither causal nor a causal window"
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        return "it is not causal"
+    if kwargs.get("dropout"):
+        return "it has dropout"
+    changes = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if changes:
+        return f"it has {' and '.join(changes)}"
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    if len(dtypes) > 1 or query.dtype not in _DTYPES:
+        return f"it computes in {', '.join(sorted(map(str, dtypes)))}"
+    dim = query.shape[3]
+    if dim not in _DIMS or value.shape[3] > dim:
+        return f"its heads have {dim} and {value.shape[3]} columns"
+    return None
+
+
+def attend_row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Mapping[str, Any],
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Compute causal attention within each sequence of a row, by the ``fastest`` kernel of its device.
+
+    Args:
+        query: ``[1, H, S, D]``; ``key`` and ``value`` may have fewer heads, and ``value`` fewer columns.
+        lengths: what transformers passes flash attention; ``cu_seq_lens_q [sequences + 1]`` and ``max_length_q``.
+        window: keys that a query sees, with its own; None for all before it.
+        scale: of scores; None for ``1 / sqrt(D)``.
+
+    Returns:
+        ``[1, S, H, D]``, with ``value``'s columns.
+    """
+    name = fastest(query.device)
+    assert name is not None
+    wide = value.shape[3]
+    if wide < query.shape[3]:  # latent attention; kernels take one number of columns
+        value = F.pad(value, (0, query.shape[3] - wide))
+    q, k, v = (_tokens_first(each) for each in (query, key, value))
+    before = -1 if window is None else window - 1
+    output = available()[name](q, k, v, lengths["cu_seq_lens_q"], lengths["max_length_q"], scale, before)
+    return output[None, ..., :wide]
+
+
+def _tokens_first(heads: torch.Tensor) -> torch.Tensor:
+    tokens = heads[0].transpose(0, 1)
+    return tokens if tokens.stride(-1) == 1 else tokens.contiguous()
+
+
+def _by_torch(
+    varlen_attn: Callable[..., Any],
+    flags: set[str],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    before: int,
+) -> torch.Tensor:
+    values = {"enable_gqa": query.shape[1] != key.shape[1], "num_splits": 1}
+    own = {"scale": scale, "window_size": (before, 0)} | {name: values[name] for name in flags}
+    return varlen_attn(query, key, value, ends, ends, longest, longest, **own)
+
+
+def _by_fa3(
+    flash_attn_varlen_func: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    before: int,
+) -> torch.Tensor:
+    own = {"softmax_scale": scale, "causal": True, "window_size": (before, 0), "num_splits": 1}
+    own["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    output = flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, **own)
+    return output[0] if isinstance(output, tuple) else output  # older ones return the logarithms of sums too

@@ -1,0 +1,317 @@
+"""One call for a packed row beside one for each sequence: the same values and gradients, and which rows it takes."""
+
+import inspect
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+    chunked_overlay,
+    eager_mask,
+    packed_sequence_mask_function,
+    sliding_window_overlay,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
+from epfsdp2.engine.fsdp.ulysses import SequenceParallel
+from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.packing import varlen
+from epfsdp2.engine.packing.attention import PackedAttention, PackedMask
+from epfsdp2.engine.packing.sequences import PackedSequences
+from tests.parity.families import ALL
+from tests.support.engine.varlen_kernels import varlen_on_a_cpu
+from tests.support.models.tiny import VOCAB, relative_error
+from tests.support.ranks import run_ranks
+
+EXACT = 1e-12  # in float64
+LENGTHS = (11, 1, 14, 6)
+ENDS = [0, *itertools.accumulate(LENGTHS)]
+SPANS = tuple(itertools.pairwise(ENDS))
+WINDOW = 5
+
+
+def _mask(*functions, **asked):
+    """Of the packed row, as families ask for it; ``functions`` besides those that keep sequences apart."""
+    numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]
+    function = and_masks(*functions, packed_sequence_mask_function(numbers))
+    asked = {"batch_size": 1, "mask_function": function, "device": "cpu", "dtype": torch.float64, **asked}
+    return PackedMask(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], eager_mask, asked)
+
+
+def _causal():
+    return _mask(causal_mask_function)
+
+
+def _window():
+    return _mask(causal_mask_function, sliding_window_overlay(WINDOW), local_size=WINDOW)
+
+
+def _chunks():
+    starts = torch.zeros(1, dtype=torch.long)
+    return _mask(causal_mask_function, chunked_overlay(WINDOW, starts), local_size=WINDOW)
+
+
+def _heads(heads=4, kv_heads=4, dim=16, wide=16, dtype=torch.float64):
+    """As a family makes them: views of ``[1, S, H, D]``."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((heads, dim), (kv_heads, dim), (kv_heads, wide))
+    return [
+        torch.randn(1, ENDS[-1], *size, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2)
+        for size in sizes
+    ]
+
+
+def _attention(lengths=None):
+    ends = torch.tensor(ENDS, dtype=torch.int32)
+    row = {"cu_seq_lens_q": ends, "max_length_q": max(LENGTHS)}
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return PackedAttention(sdpa, False, lambda: SPANS, lambda: row if lengths is None else lengths)
+
+
+def _results(attention, heads, mask, **kwargs):
+    """The output, and the gradients of queries, keys and values."""
+    leaves = [each.detach().clone(memory_format=torch.preserve_format).requires_grad_() for each in heads]
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=heads[0].shape[1] // heads[1].shape[1])
+    output, _ = attention.attend(module, *leaves, mask, **kwargs)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return output.detach(), *torch.autograd.grad((output.double() * weights).sum(), leaves)
+
+
+@pytest.mark.parametrize("name", ["torch", "fa3"])
+@pytest.mark.parametrize("mask, before", [(_causal, -1), (_window, WINDOW - 1)])
+@pytest.mark.parametrize(
+    "sizes, kwargs",
+    [
+        ({}, {}),
+        ({"heads": 6, "kv_heads": 2}, {"scaling": 0.3}),
+        ({"dim": 24, "wide": 16}, {"scaling": 24**-0.5, "dropout": 0.0, "softcap": None, "s_aux": None}),
+        ({"dim": 24, "wide": 10}, {}),
+    ],
+    ids=["equal", "grouped", "latent", "latent, odd"],
+)
+def test_one_call_for_a_row_equals_one_for_each_sequence(name, mask, before, sizes, kwargs):
+    heads = _heads(**sizes)
+    one_by_one = PackedAttention(ALL_ATTENTION_FUNCTIONS["sdpa"], False, lambda: SPANS)
+    wanted = _results(one_by_one, heads, mask(), **kwargs)
+    with varlen_on_a_cpu(name) as calls:
+        found = _results(_attention(), heads, mask(), **kwargs)
+    assert calls == [(list(LENGTHS), before, 1)]
+    assert [each.shape for each in found] == [each.shape for each in wanted]
+    assert max(map(relative_error, found, wanted)) < EXACT
+
+
+def test_one_call_for_a_row_takes_heads_that_are_laid_out_as_they_come():
+    """Queries and keys after a rotary embedding, whose last dim may have any stride."""
+    query, key, value = _heads()
+    strided = [each.mT.contiguous().mT for each in (query, key)]
+    with varlen_on_a_cpu():
+        found = _results(_attention(), [*strided, value], _causal())
+        wanted = _results(_attention(), [query, key, value], _causal())
+    assert max(map(relative_error, found, wanted)) < EXACT
+
+
+FALLBACKS = {
+    "its mask is neither causal nor a causal window": {"mask": _chunks},
+    "it is not causal": {"kwargs": {"is_causal": False}},
+    "it has dropout": {"kwargs": {"dropout": 0.1}},
+    "it has softcap": {"kwargs": {"softcap": 30.0}},
+    "it has s_aux": {"kwargs": {"s_aux": torch.zeros(4)}},
+    "it computes in torch.float32": {"sizes": {"dtype": torch.float32}},
+    "its heads have 20 and 16 columns": {"sizes": {"dim": 20}},
+    "its heads have 16 and 24 columns": {"sizes": {"wide": 24}},
+    "its heads have 224 and 16 columns": {"sizes": {"dim": 224}},
+    "its heads have 264 and 16 columns": {"sizes": {"dim": 264}},
+}
+
+
+@pytest.mark.parametrize("reason", FALLBACKS)
+def test_rows_that_the_kernels_do_not_compute_as_sdpa_does_are_called_by_sequence(reason):
+    case = {"mask": _causal, "kwargs": {}, "sizes": {}} | FALLBACKS[reason]
+    heads, mask, module = _heads(**case["sizes"]), case["mask"](), SimpleNamespace(is_causal=True)
+    counted = []
+
+    def sdpa(module, query, *args, **kwargs):
+        counted.append(query.shape[2])
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, *args, **kwargs)
+
+    attention = PackedAttention(sdpa, False, lambda: SPANS, lambda: {"max_length_q": max(LENGTHS)})
+    with varlen_on_a_cpu() as calls:
+        assert varlen.why_not_in_one_call(module, *heads, mask, case["kwargs"]) == reason
+        attention.attend(module, *heads, mask, **case["kwargs"])
+    assert counted == list(LENGTHS) and calls == []
+    assert varlen.why_not_in_one_call(module, *_heads(dtype=torch.bfloat16), _causal(), {}) is None
+
+
+def test_rows_of_modules_that_are_not_causal_or_mix_dtypes_are_called_by_sequence():
+    query, key, value = _heads(dtype=torch.bfloat16)
+    bidirectional = SimpleNamespace(is_causal=False)
+    assert varlen.why_not_in_one_call(bidirectional, query, key, value, _causal(), {}) == "it is not causal"
+    assert varlen.why_not_in_one_call(bidirectional, query, key, value, _causal(), {"is_causal": True}) is None
+    assert varlen.why_not_in_one_call(SimpleNamespace(), query, key, value, _causal(), {}) is None
+    mixed = varlen.why_not_in_one_call(SimpleNamespace(), query.half(), key, value, _causal(), {})
+    assert mixed == "it computes in torch.bfloat16, torch.float16"
+
+
+@pytest.mark.parametrize(
+    "capability, installed, name",
+    [
+        (None, ("torch", "fa3"), None),
+        ((7, 5), ("torch", "fa3"), None),
+        ((8, 0), ("torch", "fa3"), "torch"),
+        ((9, 0), ("torch", "fa3"), "fa3"),
+        ((9, 0), ("torch",), "torch"),
+        ((10, 0), ("torch", "fa3"), "torch"),
+        ((9, 0), (), None),
+    ],
+)
+def test_fastest_kernel_is_that_of_the_device_among_those_that_are_installed(monkeypatch, capability, installed, name):
+    monkeypatch.setattr(varlen, "_capability", lambda device: capability)
+    monkeypatch.setattr(varlen, "available", lambda: dict.fromkeys(installed))
+    assert varlen.fastest(torch.device("cuda")) == name
+
+
+def test_no_kernel_is_taken_on_a_cpu():
+    assert varlen.fastest(torch.device("cpu")) is None
+
+
+def test_installed_torch_has_the_varlen_attention_that_rows_are_computed_by():
+    """A change of its parameters upstream fails here, before a GPU meets it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    parameters = inspect.signature(varlen_attn).parameters
+    by_place = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert [*parameters][:7] == by_place
+    named = {"scale": None, "window_size": (-1, -1), "enable_gqa": False, "num_splits": None}
+    defaults = {name: parameter.default for name, parameter in parameters.items() if name in named}
+    assert defaults == {name: named[name] for name in defaults} and {"scale", "window_size"} <= set(defaults)
+    others = [parameter for name, parameter in parameters.items() if name not in {*by_place, *named}]
+    assert all(parameter.default in (None, False) for parameter in others)
+    assert "torch" in varlen.available()
+
+
+@pytest.mark.parametrize("taken", [{"scale", "window_size"}, {"scale", "window_size", "num_splits"}, {"scale"}])
+def test_older_varlen_attention_gets_the_parameters_that_it_has(monkeypatch, taken):
+    """Up to torch 2.11 there is no ``enable_gqa``, up to 2.10 no window."""
+    from torch.nn.attention import varlen as of_torch
+
+    def older(*args, **kwargs):
+        assert len(args) == 7 and set(kwargs) == taken
+        assert (kwargs["window_size"], kwargs.get("num_splits", 1)) == ((-1, 0), 1)
+        return args[0]
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(taken)]
+    older.__signature__ = inspect.Signature(parameters)
+    monkeypatch.setattr(of_torch, "varlen_attn", older)
+    with varlen_on_a_cpu():
+        assert ("torch" in varlen.available()) == ("window_size" in taken)
+        if "window_size" in taken:
+            heads = _heads(kv_heads=2)
+            output, _ = _attention().attend(SimpleNamespace(), *heads, _causal())
+            assert torch.equal(output, heads[0].transpose(1, 2))
+
+
+# -- of a model -------------------------------------------------------------------------------------------------------
+
+# Heads of 16 or 24 columns: grouped queries, windows in some layers or all, latent attention, chunks in some layers.
+SIZES = {
+    "qwen3_moe": {"head_dim": 16},
+    "mistral": {"head_dim": 16, "sliding_window": WINDOW},
+    "gemma3": {"head_dim": 16, "sliding_window": WINDOW},
+    "deepseek_v3": {"qk_nope_head_dim": 16},
+    "llama4": {"text_config": {**ALL["llama4"].sizes["text_config"], "head_dim": 16, "attention_chunk_size": WINDOW}},
+}
+
+
+def _row():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB - 6, (1, length), generator=generator) for length in LENGTHS]
+
+
+def _packed(model, ids):
+    positions = torch.cat([torch.arange(each.shape[1]) for each in ids])[None]
+    return model(input_ids=torch.cat(ids, 1), position_ids=positions, use_cache=False).logits
+
+
+def _gradients(model, logits):
+    model.zero_grad()
+    logits.square().sum().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_models_on_a_gpu_compute_packed_rows_in_one_call_a_layer(name):
+    model, ids = ALL[name].build_random("sdpa", **SIZES[name]), _row()
+    apart = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], 1)
+    wanted = _gradients(model, apart)
+    with varlen_on_a_cpu() as calls:
+        rows = PackedSequences(model)
+        packed = _packed(model, ids)
+        found = _gradients(model, packed)
+    layers = len(layer_names(model))
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention" if name == "mistral" else "full"] * layers
+    befores = {"sliding_attention": WINDOW - 1}
+    in_one_call = [befores.get(kind, -1) for kind in kinds if kind != "chunked_attention"]
+    assert calls == [(list(LENGTHS), before, 1) for before in in_one_call]
+    assert ("chunked_attention" in kinds) == (name == "llama4")
+    assert relative_error(packed, apart) < 1e-6
+    assert max(relative_error(found[n], grad) for n, grad in wanted.items()) < 1e-6
+    assert "once per sequence" in rows.line() and "torch's kernel" not in rows.line(), "there is no GPU"
+
+
+def test_models_with_eager_attention_compute_each_sequence_by_itself():
+    model, ids = ALL["qwen3_moe"].build_random("eager"), _row()
+    PackedSequences(model)
+    with varlen_on_a_cpu() as calls:
+        _packed(model, ids)
+    assert calls == []
+
+
+def test_lengths_of_a_row_are_made_once_also_where_layers_are_computed_again(monkeypatch):
+    model, ids = ALL["qwen3_moe"].build_random("sdpa", **SIZES["qwen3_moe"]), _row()
+    seen = []
+    real = varlen.attend_row
+
+    def attend_row(query, key, value, lengths, *args):
+        seen.append(lengths["cu_seq_lens_q"])
+        return real(query, key, value, lengths, *args)
+
+    monkeypatch.setattr("epfsdp2.engine.packing.attention.attend_row", attend_row)
+    with varlen_on_a_cpu() as calls:
+        PackedSequences(model)
+        layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
+        checkpoint_layers(layers, (), 8, "full")
+        model.train()
+        _packed(model, ids).sum().backward()
+    assert len(calls) == 2 * len(layers) and all(each is seen[0] for each in seen)
+
+
+def test_log_says_which_kernel_computes_rows():
+    model = ALL["qwen3_moe"].build_random("sdpa")
+    with varlen_on_a_cpu("fa3"):
+        said = PackedSequences(model).line()
+    wanted = "Qwen3MoeAttention: the row by fa3's kernel where it computes the same, else sdpa once per sequence"
+    assert said == f"packed rows: {wanted}"
+
+
+def _shared():
+    group, ids = dist.group.WORLD, _row()
+    model = ALL["qwen3_moe"].build_random("sdpa", **SIZES["qwen3_moe"])
+    wanted = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], 1).chunk(2, dim=1)
+    own = torch.cat(ids, 1).chunk(2, dim=1)[dist.get_rank()]
+    SequenceParallel(model, group, PackedSequences(model))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    with varlen_on_a_cpu() as calls:
+        logits = model(input_ids=own, position_ids=positions, use_cache=False).logits
+    assert relative_error(logits, wanted[dist.get_rank()]) < 1e-6
+    assert calls == [(list(LENGTHS), -1, 1)] * len(layer_names(model))
+
+
+def test_ranks_that_share_a_row_compute_their_heads_of_it_in_one_call():
+    run_ranks(_shared, 2)

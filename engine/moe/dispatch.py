@@ -31,11 +31,13 @@ __all__ = [
     "RowExchange",
     "chunk_bounds",
     "combine",
+    "count_sorted",
     "deferred_router_grad",
     "dispatch",
     "keep_plans",
     "permute",
     "slot_weights",
+    "sort_keys",
     "start_dispatch_plans",
     "to_slots",
     "weighted_combine",
@@ -138,11 +140,9 @@ def start_dispatch_plans(
     if chunks > 1:  # by chunk, then by expert
         chunk_T = torch.arange(tokens, device=keys.device) * chunks // max(tokens, 1)
         keys = keys + (chunk_T * num_experts).unsqueeze(1)
-    keys, order = _sorted(keys.reshape(-1), keys_below)
+    keys, order = sort_keys(keys.reshape(-1), keys_below)
     slot_orders = _split_order(order, [k * b for b in chunk_bounds(tokens, chunks)])
-    # Neither bincount, which waits for the device to learn its output's size, nor atomics on few addresses.
-    ends = torch.searchsorted(keys, torch.arange(keys_below, dtype=keys.dtype, device=keys.device), right=True)
-    counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(chunks, num_experts)
+    counts = count_sorted(keys, keys_below).view(chunks, num_experts)
     if group is None and etp_group is None:
         local = AllToAll([], [], None)
         plans = [DispatchPlan(c, order, None, local) for c, order in zip(counts, slot_orders, strict=True)]
@@ -173,7 +173,7 @@ def _finish(
     local_expert = local_expert.expand(chunks, sources, e).reshape(-1)
     sizes = received.transpose(0, 1).reshape(-1)
     row_expert = torch.repeat_interleave(local_expert, sizes, output_size=row_bounds[-1])
-    row_orders = _split_order(_sorted(row_expert, chunks * e)[1], row_bounds)
+    row_orders = _split_order(sort_keys(row_expert, chunks * e)[1], row_bounds)
     counts_e = received.sum(0).unbind()
     return [DispatchPlan(*fields) for fields in zip(counts_e, slot_orders, row_orders, exchanges, strict=True)]
 
@@ -222,9 +222,21 @@ def _with_orders(plan: DispatchPlan, dtype: torch.dtype) -> DispatchPlan:
     return replace(plan, slot_order=plan.slot_order.to(dtype), row_order=rows)
 
 
-def _sorted(keys: torch.Tensor, below: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort integers from 0 to ``below`` stably; returns them and their order. A GPU's time goes by the bytes of one."""
+def sort_keys(keys: torch.Tensor, below: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort integers from -1 to ``below`` stably, and return them with their order.
+
+    They are int16 where that holds them, because a GPU's time to sort goes by the bytes of a key.
+    """
     return torch.sort(keys.to(torch.int16) if below <= 2**15 else keys, stable=True)
+
+
+def count_sorted(keys: torch.Tensor, below: int) -> torch.Tensor:
+    """Count each of the integers from 0 to ``below`` in sorted keys, int64 ``(below,)``.
+
+    ``bincount`` would wait for the device to learn its output's size, and ``scatter_add`` has atomics on few addresses.
+    """
+    ends = torch.searchsorted(keys, torch.arange(-1, below, dtype=keys.dtype, device=keys.device), right=True)
+    return torch.diff(ends)
 
 
 def _split_order(order: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Into how many chunks a layer's tokens are dispatched, if sizes decide: the number that takes the least time.
 
-With ``n`` chunks all that is exposed of two all-to-alls is the first dispatch and the last combine, ``2 / n`` of one
-way, unless the experts compute less long than the rest takes. What grows with ``n``: each expert has fewer rows in a
-product, a collective more is issued, and the gradients of the weights are added up over the chunks. At once, a
+With ``n`` chunks the first dispatch and the last combine are exposed, an ``n``-th of a way each; the rest is hidden
+behind the experts' products as far as these take as long. What grows with ``n`` is the time of the products, whose
+experts have fewer rows, the number of collectives, and the sums of the weights' gradients over the chunks. At once, a
 recomputation may end before the down projection and combine (``fused.py``); in chunks it does not.
 """
 

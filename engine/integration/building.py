@@ -157,7 +157,11 @@ class BuildsModel:
         if config.forward_only and config.use_dynamic_bsz:
             tokens = config.infer_max_token_len_per_gpu
         # What is read is equal on all ranks (``_agreed_settings``), so the number of chunks is.
-        return AutomaticOverlap.of(config, self._plain, options).on(options, topology, tokens)
+        found = AutomaticOverlap.of(config, self._plain, options).on(options, topology, tokens)
+        if found != options and self.rank == 0:
+            values = f"{found.dispatch_chunks} engine.overlap_shared_experts={found.overlap_shared_experts}"
+            print(f"[epfsdp2] all-to-alls overlap by engine.dispatch_chunks={values}", flush=True)
+        return found
 
     def _open(self) -> tuple[nn.Module, CheckpointFiles]:
         """Build the model on the meta device and open its checkpoint; all ranks have the same, or all raise."""
@@ -247,9 +251,6 @@ class BuildsModel:
         said = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).line
         if said and find_experts(module, options.expert_plan):
             lines.append(said)
-        if options.dispatch_chunks > 1 or options.overlap_shared_experts:
-            beside = " beside shared experts" if options.overlap_shared_experts else ""
-            lines.append(f"tokens are dispatched in chunks: {options.dispatch_chunks}{beside}")
         if self.packed is not None:
             lines.append(self.packed.line())
         if positions := positions_line(module, self._longest()):

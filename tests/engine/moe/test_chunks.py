@@ -113,13 +113,16 @@ def test_automatic_overlap_leaves_out_shared_experts_that_are_gathered_when_they
         ("cpu", {"max_token_len_per_gpu": TOKENS}, 1),
     ],
 )
-def test_overlap_of_a_run_is_by_the_most_tokens_of_a_micro_batch_on_a_gpu(monkeypatch, device, settings, expected):
+def test_overlap_of_a_run_is_by_the_most_tokens_on_a_gpu(monkeypatch, capsys, device, settings, expected):
     monkeypatch.setattr(building, "get_device_name", lambda: device)
     model = build_on_meta(AutoModelForCausalLM, config_of("Qwen3-30B-A3B"), torch.bfloat16)
     config = replace(engine_config(ep_size=8), **{"use_dynamic_bsz": True, **settings})
-    run = SimpleNamespace(engine_config=config, _plain=model, meshes=SimpleNamespace(topology=Topology.arrange(8, 8)))
+    meshes = SimpleNamespace(topology=Topology.arrange(8, 8))
+    run = SimpleNamespace(engine_config=config, _plain=model, meshes=meshes, rank=0)
     found = building.BuildsModel._overlapped(run, sharding_options(config, {"enable_gradient_checkpointing": True}))
     assert found.dispatch_chunks == expected
+    said = f"[epfsdp2] all-to-alls overlap by engine.dispatch_chunks={expected} engine.overlap_shared_experts=False\n"
+    assert capsys.readouterr().out == (said if expected > 1 else "")
 
 
 def test_overlap_of_a_plan_is_that_of_a_run_on_each_mesh():

@@ -68,24 +68,26 @@ class DispatchSizes:
         block: Any = copy.deepcopy(model.get_submodule(path)).to("meta")
         shared, found = SharedExperts(block, block.get_submodule(name)), []
 
-        def stand_in(forward: Any, hidden_TD: torch.Tensor, experts_TK: torch.Tensor, *_: Any) -> torch.Tensor:
-            found.append((experts_TK.shape[-1], hidden_TD.shape[-1] * dtype.itemsize))
-            if shared.forwards:
+        def stand_in(forward: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+            comes_first = bool(shared.forwards) and not shared.called
+            found.append((top_k_index.shape[-1], hidden_states.shape[-1] * dtype.itemsize, comes_first))
+            if comes_first:
                 shared.compute_ahead()
-            return torch.empty_like(hidden_TD)
+            return torch.empty_like(hidden_states)
 
         wrap_forward(block.get_submodule(name), "shared_experts", stand_in)
-        can_overlap, width = bool(shared.forwards), model.config.get_text_config().hidden_size
+        width, is_ahead = model.config.get_text_config().hidden_size, True
         try:
             with torch.no_grad():
                 block(torch.zeros(1, 2, width, dtype=next(block.parameters()).dtype, device="meta"))
-        except SettingError:
-            can_overlap = False
+        except SettingError:  # it calls its shared experts with another tensor than its input
+            is_ahead = False
         except (AttributeError, RuntimeError, TypeError):  # it needs more than hidden states
             return None
         own = info.module.named_parameters()
         elements = sum(param.numel() for name, param in own if param.dim() == 3 and not is_adapter(name))
-        return cls(*found[0], elements // info.num_experts, info.num_experts, can_overlap)
+        rows, row_bytes, comes_first = found[0]
+        return cls(rows, row_bytes, elements // info.num_experts, info.num_experts, comes_first and is_ahead)
 
     def chunks(self, tokens: int, ep: int, etp: int, recomputed: bool) -> int:
         """Return the number of chunks; the same on all ranks, whatever their micro-batches.

@@ -154,7 +154,9 @@ def on_tokens(
         to_send: the slots' hidden states ``(T * K, D)``, taken out of it when they are sent; empty if none are.
     """
     experts = _Experts(module, backend, up, down)
-    left: list[Any] = to_send  # what a node leaves for the next one: _Up for _Down itself and the activation
+    between: list[Any] = (
+        to_send  # what the next node takes: _Up the rows to send, _Down the ctx of _Up and the activation
+    )
     call = _Call(
         experts.holding([None] * 8),
         Groups(plan.counts_e, plan.rows),
@@ -165,8 +167,8 @@ def on_tokens(
         torch.is_grad_enabled(),
     )
     orders = plan.slot_order, plan.row_order
-    pre = _Up.apply(call, left, *orders, hidden_TD, weights_TK, *experts.tensors)
-    return _Down.apply(call, left, *orders, pre, weights_TK.detach(), *down.tensors)
+    pre = _Up.apply(call, between, *orders, hidden_TD, weights_TK, *experts.tensors)
+    return _Down.apply(call, between, *orders, pre, weights_TK.detach(), *down.tensors)
 
 
 @dataclass(frozen=True)
@@ -245,13 +247,13 @@ class _Up(torch.autograd.Function):
     """Dispatch and first linear. It saves what ``_Down`` needs too, whose backward runs first and reads it."""
 
     @staticmethod
-    def forward(ctx, call, left, slot_order, row_order, hidden_TD, weights_TK, *tensors):
+    def forward(ctx, call, between, slot_order, row_order, hidden_TD, weights_TK, *tensors):
         ctx.call, ctx.weights_dtype = call, weights_TK.dtype
         with _no_autocast(hidden_TD):
             if row_order is None:
                 rows_RD = call.to_experts(hidden_TD, slot_order, row_order)
             else:
-                rows_RD = call.backend.indexed(call.all_to_all(left.pop()), row_order)
+                rows_RD = call.backend.indexed(call.all_to_all(between.pop()), row_order)
             pre, act = call.experts.holding(tensors).forward_up(rows_RD, call.groups)
         if call.trains:
             if row_order is None:
@@ -262,7 +264,7 @@ class _Up(torch.autograd.Function):
             ctx.in_order = inputs is rows_RD
             trains_up = any(ctx.needs_input_grad[6:10])
             ctx.save_for_backward(pre, slot_order, row_order, scale, inputs if trains_up else None, *tensors)
-        left.append((ctx, act))
+        between.append((ctx, act))
         return pre
 
     @staticmethod
@@ -297,8 +299,8 @@ class _Down(torch.autograd.Function):
     """Activation, second linear and combine. Saves nothing: its backward reads what ``_Up`` saved."""
 
     @staticmethod
-    def forward(ctx, call, left, slot_order, row_order, pre, weights_TK, *tensors):
-        (ctx.up, act), ctx.call = left.pop(), call
+    def forward(ctx, call, between, slot_order, row_order, pre, weights_TK, *tensors):
+        (ctx.up, act), ctx.call = between.pop(), call
         experts = call.experts.holding([None] * 4 + list(tensors))
         with _no_autocast(pre):
             out_RD = experts.forward_down(pre, act, call.groups, call.ambient, row_order)

@@ -34,12 +34,14 @@ from .shared_experts import SharedExperts, no_overlap_error, runs_shared_first, 
 __all__ = ["check_overlap", "exchange"]
 
 
-def check_overlap(chunks: int, shared: bool, dispatcher: str, model: nn.Module, experts: Sequence[ExpertsInfo]) -> None:
+def check_overlap(
+    chunks: int, shared: bool | None, dispatcher: str, model: nn.Module, experts: Sequence[ExpertsInfo]
+) -> None:
     """Check that the settings of dispatch suit the model.
 
     Args:
-        chunks: ``engine.dispatch_chunks``.
-        shared: ``engine.overlap_shared_experts``.
+        chunks: ``engine.dispatch_chunks``; -1, which sizes replace, suits every model.
+        shared: ``engine.overlap_shared_experts``; so does None.
         dispatcher: ``engine.dispatcher``.
 
     Raises:
@@ -98,7 +100,7 @@ def exchange(
     planned = start_dispatch_plans(experts_TK, num_experts, group, chunks, etp_group)
     sizes = [order.numel() // k for order in planned.slot_orders]
     weights = weights_TK.split(sizes)
-    rows = []  # of each chunk
+    rows: list[list[torch.Tensor]] = []  # of each chunk
     for hidden_tD, weights_tK, order in zip(hidden_TD.split(sizes), weights, planned.slot_orders, strict=True):
         rows.append([to_slots(hidden_tD, order, k, backend)])
         if torch.is_grad_enabled():

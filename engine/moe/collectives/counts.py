@@ -30,7 +30,7 @@ class Counts:
             work = dist.all_to_all_single(self.received, sent, group=group, async_op=True)
         device = torch.get_device_module(sent.device)
         stream = _copies(sent.device)
-        # Memory of this stream that was freed is used again once the other one has passed that point.
+        # The stream that computes reads what is allocated on this one: freed memory is used again behind those reads.
         stream.wait_stream(device.current_stream())
         with device.stream(stream):
             if work is not None:

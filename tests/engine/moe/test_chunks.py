@@ -63,6 +63,21 @@ def test_dispatch_sizes_of_a_published_model_are_read_from_its_blocks():
     assert all(param.is_meta for param in model.parameters()) and "forward" not in vars(model.model.layers[0].mlp)
 
 
+def test_dispatch_sizes_of_a_block_that_changes_the_input_of_its_shared_experts_allow_no_overlap(monkeypatch):
+    model = families.FAMILIES["glm4_moe"].build()
+    block = type(model.get_submodule(find_experts(model)[0].fqn.rpartition(".")[0]))
+
+    def forward(self, hidden_states):
+        flat = hidden_states.flatten(0, 1)
+        ids = torch.zeros(len(flat), 2, dtype=torch.long, device=flat.device)
+        routed = self.experts(flat, top_k_index=ids, top_k_weights=ids.to(flat.dtype))
+        return routed.view_as(hidden_states) + self.shared_experts(hidden_states + 1)
+
+    assert _sizes(model).shared
+    monkeypatch.setattr(block, "forward", forward)
+    assert _sizes(model).rows == 2 and not _sizes(model).shared
+
+
 def test_dispatch_sizes_of_custom_experts_are_unknown():
     model = OwnModel(PretrainedConfig())
     assert DispatchSizes.of(model, find_experts(model, PLAN), torch.float32) is None

@@ -8,7 +8,7 @@ recomputation may end before the down projection and combine (``fused.py``); in 
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,19 +51,24 @@ class DispatchSizes:
 
     @classmethod
     def of(cls, model: Any, experts: Sequence[ExpertsInfo], dtype: torch.dtype) -> "DispatchSizes | None":
-        """Read the sizes by running copies of the blocks on the meta device; None where one can't run there.
+        """Read the sizes by running copies of the blocks on the meta device.
 
         Args:
             model: any of transformers', not sharded yet.
             dtype: that rows are sent in.
+
+        Returns:
+            None where no copy can run, layers differ, or experts dispatch their tokens themselves. Shared experts can
+            overlap if every copy has run.
         """
-        sizes = {cls._of(model, info, dtype) for info in experts}
-        return sizes.pop() if len(sizes) == 1 else None
+        if any(isinstance(info.module, CustomExperts) for info in experts):
+            return None
+        found = {cls._of(model, info, dtype) for info in experts}
+        known = [sizes for sizes in found if sizes is not None]
+        return replace(known[0], shared=known[0].shared and None not in found) if len(known) == 1 else None
 
     @classmethod
     def _of(cls, model: Any, info: ExpertsInfo, dtype: torch.dtype) -> "DispatchSizes | None":
-        if isinstance(info.module, CustomExperts):
-            return None
         path, _, name = info.fqn.rpartition(".")
         block: Any = copy.deepcopy(model.get_submodule(path)).to("meta")
         shared, found = SharedExperts(block, block.get_submodule(name)), []
@@ -76,13 +81,14 @@ class DispatchSizes:
             return torch.empty_like(hidden_states)
 
         wrap_forward(block.get_submodule(name), "shared_experts", stand_in)
-        width, is_ahead = model.config.get_text_config().hidden_size, True
+        is_ahead = True
         try:
+            width, dtype_of_block = model.config.get_text_config().hidden_size, next(block.parameters()).dtype
             with torch.no_grad():
-                block(torch.zeros(1, 2, width, dtype=next(block.parameters()).dtype, device="meta"))
+                block(torch.zeros(1, 2, width, dtype=dtype_of_block, device="meta"))
         except SettingError:  # it calls its shared experts with another tensor than its input
             is_ahead = False
-        except (AttributeError, RuntimeError, TypeError):  # it needs more than hidden states
+        except Exception:  # it needs more than hidden states; any family's code may fail on the meta device
             return None
         own = info.module.named_parameters()
         elements = sum(param.numel() for name, param in own if param.dim() == 3 and not is_adapter(name))

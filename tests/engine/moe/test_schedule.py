@@ -74,18 +74,18 @@ class _Schedule(Recorder):
 
     def __enter__(self):
         super().__enter__()
-        exchange, gather, up, down = dist.all_to_all_single, overlap.to_slots, *_methods("forward_up", "backward")
+        exchange, gather = dist.all_to_all_single, overlap.to_slots
+        up, down = fused._Experts.forward_up, fused._Experts.backward
 
         def all_to_all(output, *args, async_op=False, **kwargs):
             work = exchange(output, *args, async_op=async_op, **kwargs)
             self.events.pop()
             if output.dim() == 1:  # routing weights, which go with the rows
                 return work
-            if output.dtype == torch.int64:
-                self._note("ep: counts")
-                return work
-            name = self.names[self.exchanged % len(self.names)]
-            self.exchanged += 1
+            name = "counts"
+            if output.dtype != torch.int64:
+                name = self.names[self.exchanged % len(self.names)]
+                self.exchanged += 1
             self._note(f"ep: {name}")
             return _Awaited(work, lambda: self._note(f"{self.streams.current}: wait for {name}")) if async_op else work
 
@@ -116,10 +116,6 @@ class _Schedule(Recorder):
             patched.start()
             self.patches.insert(0, patched)
         return self
-
-
-def _methods(*names):
-    return [getattr(fused._Experts, name) for name in names]
 
 
 def _exchanges(chunks):
@@ -183,7 +179,7 @@ def test_schedule_of_a_layer_is_the_table_in_the_docs(tmp_path):
     run_ranks(_as_documented, 2, folder)
 
 
-_OF_SIZES = {"ep: counts", "copies: sizes to the host", "host: wait for the sizes"}
+_OF_SIZES = {"ep: counts", "copies: wait for counts", "copies: sizes to the host", "host: wait for the sizes"}
 
 
 def _recomputed_equally(folder):

@@ -32,7 +32,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from benchmarks.experts.layer import Geometry, kept_bytes, passes, seconds_of
 from benchmarks.machine import machine
 from benchmarks.tables import ROOT, write_table
-from epfsdp2.engine.moe.dispatch import build_dispatch_plans
+from epfsdp2.engine.moe.dispatch import start_dispatch_plans
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach
 from epfsdp2.engine.moe.gemm.backends import EXPERTS_IMPLEMENTATION, backend_named, choose_backend, inverse
 
@@ -239,7 +239,7 @@ def rates(geometry: Geometry) -> dict[str, float]:
     slots = geometry.tokens * geometry.top_k
     moved = (geometry.tokens + slots) * geometry.hidden * dtype.itemsize
     into, out_of = (torch.empty(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
-    (route,) = build_dispatch_plans(index, geometry.experts, None)
+    (route,) = start_dispatch_plans(index, geometry.experts, None).wait()
     tokens_S, slots_TK = route.slot_order // geometry.top_k, inverse(route.slot_order).view_as(index)
     rows = backend.take(hidden, tokens_S)
     return {

@@ -45,11 +45,10 @@ def _only_with_ep(config: Any) -> None:
 
 
 def _given_dispatch(config: Any) -> list[tuple[str, Any, Any]]:
-    """Name, value and default of the settings of dispatch that are not at their default."""
-    defaults = expert_settings()
-    names = ("dispatch_chunks", "overlap_shared_experts", "dispatcher")
-    values = ((name, getattr(config, name), defaults[name]) for name in names)
-    return [(name, value, default) for name, value, default in values if value != default]
+    """Name, value and plain value of the settings of dispatch that ask for something."""
+    plain = {"dispatch_chunks": 1, "overlap_shared_experts": False, "dispatcher": "all_to_all"}
+    default, values = expert_settings(), ((name, getattr(config, name)) for name in plain)
+    return [(name, value, plain[name]) for name, value in values if value not in (plain[name], default[name])]
 
 
 def _only_eager_attention_over_ranks(config: Any) -> None:

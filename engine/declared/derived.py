@@ -43,6 +43,9 @@ def sharding_options(config: Any, model: Any = None) -> ShardingOptions:
         for entry in fields(EngineSettings)
         if (shards := entry.metadata["shards"])
     }
+    # What is automatic is off until sizes decide (``automatic.py``).
+    declared["dispatch_chunks"] = max(declared["dispatch_chunks"], 1)
+    declared["overlap_shared_experts"] = bool(declared["overlap_shared_experts"])
     if declared["checkpointing"] == "auto":
         declared["checkpointing"] = "full" if get_setting(model, "enable_gradient_checkpointing") else "none"
     return ShardingOptions(

@@ -41,7 +41,7 @@ _SHARD_DIM = must(
     "experts are sharded over ep_fsdp along dim 0 (whole experts), dim 1, or dim 0 where that divides.",
     "auto",
 )
-_CHUNKS = whole(1, "is the number of parts in which a layer's tokens are dispatched.", "1")
+_CHUNKS = whole(1, "is the number of parts in which a layer's tokens are dispatched, or -1.", "-1", besides=(-1,))
 # How weights may be sent; rollout/layout/specs.py has the ways, and a test compares.
 _SYNCED_AS = ("auto", "full", "sliced")
 _ROUNDED = must(lambda v: isinstance(v, bool) or v == "experts", "is true, false or experts.", "true")
@@ -196,18 +196,18 @@ class EngineSettings:
         shards=True,
     )
     dispatch_chunks: int = setting(
-        1,
+        -1,
         _CHUNKS,
-        "Parts in which a layer's tokens are dispatched to their experts: one is exchanged while another computes, "
-        "in both directions. More than 1 needs ep_size > 1; the same rows are sent, in as many times more messages",
+        "Parts in which a layer's tokens are dispatched: one is exchanged while another computes. More than 1 needs "
+        "ep_size > 1. -1: by the sizes of model, mesh and micro-batch on NVIDIA GPUs, else 1",
         shards=True,
         of_experts=True,
     )
-    overlap_shared_experts: bool = setting(
-        False,
-        FLAG,
-        "Compute a layer's shared experts while its tokens are exchanged. For families whose layers call them after "
-        "the experts (DeepSeek, GLM, Nemotron-H, ...; docs/engine.md); needs ep_size > 1",
+    overlap_shared_experts: bool | None = setting(
+        None,
+        optional(FLAG),
+        "Compute a layer's shared experts while its tokens are exchanged. For families that call them after the "
+        "experts (docs/engine.md); needs ep_size > 1. null: for those, on NVIDIA GPUs",
         shards=True,
         of_experts=True,
     )

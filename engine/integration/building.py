@@ -18,6 +18,7 @@ from verl.workers.config.optimizer import build_optimizer
 
 from ...rollout.sync import RolloutSync, SyncSettings
 from ..checkpoint.safetensors_reader import CheckpointFiles, check_files, local_checkpoint, open_checkpoint
+from ..declared.automatic import AutomaticOverlap
 from ..declared.derived import param_dtype
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import SequenceParallel
@@ -37,7 +38,7 @@ from ..optim.lr_scheduler import build_multi_lr_scheduler
 from ..optim.multi_optimizer import optimizer_from_config
 from ..packing.positions import embed_apart, positions_line
 from ..packing.sequences import PackedSequences
-from ..planner.run import StepEstimate, estimate_step, format_mesh
+from ..planner.run import StepEstimate, configured_batch, estimate_step, format_mesh
 from ..preflight.dense_models import check_alone, not_applied, without_experts
 from ..preflight.run import check_training
 from ..settings.values import DTYPES, attention_of
@@ -145,6 +146,22 @@ class BuildsModel:
         configs = model_config, engine_config, optimizer_config, checkpoint_config
         agreed, self._plain = _agreed_settings(*configs, self._plain_module)
         return agreed
+
+    def _overlapped(self, options: ShardingOptions) -> ShardingOptions:
+        """Return the options with the overlap of all-to-alls that the settings leave to sizes; on NVIDIA GPUs."""
+        config, topology = self.engine_config, self.meshes.topology
+        if get_device_name() != "cuda":
+            return options
+        batch = configured_batch(config, topology)
+        tokens = batch.tokens if batch is not None else None
+        if config.forward_only and config.use_dynamic_bsz:
+            tokens = config.infer_max_token_len_per_gpu
+        # What is read is equal on all ranks (``_agreed_settings``), so the number of chunks is.
+        found = AutomaticOverlap.of(config, self._plain, options).on(options, topology, tokens)
+        if found != options and self.rank == 0:
+            values = f"{found.dispatch_chunks} engine.overlap_shared_experts={found.overlap_shared_experts}"
+            print(f"[epfsdp2] all-to-alls overlap by engine.dispatch_chunks={values}", flush=True)
+        return found
 
     def _open(self) -> tuple[nn.Module, CheckpointFiles]:
         """Build the model on the meta device and open its checkpoint; all ranks have the same, or all raise."""

@@ -102,7 +102,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
 
     def _build_model_optimizer(self) -> None:
         """Build on meta, shard, allocate, load this rank's bytes; then optimizer and schedule."""
-        options = sharding_options(self.engine_config, self.model_config)
+        options = self._overlapped(sharding_options(self.engine_config, self.model_config))
         module, files = self._open()
         self._announce(module, options)
         unused = shard_and_load(module, files, self.meshes, options, **self._loading())

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SettingError
+from .dispatch import count_sorted, sort_keys
 from .gemm.backends import TORCH, Backend, inverse
 
 __all__ = ["DISPATCHERS", "buffer_bytes", "buffer_of", "check_deepep", "exchange"]
@@ -103,13 +104,12 @@ def exchange(
     tokens_ND, local_NK, weights_NK, counts, handle = arrived
     # Slots in expert order; -1, an expert on another rank, comes first.
     experts, absent = local_NK.reshape(-1), local_NK.numel() - sum(counts)
-    order = torch.argsort(experts, stable=True)
+    keys, order = sort_keys(experts, len(counts))
     slots_R, rows_NK = order[absent:], inverse(order).view_as(local_NK) - absent
     # Where a token's expert is not here, one of its other rows stands, with a weight of zero.
     present_NK = local_NK >= 0
     rows_NK = torch.where(present_NK, rows_NK, rows_NK.amax(1, keepdim=True))
-    # Counted here again: to copy the list to the device would wait for it.
-    counts_e = experts.new_zeros(len(counts)).scatter_add_(0, experts.clamp(min=0), present_NK.view(-1).long())
+    counts_e = count_sorted(keys, len(counts))  # again: to copy the list to the device would wait for it
     token_R = slots_R // experts_TK.shape[1]
     scale_R = weights_NK.reshape(-1).index_select(0, slots_R)
     rows_RD = _TokensToRows.apply(tokens_ND, token_R, rows_NK, present_NK, backend)

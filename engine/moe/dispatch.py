@@ -20,21 +20,25 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from .collectives.rows import AllToAll, Gather, RowExchange, exchange_rows, gather_counts
+from .collectives.counts import Counts
+from .collectives.rows import AllToAll, Gather, RowExchange, exchange_rows
 from .gemm.backends import TORCH, Backend, inverse
 
 __all__ = [
     "DispatchPlan",
     "Dispatched",
+    "PendingPlans",
     "RowExchange",
-    "build_dispatch_plans",
     "chunk_bounds",
     "combine",
+    "count_sorted",
     "deferred_router_grad",
     "dispatch",
     "keep_plans",
     "permute",
     "slot_weights",
+    "sort_keys",
+    "start_dispatch_plans",
     "to_slots",
     "weighted_combine",
 ]
@@ -42,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """How the slots of some tokens are sent to their experts and back; made by ``build_dispatch_plans``."""
+    """How the slots of some tokens are sent to their experts and back; made by ``start_dispatch_plans``."""
 
     counts_e: torch.Tensor
     """int64 ``(e,)``: rows of each local expert."""
@@ -83,8 +87,9 @@ def dispatch(
         group: the EP group, ``None`` where one rank holds all experts.
         etp_group: the ranks that share each expert, ``None`` where a rank holds its experts whole.
     """
-    (plan,) = build_dispatch_plans(experts_TK, num_experts, group, etp_group=etp_group)
-    sent_SD = to_slots(hidden_TD, plan, experts_TK.shape[-1])
+    pending = start_dispatch_plans(experts_TK, num_experts, group, etp_group=etp_group)
+    sent_SD = to_slots(hidden_TD, pending.slot_orders[0], experts_TK.shape[-1])
+    (plan,) = pending.wait()
     if plan.row_order is None:
         return Dispatched(**vars(plan), rows_RD=sent_SD)
     received_RD = exchange_rows(sent_SD, plan.all_to_all)
@@ -96,14 +101,27 @@ def chunk_bounds(tokens: int, chunks: int) -> list[int]:
     return [-(-i * tokens // chunks) for i in range(chunks + 1)]
 
 
-def build_dispatch_plans(
+@dataclass(frozen=True)
+class PendingPlans:
+    """Plans that lack the sizes of other ranks.
+
+    Args:
+        slot_orders: of each chunk, for what is queued before the wait (``DispatchPlan.slot_order``).
+        wait: returns the plans, once; the one host sync of a layer's forward.
+    """
+
+    slot_orders: list[torch.Tensor]
+    wait: Callable[[], list[DispatchPlan]]
+
+
+def start_dispatch_plans(
     experts_TK: torch.Tensor,
     num_experts: int,
     group: dist.ProcessGroup | None,
     chunks: int = 1,
     etp_group: dist.ProcessGroup | None = None,
-) -> list[DispatchPlan]:
-    """Build the plan of each chunk of tokens, with one all-to-all of counts and one host sync for all of them.
+) -> PendingPlans:
+    """Start to build the plan of each chunk of tokens, with one all-to-all of counts for all of them.
 
     In a recomputation inside of ``keep_plans`` they are those of the forward, and nothing is sent or waited for.
 
@@ -114,53 +132,48 @@ def build_dispatch_plans(
         etp_group: as in ``dispatch``; what the EP group exchanged is then gathered over it.
     """
     kept: _KeptPlans | None = getattr(_kept, "plans", None)
-    if kept is None:
-        return _build(experts_TK, num_experts, group, chunks, etp_group)
-    return kept.next(lambda: _build(experts_TK, num_experts, group, chunks, etp_group))
-
-
-def _build(
-    experts_TK: torch.Tensor,
-    num_experts: int,
-    group: dist.ProcessGroup | None,
-    chunks: int,
-    etp_group: dist.ProcessGroup | None,
-) -> list[DispatchPlan]:
-    (tokens, k), e = experts_TK.shape, num_experts
+    if kept is not None and kept.replay:
+        plans = kept.next()
+        return PendingPlans([plan.slot_order for plan in plans], lambda: plans)
+    (tokens, k), keys_below = experts_TK.shape, chunks * num_experts
     keys = experts_TK.long()
     if chunks > 1:  # by chunk, then by expert
-        keys = keys + (torch.arange(tokens, device=keys.device) * chunks // max(tokens, 1) * e).unsqueeze(1)
-    keys = keys.reshape(-1)
-    slot_orders = _split_order(_order(keys, chunks * e), [k * b for b in chunk_bounds(tokens, chunks)])
-    # Not bincount: on an accelerator it waits for the device to learn its output's size.
-    counts = keys.new_zeros(chunks * e).scatter_add_(0, keys, torch.ones_like(keys))
+        chunk_T = torch.arange(tokens, device=keys.device) * chunks // max(tokens, 1)
+        keys = keys + (chunk_T * num_experts).unsqueeze(1)
+    keys, order = sort_keys(keys.reshape(-1), keys_below)
+    slot_orders = _split_order(order, [k * b for b in chunk_bounds(tokens, chunks)])
+    counts = count_sorted(keys, keys_below).view(chunks, num_experts)
     if group is None and etp_group is None:
         local = AllToAll([], [], None)
-        return [DispatchPlan(c, order, None, local) for c, order in zip(counts.split(e), slot_orders, strict=True)]
-
+        plans = [DispatchPlan(c, order, None, local) for c, order in zip(counts, slot_orders, strict=True)]
+        return PendingPlans(slot_orders, lambda: plans if kept is None else kept.keep(plans))
     ep = dist.get_world_size(group) if group is not None else 1
-    e //= ep
-    sent = counts.view(chunks, ep, e).transpose(0, 1).contiguous()  # [destination rank, chunk, local expert]
-    received = sent
-    if group is not None:
-        received = torch.empty_like(sent)  # [source rank, chunk, local expert]
-        dist.all_to_all_single(received, sent, group=group)
-    # One host sync: the sizes of every direction, of each chunk.
-    splits = [sent.sum(2), received.sum(2)]
-    if etp_group is not None:
-        by_rank = gather_counts(received, etp_group)
-        splits.append(by_rank.sum((1, 3)))
-        received = by_rank.flatten(0, 1)
-    sizes_of_chunks = torch.cat(splits).t().tolist()
-    exchanges = [_row_exchange(sizes, ep, group, etp_group) for sizes in sizes_of_chunks]
+    sent = counts.view(chunks, ep, -1).transpose(0, 1).contiguous()  # [destination rank, chunk, local expert]
+    under_way = Counts(sent, group, etp_group)
 
-    sources = received.shape[0]
+    def wait() -> list[DispatchPlan]:
+        plans = _finish(under_way, slot_orders, ep, group, etp_group)
+        return plans if kept is None else kept.keep(plans)
+
+    return PendingPlans(slot_orders, wait)
+
+
+def _finish(
+    under_way: Counts,
+    slot_orders: list[torch.Tensor],
+    ep: int,
+    group: dist.ProcessGroup | None,
+    etp_group: dist.ProcessGroup | None,
+) -> list[DispatchPlan]:
+    received, sizes_of_chunks = under_way.wait()
+    exchanges = [_row_exchange(sizes, ep, group, etp_group) for sizes in sizes_of_chunks]
+    sources, chunks, e = received.shape
     row_bounds = [0, *itertools.accumulate(sum(sizes[2 * ep :] or sizes[ep:]) for sizes in sizes_of_chunks)]
-    local_expert = torch.arange(chunks * e, device=keys.device).view(chunks, 1, e)
+    local_expert = torch.arange(chunks * e, device=received.device).view(chunks, 1, e)
     local_expert = local_expert.expand(chunks, sources, e).reshape(-1)
     sizes = received.transpose(0, 1).reshape(-1)
     row_expert = torch.repeat_interleave(local_expert, sizes, output_size=row_bounds[-1])
-    row_orders = _split_order(_order(row_expert, chunks * e), row_bounds)
+    row_orders = _split_order(sort_keys(row_expert, chunks * e)[1], row_bounds)
     counts_e = received.sum(0).unbind()
     return [DispatchPlan(*fields) for fields in zip(counts_e, slot_orders, row_orders, exchanges, strict=True)]
 
@@ -194,11 +207,11 @@ class _KeptPlans:
     def __init__(self, tape: list[list[DispatchPlan]], replay: bool):
         self.tape, self.replay, self.used = tape, replay, 0
 
-    def next(self, build: Callable[[], list[DispatchPlan]]) -> list[DispatchPlan]:
-        if self.replay:
-            self.used += 1
-            return [_with_orders(plan, torch.int64) for plan in self.tape[self.used - 1]]
-        plans = build()
+    def next(self) -> list[DispatchPlan]:
+        self.used += 1
+        return [_with_orders(plan, torch.int64) for plan in self.tape[self.used - 1]]
+
+    def keep(self, plans: list[DispatchPlan]) -> list[DispatchPlan]:
         small = all(plan.slot_order.numel() < 2**31 > plan.rows for plan in plans)
         self.tape.append([_with_orders(plan, torch.int32) for plan in plans] if small else plans)
         return plans
@@ -209,9 +222,21 @@ def _with_orders(plan: DispatchPlan, dtype: torch.dtype) -> DispatchPlan:
     return replace(plan, slot_order=plan.slot_order.to(dtype), row_order=rows)
 
 
-def _order(keys: torch.Tensor, below: int) -> torch.Tensor:
-    """Return the stable order of integers from 0 to ``below``; on a GPU the time goes by the bytes of a key."""
-    return torch.argsort(keys.to(torch.int16) if below <= 2**15 else keys, stable=True)
+def sort_keys(keys: torch.Tensor, below: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort integers from -1 to ``below`` stably, and return them with their order.
+
+    They are int16 where that holds them, because a GPU's time to sort goes by the bytes of a key.
+    """
+    return torch.sort(keys.to(torch.int16) if below <= 2**15 else keys, stable=True)
+
+
+def count_sorted(keys: torch.Tensor, below: int) -> torch.Tensor:
+    """Count each of the integers from 0 to ``below`` in sorted keys, int64 ``(below,)``.
+
+    ``bincount`` would wait for the device to learn its output's size, and ``scatter_add`` has atomics on few addresses.
+    """
+    ends = torch.searchsorted(keys, torch.arange(-1, below, dtype=keys.dtype, device=keys.device), right=True)
+    return torch.diff(ends)
 
 
 def _split_order(order: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:
@@ -242,9 +267,9 @@ def combine(
     return (slots_SD.view(tokens, k, slots_SD.shape[-1]) * weights_TK.unsqueeze(-1)).sum(dim=1)
 
 
-def to_slots(hidden_TD: torch.Tensor, plan: DispatchPlan, k: int, backend: Backend = TORCH) -> torch.Tensor:
+def to_slots(hidden_TD: torch.Tensor, slot_order: torch.Tensor, k: int, backend: Backend = TORCH) -> torch.Tensor:
     """Gather the hidden state of every slot, ``(T * K, D)``, in the order in which slots are sent."""
-    return _TokensToSlots.apply(hidden_TD, plan.slot_order, k, backend)
+    return _TokensToSlots.apply(hidden_TD, slot_order, k, backend)
 
 
 def permute(x: torch.Tensor, order: torch.Tensor, backend: Backend = TORCH) -> torch.Tensor:

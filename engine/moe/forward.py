@@ -17,7 +17,7 @@ from ..compat.function_modes import without_function_modes
 from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from . import fused
 from .collectives.weights import with_whole_outputs
-from .dispatch import build_dispatch_plans, combine, deferred_router_grad, dispatch
+from .dispatch import combine, deferred_router_grad, dispatch, start_dispatch_plans, to_slots
 from .find import CustomExperts
 from .gemm.backends import (
     EXPERTS_IMPLEMENTATION,
@@ -174,11 +174,15 @@ def _experts_forward(
         dispatched = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group, runtime.etp_group)
         out = local_experts(dispatched.rows_RD, dispatched.counts_e)
         return combine(out, dispatched, top_k_weights, runtime.group).to(hidden_states.dtype)
-    (plan,) = build_dispatch_plans(top_k_index, runtime.num_experts, runtime.group, etp_group=runtime.etp_group)
-    runtime.rows_computed += plan.rows
+    pending = start_dispatch_plans(top_k_index, runtime.num_experts, runtime.group, etp_group=runtime.etp_group)
     up, down = linears(self, weight)
     backend = backend_named(runtime.backend)
-    return fused.on_tokens(self, backend, up, down, hidden, top_k_weights, plan, hidden_states.dtype)
+    to_send = []
+    if runtime.group is not None or runtime.etp_group is not None:
+        to_send.append(to_slots(hidden.detach(), pending.slot_orders[0], top_k_index.shape[-1], backend))
+    (plan,) = pending.wait()
+    runtime.rows_computed += plan.rows
+    return fused.on_tokens(self, backend, up, down, hidden, top_k_weights, plan, hidden_states.dtype, to_send)
 
 
 def compute(

@@ -142,6 +142,7 @@ def on_tokens(
     weights_TK: torch.Tensor,
     plan: DispatchPlan,
     dtype: torch.dtype,
+    to_send: list[torch.Tensor],
 ) -> torch.Tensor:
     """Dispatch this rank's tokens, compute the local experts, and combine; returns ``(T, D)`` in ``dtype``.
 
@@ -149,10 +150,13 @@ def on_tokens(
         up, down: linears of the experts on this rank.
         hidden_TD: hidden states, in the dtype of the experts' parameters.
         weights_TK: routing weights in any float dtype.
-        plan: made for the tokens by ``dispatch.build_dispatch_plans``.
+        plan: made for the tokens by ``dispatch.start_dispatch_plans``.
+        to_send: the slots' hidden states ``(T * K, D)``, taken out of it when they are sent; empty if none are.
     """
     experts = _Experts(module, backend, up, down)
-    from_up: list[tuple[Any, torch.Tensor | None]] = []  # what _Up.forward leaves for _Down.forward
+    between: list[Any] = (
+        to_send  # what the next node takes: _Up the rows to send, _Down the ctx of _Up and the activation
+    )
     call = _Call(
         experts.holding([None] * 8),
         Groups(plan.counts_e, plan.rows),
@@ -163,8 +167,8 @@ def on_tokens(
         torch.is_grad_enabled(),
     )
     orders = plan.slot_order, plan.row_order
-    pre = _Up.apply(call, from_up, *orders, hidden_TD, weights_TK, *experts.tensors)
-    return _Down.apply(call, from_up, *orders, pre, weights_TK.detach(), *down.tensors)
+    pre = _Up.apply(call, between, *orders, hidden_TD, weights_TK, *experts.tensors)
+    return _Down.apply(call, between, *orders, pre, weights_TK.detach(), *down.tensors)
 
 
 @dataclass(frozen=True)
@@ -243,10 +247,13 @@ class _Up(torch.autograd.Function):
     """Dispatch and first linear. It saves what ``_Down`` needs too, whose backward runs first and reads it."""
 
     @staticmethod
-    def forward(ctx, call, from_up, slot_order, row_order, hidden_TD, weights_TK, *tensors):
+    def forward(ctx, call, between, slot_order, row_order, hidden_TD, weights_TK, *tensors):
         ctx.call, ctx.weights_dtype = call, weights_TK.dtype
         with _no_autocast(hidden_TD):
-            rows_RD = call.to_experts(hidden_TD, slot_order, row_order)
+            if row_order is None:
+                rows_RD = call.to_experts(hidden_TD, slot_order, row_order)
+            else:
+                rows_RD = call.backend.indexed(call.all_to_all(between.pop()), row_order)
             pre, act = call.experts.holding(tensors).forward_up(rows_RD, call.groups)
         if call.trains:
             if row_order is None:
@@ -257,7 +264,7 @@ class _Up(torch.autograd.Function):
             ctx.in_order = inputs is rows_RD
             trains_up = any(ctx.needs_input_grad[6:10])
             ctx.save_for_backward(pre, slot_order, row_order, scale, inputs if trains_up else None, *tensors)
-        from_up.append((ctx, act))
+        between.append((ctx, act))
         return pre
 
     @staticmethod
@@ -292,8 +299,8 @@ class _Down(torch.autograd.Function):
     """Activation, second linear and combine. Saves nothing: its backward reads what ``_Up`` saved."""
 
     @staticmethod
-    def forward(ctx, call, from_up, slot_order, row_order, pre, weights_TK, *tensors):
-        (ctx.up, act), ctx.call = from_up.pop(), call
+    def forward(ctx, call, between, slot_order, row_order, pre, weights_TK, *tensors):
+        (ctx.up, act), ctx.call = between.pop(), call
         experts = call.experts.holding([None] * 4 + list(tensors))
         with _no_autocast(pre):
             out_RD = experts.forward_down(pre, act, call.groups, call.ambient, row_order)

@@ -26,7 +26,7 @@ from torch import nn
 
 from ..errors import SettingError
 from .collectives.rows import RowExchange, Started
-from .dispatch import build_dispatch_plans, permute, slot_weights, to_slots, weighted_combine
+from .dispatch import permute, slot_weights, start_dispatch_plans, to_slots, weighted_combine
 from .find import CustomExperts, ExpertsInfo
 from .gemm.backends import TORCH, Backend, inverse
 from .shared_experts import SharedExperts, no_overlap_error, runs_shared_first, shared_experts_of
@@ -34,12 +34,14 @@ from .shared_experts import SharedExperts, no_overlap_error, runs_shared_first, 
 __all__ = ["check_overlap", "exchange"]
 
 
-def check_overlap(chunks: int, shared: bool, dispatcher: str, model: nn.Module, experts: Sequence[ExpertsInfo]) -> None:
+def check_overlap(
+    chunks: int, shared: bool | None, dispatcher: str, model: nn.Module, experts: Sequence[ExpertsInfo]
+) -> None:
     """Check that the settings of dispatch suit the model.
 
     Args:
-        chunks: ``engine.dispatch_chunks``.
-        shared: ``engine.overlap_shared_experts``.
+        chunks: ``engine.dispatch_chunks``; -1, which sizes replace, suits every model.
+        shared: ``engine.overlap_shared_experts``; so does None.
         dispatcher: ``engine.dispatcher``.
 
     Raises:
@@ -95,15 +97,16 @@ def exchange(
         ``(T, D)``, as ``combine`` returns it.
     """
     k = experts_TK.shape[-1]
-    plans = build_dispatch_plans(experts_TK, num_experts, group, chunks, etp_group)
-    sizes = [plan.slot_order.numel() // k for plan in plans]
+    planned = start_dispatch_plans(experts_TK, num_experts, group, chunks, etp_group)
+    sizes = [order.numel() // k for order in planned.slot_orders]
     weights = weights_TK.split(sizes)
-    dispatches = []
-    for hidden_tD, weights_tK, plan in zip(hidden_TD.split(sizes), weights, plans, strict=True):
-        rows = [to_slots(hidden_tD, plan, k, backend)]
+    rows: list[list[torch.Tensor]] = []  # of each chunk
+    for hidden_tD, weights_tK, order in zip(hidden_TD.split(sizes), weights, planned.slot_orders, strict=True):
+        rows.append([to_slots(hidden_tD, order, k, backend)])
         if torch.is_grad_enabled():
-            rows.append(permute(slot_weights(weights_tK), plan.slot_order))
-        dispatches.append(_AsyncAllToAll.start(rows, plan.all_to_all))
+            rows[-1].append(permute(slot_weights(weights_tK), order))
+    plans = planned.wait()
+    dispatches = [_AsyncAllToAll.start(rows.pop(0), plan.all_to_all) for plan in plans]
     if shared is not None:
         shared.compute_ahead()
     combines = []

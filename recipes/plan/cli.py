@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from ...engine.declared.automatic import AutomaticOverlap
 from ...engine.declared.derived import PLANNED, planned_settings, sharding_options
 from ...engine.errors import SettingError
 from ...engine.lora.adapters import Lora
@@ -125,7 +126,9 @@ def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request
     if sizes.untraced:
         raise UnsupportedModelError(sizes.untraced)
     batch = Batch(options.tokens, options.micro_batches, options.imbalance)
-    return Request(sizes, sharding, batch, options.sequences, options.optimizer, options.reserve, options.margin)
+    overlap = AutomaticOverlap.of(options.engine, build(sharding.param_dtype), sharding)
+    of_step = options.sequences, options.optimizer, options.reserve, options.margin
+    return Request(sizes, sharding, batch, *of_step, overlap)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

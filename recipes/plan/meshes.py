@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ...engine.declared.automatic import AutomaticOverlap
 from ...engine.errors import SettingError
 from ...engine.fsdp.options import ShardingOptions
 from ...engine.planner.memory import Batch, MemoryPoint, peak, timeline
@@ -31,6 +32,11 @@ class Request:
     optimizer: Any = "adamw"
     reserve: float = 4.0
     margin: float = 0.1
+    overlap: AutomaticOverlap = AutomaticOverlap(None, False, False)
+
+    def on(self, topology: Topology, batch: Batch) -> ShardingOptions:
+        """Return the options on a mesh, as a run on GPUs has them."""
+        return self.overlap.on(self.options, topology, batch.tokens)
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,8 @@ def _batch(request: Request, sp: int) -> Batch:
 
 
 def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> Choice:
-    sizes, options, batch = request.sizes, request.options, _batch(request, sp)
+    sizes, batch = request.sizes, _batch(request, sp)
+    options = request.on(topology, batch)
     traffic = collectives(sizes, topology, options, batch)
     return Choice(
         topology,
@@ -165,5 +172,6 @@ def smallest(request: Request, cluster: Cluster) -> tuple[Cluster, Choice] | Non
 def _fits(request: Request, cluster: Cluster, topology: Topology, sp: int) -> bool:
     """Return whether a step fits; the first point of it that does not ends the search."""
     room = (cluster.gib * (1 - request.margin) - request.reserve) * _GIB
-    points = timeline(request.sizes, topology, request.options, _batch(request, sp), request.optimizer)
+    batch = _batch(request, sp)
+    points = timeline(request.sizes, topology, request.on(topology, batch), batch, request.optimizer)
     return all(point.total <= room for point in points)

@@ -51,6 +51,7 @@ from epfsdp2.rollout.layout.specs import SYNC_MODES
         ({"fsdp_size": True}, "engine.fsdp_size=True: "),
         ({"prefetch_depth": 1.5}, "engine.prefetch_depth=1.5: "),
         ({"dispatch_chunks": 0, "ep_size": 2}, "engine.dispatch_chunks=0: is the number of parts"),
+        ({"dispatch_chunks": -2, "ep_size": 2}, "engine.dispatch_chunks=-2: is the number of parts"),
         ({"dispatch_chunks": True, "ep_size": 2}, "engine.dispatch_chunks=True: is the number of parts"),
         ({"dispatch_chunks": 2}, "engine.dispatch_chunks=2: no token is sent"),
         ({"overlap_shared_experts": True}, "engine.overlap_shared_experts=True: no token is sent"),
@@ -147,6 +148,15 @@ def test_planned_overrides_of_a_plan_are_read_back():
     }
     assert sharding_options(planned_settings(read)) == sharding_options(config)
     assert planned_overrides(engine_config(), ShardingOptions(checkpointing="full")) == []
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dispatch_chunks": 1}, {"dispatch_chunks": -1}, {"overlap_shared_experts": False}]
+)
+def test_engine_config_that_asks_for_no_overlap_needs_no_expert_parallelism(settings):
+    options = sharding_options(engine_config(**settings))
+    assert (options.dispatch_chunks, options.overlap_shared_experts) == (1, False)
+    engine_config(ep_size=2, dispatcher="deepep", **settings)
 
 
 def test_engine_config_with_every_expert_shard_dim_takes_it():

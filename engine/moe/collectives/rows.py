@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["AllToAll", "Gather", "RowExchange", "Started", "exchange_rows", "gather_counts"]
+__all__ = ["AllToAll", "Gather", "RowExchange", "Started", "exchange_rows"]
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,6 @@ class ReduceScatter:
         summands = received.view(len(gather.sizes) - 1, *own.shape)
         wide = torch.promote_types(own.dtype, torch.float32)
         return summands.sum(0, dtype=wide).add_(own).to(own.dtype)
-
-
-def gather_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather a tensor of integers, stacked as ``Gather`` orders the rows: the other ranks', then this rank's."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    everyone = counts.new_empty(ranks * counts.shape[0], *counts.shape[1:])
-    dist.all_gather_into_tensor(everyone, counts, group=group)
-    everyone = everyone.view(ranks, *counts.shape)
-    return torch.cat([everyone[:rank], everyone[rank + 1 :], everyone[rank : rank + 1]])
 
 
 def exchange_rows(x: torch.Tensor, exchange: RowExchange) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epfsdp2.engine.moe.dispatch import build_dispatch_plans, combine, dispatch
+from epfsdp2.engine.moe.dispatch import combine, dispatch, start_dispatch_plans
 from epfsdp2.engine.moe.forward import grouped_linear
 from tests.support.moe.routing import EXPERTS, D, K, routings
 from tests.support.ranks import run_ranks
@@ -44,10 +44,11 @@ def test_sort_slots_of_any_experts_uses_the_smallest_keys(monkeypatch, experts, 
     """A GPU's radix sort takes a pass for each byte of a key."""
     ids = torch.randint(0, experts, (50, K), generator=torch.Generator().manual_seed(0))
     ids[7, 0] = experts - 1
-    sort, sorted_by = torch.argsort, []
-    monkeypatch.setattr(torch, "argsort", lambda keys, **how: sorted_by.append(keys.dtype) or sort(keys, **how))
-    (plan,) = build_dispatch_plans(ids, experts, None)
-    assert sorted_by == [dtype] and torch.equal(plan.slot_order, sort(ids.reshape(-1), stable=True))
+    sort, sorted_by = torch.sort, []
+    monkeypatch.setattr(torch, "sort", lambda keys, **how: sorted_by.append(keys.dtype) or sort(keys, **how))
+    (plan,) = start_dispatch_plans(ids, experts, None).wait()
+    assert sorted_by == [dtype] and torch.equal(plan.slot_order, sort(ids.reshape(-1), stable=True).indices)
+    assert torch.equal(plan.counts_e, torch.bincount(ids.reshape(-1), minlength=experts))
 
 
 @pytest.mark.parametrize("world", [2, 4])

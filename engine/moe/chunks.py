@@ -1,0 +1,123 @@
+"""Into how many chunks a layer's tokens are dispatched, if sizes decide: the number that takes the least time.
+
+With ``n`` chunks the first dispatch and the last combine are exposed, an ``n``-th of a way each; the rest is hidden
+behind the experts' products as far as these take as long. What grows with ``n`` is the time of the products, whose
+experts have fewer rows, the number of collectives, and the sums of the weights' gradients over the chunks. At once, a
+recomputation may end before the down projection and combine (``fused.py``); in chunks it does not.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import SettingError
+from ..topology.dtensor import is_adapter
+from ..wrap_forward import wrap_forward
+from .find import CustomExperts, ExpertsInfo
+from .shared_experts import SharedExperts
+
+__all__ = ["DispatchSizes"]
+
+# An H100's rates, as recipes/plan/roofline.py has them by default.
+_INSIDE, _BETWEEN = 400e9, 45e9  # bytes per second of a rank to others of its node, and of its network interface
+_FLOPS = 0.58 * 989e12
+_HALF_RATE_ROWS = 400  # of an expert, with which a product reaches half of its rate
+_MEMORY = 3.35e12  # bytes per second
+_NODE = 8  # GPUs
+_ISSUE = 20e-6  # seconds that a collective takes without rows
+_MOST = 4
+
+
+@dataclass(frozen=True)
+class DispatchSizes:
+    """Sizes of a layer's experts.
+
+    Args:
+        rows: experts per token, ``K``.
+        row_bytes: of a row that is sent.
+        elements: of the weights of one expert, by which a row is multiplied.
+        experts: ``E``.
+        shared: whether the block's shared experts can be computed while tokens are dispatched.
+    """
+
+    rows: int
+    row_bytes: int
+    elements: int
+    experts: int
+    shared: bool
+
+    @classmethod
+    def of(cls, model: Any, experts: Sequence[ExpertsInfo], dtype: torch.dtype) -> "DispatchSizes | None":
+        """Read the sizes by running copies of the blocks on the meta device.
+
+        Args:
+            model: any of transformers', not sharded yet.
+            dtype: that rows are sent in.
+
+        Returns:
+            None where no copy can run, layers differ, or experts dispatch their tokens themselves. Shared experts can
+            overlap if every copy has run.
+        """
+        if any(isinstance(info.module, CustomExperts) for info in experts):
+            return None
+        found = {cls._of(model, info, dtype) for info in experts}
+        known = [sizes for sizes in found if sizes is not None]
+        return replace(known[0], shared=known[0].shared and None not in found) if len(known) == 1 else None
+
+    @classmethod
+    def _of(cls, model: Any, info: ExpertsInfo, dtype: torch.dtype) -> "DispatchSizes | None":
+        path, _, name = info.fqn.rpartition(".")
+        block: Any = copy.deepcopy(model.get_submodule(path)).to("meta")
+        shared, found = SharedExperts(block, block.get_submodule(name)), []
+
+        def stand_in(forward: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+            comes_first = bool(shared.forwards) and not shared.called
+            found.append((top_k_index.shape[-1], hidden_states.shape[-1] * dtype.itemsize, comes_first))
+            if comes_first:
+                shared.compute_ahead()
+            return torch.empty_like(hidden_states)
+
+        wrap_forward(block.get_submodule(name), "shared_experts", stand_in)
+        is_ahead = True
+        try:
+            width, dtype_of_block = model.config.get_text_config().hidden_size, next(block.parameters()).dtype
+            with torch.no_grad():
+                block(torch.zeros(1, 2, width, dtype=dtype_of_block, device="meta"))
+        except SettingError:  # it calls its shared experts with another tensor than its input
+            is_ahead = False
+        except Exception:  # it needs more than hidden states; any family's code may fail on the meta device
+            return None
+        own = info.module.named_parameters()
+        elements = sum(param.numel() for name, param in own if param.dim() == 3 and not is_adapter(name))
+        rows, row_bytes, comes_first = found[0]
+        return cls(rows, row_bytes, elements // info.num_experts, info.num_experts, comes_first and is_ahead)
+
+    def chunks(self, tokens: int, ep: int, etp: int, recomputed: bool) -> int:
+        """Return the number of chunks; the same on all ranks, whatever their micro-batches.
+
+        Args:
+            tokens: the most of a micro-batch of a rank.
+            ep, etp: sizes of the mesh.
+            recomputed: whether layers are computed again in backward.
+        """
+        rows = tokens * self.rows
+        near = min(ep, max(_NODE // etp, 1))
+        sent = rows * self.row_bytes
+        way = max(sent * (near - 1) / ep / _INSIDE, sent * (1 - near / ep) / _BETWEEN)
+        product = 2 * rows * self.elements / _FLOPS
+        gradients = 3 * self.elements * self.experts // (ep * etp) * 2 / _MEMORY  # read twice and written
+
+        def seconds(n: int) -> float:
+            forward = product * (1 + n * _HALF_RATE_ROWS * self.experts / (rows * ep * etp))
+
+            def of_pass(compute: float) -> float:
+                return 2 * way / n + max(compute, 2 * way * (1 - 1 / n)) + 2 * n * _ISSUE
+
+            ends_early = n == 1 and not self.shared
+            again = 0.0 if not recomputed else way + forward * 2 / 3 if ends_early else of_pass(forward)
+            return of_pass(forward) + again + of_pass(2 * forward) + (n - 1) * gradients
+
+        return min(range(1, _MOST + 1), key=seconds) if rows else 1

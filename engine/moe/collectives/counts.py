@@ -1,0 +1,69 @@
+"""Exchange how many rows each rank sends, and copy the sizes to the host, which issues the all-to-alls of rows.
+
+The exchange and the copy run on streams of their own, beside whatever is queued before ``Counts.wait``: the one host
+sync of a layer's forward.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Counts"]
+
+
+class Counts:
+    """Numbers of rows that are on their way to this rank's device and host.
+
+    Args:
+        sent: int64 ``(ep, chunks, e)``, rows for each expert of each rank.
+        group: the EP group, None where one rank holds all experts.
+        etp_group: the ranks that share each expert; what the EP group exchanged is gathered over it.
+    """
+
+    def __init__(
+        self, sent: torch.Tensor, group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None
+    ) -> None:
+        self.sent, self.received, work = sent, sent, None
+        if group is not None:
+            self.received = torch.empty_like(sent)
+            work = dist.all_to_all_single(self.received, sent, group=group, async_op=True)
+        device = torch.get_device_module(sent.device)
+        stream = _copies(sent.device)
+        # The stream that computes reads what is allocated on this one: freed memory is used again behind those reads.
+        stream.wait_stream(device.current_stream())
+        with device.stream(stream):
+            if work is not None:
+                work.wait()
+            sizes = [sent.sum(2), self.received.sum(2)]
+            if etp_group is not None:
+                by_rank = _gathered(self.received, etp_group)
+                sizes.append(by_rank.sum((1, 3)))
+                self.received = by_rank.flatten(0, 1)
+            self.host = torch.cat(sizes).to("cpu", non_blocking=True)  # in pinned memory
+            self.copied = device.Event()
+            self.copied.record()
+
+    def wait(self) -> tuple[torch.Tensor, list[list[int]]]:
+        """Wait until the host has the sizes.
+
+        Returns:
+            The numbers of received rows, ``(sources, chunks, e)``; sources are the EP ranks, or those of each rank of
+            ``etp``, its own last. And for each chunk its rows to each EP rank, from each, and of each ``etp`` rank.
+        """
+        self.copied.synchronize()
+        return self.received, self.host.t().tolist()
+
+
+@functools.cache
+def _copies(device: torch.device) -> torch.Stream:
+    return torch.get_device_module(device).Stream()
+
+
+def _gathered(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather counts, stacked as ``Gather`` orders the rows: the other ranks', then this rank's."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    everyone = counts.new_empty(ranks * counts.shape[0], *counts.shape[1:])
+    dist.all_gather_into_tensor(everyone, counts, group=group)
+    everyone = everyone.view(ranks, *counts.shape)
+    return torch.cat([everyone[:rank], everyone[rank + 1 :], everyone[rank : rank + 1]])

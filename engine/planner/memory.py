@@ -21,8 +21,8 @@ again. With several micro-batches all gradients exist from the second on. What e
 for all of it, so that the prediction errs on the high side.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..fsdp.activation_checkpoint import Checkpointing
@@ -34,7 +34,7 @@ from ..topology.mesh import Topology
 from .activations import LayerActivations
 from .model_sizes import ModelSizes, unit_sizes
 
-__all__ = ["IMBALANCE", "Batch", "MemoryPoint", "OptimizerKind", "timeline", "peak"]
+__all__ = ["IMBALANCE", "Batch", "MemoryPoint", "OptimizerKind", "peak", "saved_bytes", "timeline"]
 
 _ORDER = 4  # bytes of a row's place in another order
 IMBALANCE = 1.2  # assumed if nothing is known of the routing
@@ -123,6 +123,24 @@ def timeline(
     if sizes.stages[-1].name != HEAD:  # the root has it
         yield MemoryPoint("logits", parameters, before, states, step.stays[-1], step.activations(), step.logits())
     yield MemoryPoint("optimizer", parameters, all_gradients, states)
+
+
+def saved_bytes(
+    sizes: ModelSizes,
+    topology: Topology,
+    options: ShardingOptions,
+    contents: Collection[str],
+    optimizer: OptimizerKind | None = "adamw",
+) -> int:
+    """Return the bytes that a rank's part of a checkpoint takes, and a copy of it in the host's memory.
+
+    Args:
+        contents: as verl's ``checkpoint.save_contents``.
+        optimizer: as ``timeline``'s.
+    """
+    *_, at_rest = timeline(sizes, topology, replace(options, cpu_offload=False), Batch(0), optimizer)
+    has_model = not {"model", "hf_model"}.isdisjoint(contents)
+    return at_rest.parameters * has_model + at_rest.optimizer * ("optimizer" in contents)
 
 
 class _Step:

@@ -125,6 +125,9 @@ class _Threads(ThreadPoolExecutor):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy bytes, of one dim, and wait for it."""
         size = max(_LEAST_BYTES, -(-target.numel() // self._count))
+        if size >= target.numel():
+            target.copy_(source)
+            return
         for _ in self.map(torch.Tensor.copy_, target.split(size), source.split(size)):
             pass
 

@@ -46,3 +46,4 @@ class ShardingOptions:
     head_in_root: bool = False
     chunked_logits: bool = True
     cpu_offload: bool = False
+    keep_casts: bool = False

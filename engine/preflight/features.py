@@ -17,13 +17,14 @@ from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.router.losses import check_router_logits
 from ..packing.sequences import why_not_packed
-from ..settings.values import ACTOR_MODEL, DEFAULT_ATTENTION, attention_of, get_setting, plain
-from ..topology.mesh import check_sequence_size
+from ..settings.values import ACTOR_MODEL, DEFAULT_ATTENTION, DTYPES, attention_of, get_setting, plain
+from ..topology.mesh import Topology, check_sequence_size
 from .model_facts import ModelFacts
 
 __all__ = [
     "check_activation_offload",
     "check_attention",
+    "check_casts",
     "check_dispatcher",
     "check_distillation",
     "check_fused_kernels",
@@ -99,6 +100,22 @@ def check_attention(
     if wanted.rpartition("|")[2] == DEFAULT_ATTENTION and not installed:
         rule = "flash attention 2 (verl's default) needs the distribution flash-attn, which is not installed."
         raise SettingError(name, wanted, rule, f"pip install 'verl[vllm,fsdp]' (it brings flash-attn), or {works}")
+
+
+def check_casts(engine: Any, topology: Topology) -> None:
+    """Check that there are casts to keep: of experts that no other rank has a part of.
+
+    Raises:
+        SettingError: the experts are gathered, not cast, or cast by FSDP.
+    """
+    is_cast = DTYPES[engine.model_dtype] is not param_dtype(engine)
+    by_fsdp = engine.offload_policy or engine.rollout_quantization_aware
+    if engine.keep_casts and not (topology.ep_fsdp == 1 and is_cast and not by_fsdp):
+        rule = (
+            f"keeps casts of experts that no other rank has a part of (ep_fsdp is {topology.ep_fsdp}) and that are "
+            "computed with in another dtype than model_dtype, without offload_policy and rollout_quantization_aware."
+        )
+        raise SettingError("engine.keep_casts", True, rule, "engine.keep_casts=False")
 
 
 def check_packing(model: Mapping[str, Any], facts: ModelFacts | None, setting: str = ACTOR_MODEL) -> None:

@@ -103,18 +103,20 @@ def check_attention(
 
 
 def check_casts(engine: Any, topology: Topology) -> None:
-    """Check that there are casts to keep: of experts that no other rank has a part of.
+    """Check that there are casts to keep: those of experts that a rank shares with no other.
 
     Raises:
-        SettingError: the experts are gathered, not cast, or cast by FSDP.
+        SettingError: the experts are gathered, are not cast, or are left to FSDP.
     """
-    is_cast = DTYPES[engine.model_dtype] is not param_dtype(engine)
-    by_fsdp = engine.offload_policy or engine.rollout_quantization_aware
-    if engine.keep_casts and not (topology.ep_fsdp == 1 and is_cast and not by_fsdp):
-        rule = (
-            f"keeps casts of experts that no other rank has a part of (ep_fsdp is {topology.ep_fsdp}) and that are "
-            "computed with in another dtype than model_dtype, without offload_policy and rollout_quantization_aware."
-        )
+    left_to_fsdp = engine.offload_policy or engine.rollout_quantization_aware
+    reasons = {
+        f"experts are gathered over {topology.ep_fsdp} ranks": topology.ep_fsdp > 1,
+        "experts are computed with in model_dtype": DTYPES[engine.model_dtype] is param_dtype(engine),
+        "offload_policy and rollout_quantization_aware leave casting to FSDP": bool(left_to_fsdp),
+    }
+    if engine.keep_casts and True in reasons.values():
+        why = next(reason for reason, holds in reasons.items() if holds)
+        rule = f"keeps casts of experts that a rank shares with no other, and {why}."
         raise SettingError("engine.keep_casts", True, rule, "engine.keep_casts=False")
 
 

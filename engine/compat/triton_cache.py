@@ -30,8 +30,8 @@ def compile_once_per_node() -> None:
 class _SharedCache(FileCacheManager):
     """One kernel's folder in Triton's cache; Triton makes an object of it for each compile.
 
-    Triton compiles after ``get_group`` has found nothing; a launcher's C code after ``get_file``. However the compile
-    ends, Triton then drops the object, which closes the lock's file.
+    Triton compiles a kernel after ``get_group`` has found nothing, and C code of launchers after ``get_file`` has. When
+    the compile has ended or failed Triton drops the object, which closes the lock's file.
     """
 
     _lock: int | None = None

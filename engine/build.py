@@ -6,6 +6,7 @@ It knows nothing of verl. ``integration/engine.py`` calls it with the model as v
 with a tiny one (``tests/support/engine/sharded.py``), so that what is tested is the sequence that runs.
 """
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,10 @@ def shard_and_load(
         UninitializedError: something has been filled by nothing.
         Exception: whatever ``parallelize``, ``match_weights``, ``load_weights`` and ``verify_experts`` raise.
     """
+    if device == "cuda" and importlib.util.find_spec("triton") is not None:
+        from .compat.triton_cache import compile_once_per_node
+
+        compile_once_per_node()
     parallelize(model, meshes, options)
     matched = match_weights(model, files, meshes, initialize, may_be_unused)
     materialize(model, device_id, shards="cpu" if options.cpu_offload else None)

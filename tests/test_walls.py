@@ -85,6 +85,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/topology": TORCH,
     "engine/settings": TORCH,
     "engine/compat": MODEL | {"packaging"},
+    "engine/compat/triton_cache.py": frozenset({"triton"}),
     "engine/wrap_forward.py": TORCH,
     "engine/model_files.py": frozenset({"huggingface_hub", "transformers"}),
 }

@@ -1,11 +1,15 @@
 """Run jobs in a background thread, one at a time, with a process group of their own, on copies in the host's memory."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ..topology.dtensor import local_tensor
 
@@ -14,6 +18,7 @@ __all__ = ["Background", "copied_to_host"]
 logger = logging.getLogger("epfsdp2")
 
 _STAGING_BYTES = 64 << 20
+_MOST_THREADS, _LEAST_BYTES = 4, 1 << 20  # of a rank; of a thread's part
 
 
 class Background:
@@ -61,46 +66,87 @@ class Background:
                 logger.error("epfsdp2: %s has failed, which ends the run when the next one begins: %s", name, failure)
 
 
-def copied_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def copied_to_host(
+    tensors: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """Copy tensors, sharded ones too, to memory of the host that is not pinned; waits until it is done.
 
-    From an accelerator they go through two pinned buffers, one of which is filled while the other is emptied. A copy
-    straight to pageable memory has a fraction of the bandwidth. To pin all of the memory would keep it: torch's host
-    allocator rounds blocks up to powers of two and does not return them (``ATen/core/CachingHostAllocator.h``, 2.13).
+    Several threads copy, because a Ray actor has ``OMP_NUM_THREADS=1``. From an accelerator the tensors go through two
+    pinned buffers, one of which is filled while the other is emptied. A copy straight to pageable memory has a fraction
+    of the bandwidth. To pin all of the memory would keep it: torch's host allocator rounds blocks up to powers of two
+    and does not return them (``ATen/core/CachingHostAllocator.h``, 2.13).
+
+    Args:
+        kept: earlier copies that nobody reads any more. Those that fit are written over, because the first write to
+            new memory costs several times as much; the others are removed from it.
     """
-    copies = {name: torch.empty_like(tensor.detach(), device="cpu") for name, tensor in tensors.items()}
+    kept = {} if kept is None else kept
+    for name, copy in list(kept.items()):
+        if name not in tensors or _layout(copy) != _layout(tensors[name]):
+            del kept[name]  # before others are allocated
+    copies = {
+        name: kept[name] if name in kept else torch.empty_like(tensor.detach(), device="cpu")
+        for name, tensor in tensors.items()
+    }
     staging: _Staging | None = None
-    for name, tensor in tensors.items():
-        source, target = local_tensor(tensor.detach()), local_tensor(copies[name])
-        if _on_host(source) or not (source.is_contiguous() and target.is_contiguous()):
-            target.copy_(source)
-            continue
-        staging = staging or _Staging(source.device)
-        staging.copy(target, source)
-    if staging is not None:
-        staging.finish()
+    with _Threads() as threads:
+        for name, tensor in tensors.items():
+            source, target = local_tensor(tensor.detach()), local_tensor(copies[name])
+            if not (source.is_contiguous() and target.is_contiguous()):
+                target.copy_(source)
+            elif _on_host(source):
+                threads.copy(_bytes(target), _bytes(source))
+            else:
+                staging = staging or _Staging(source.device, threads)
+                staging.copy(_bytes(target), _bytes(source))
+        if staging is not None:
+            staging.finish()
     return copies
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what two tensors agree in if one can hold a copy of the other."""
+    placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+    return tensor.shape, tensor.dtype, local_tensor(tensor).shape, placed
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+class _Threads(ThreadPoolExecutor):
+    """Copies within the host's memory: one thread copies some GB/s, a few what the memory's bandwidth allows."""
+
+    def __init__(self) -> None:
+        ranks = int(os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        self._count = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+        super().__init__(self._count, "copies to the host")
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy bytes, of one dim, and wait for it."""
+        size = max(_LEAST_BYTES, -(-target.numel() // self._count))
+        if size >= target.numel():
+            target.copy_(source)
+            return
+        for _ in self.map(torch.Tensor.copy_, target.split(size), source.split(size)):
+            pass
+
+
 class _Staging:
     """Copies from a device through two pinned buffers."""
 
-    def __init__(self, device: torch.device, nbytes: int = _STAGING_BYTES):
+    def __init__(self, device: torch.device, threads: _Threads, nbytes: int = _STAGING_BYTES):
         module = torch.get_device_module(device)
         self._buffers = [
             torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available()) for _ in range(2)
         ]
         self._arrivals = [module.Event() for _ in range(2)]
         self._targets: list[torch.Tensor | None] = [None, None]
-        self._stream, self._turn = module.current_stream(device), 0
+        self._stream, self._turn, self._threads = module.current_stream(device), 0, threads
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Start to copy; both are contiguous."""
-        parts = (_bytes(tensor).split(self._buffers[0].numel()) for tensor in (target, source))
+        """Start to copy bytes, of one dim."""
+        parts = (tensor.split(self._buffers[0].numel()) for tensor in (target, source))
         for part, values in zip(*parts, strict=True):
             self._empty(self._turn)
             self._buffers[self._turn][: values.numel()].copy_(values, non_blocking=True)
@@ -117,7 +163,7 @@ class _Staging:
         target, self._targets[turn] = self._targets[turn], None
         if target is not None:
             self._arrivals[turn].synchronize()
-            target.copy_(self._buffers[turn][: target.numel()])
+            self._threads.copy(target, self._buffers[turn][: target.numel()])
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from . import state as checkpoint
@@ -29,6 +30,7 @@ class CheckpointSaver:
         self._save_config = save_config
         self._folders: list[Path] = []
         self._background: Background | None = None
+        self._copies: dict[str, torch.Tensor] = {}
         self._after_both: _AfterBoth | None = None
 
     def save(self, snapshot: checkpoint.Snapshot, folder: Path, max_to_keep: int | None, in_background: bool) -> None:
@@ -36,7 +38,8 @@ class CheckpointSaver:
 
         After a save in the background verl's ``latest_checkpointed_iteration.txt`` is updated here, because verl does
         not wait for it. It names the step when this folder is complete and verl's trainer has gone on, which writes the
-        critic's part, its place in the data and its queue meanwhile.
+        critic's part, its place in the data and its queue meanwhile. The next save in the background copies to the same
+        memory, which a save in the foreground frees.
 
         Raises:
             BaseException: the error of the previous save in the background.
@@ -44,11 +47,13 @@ class CheckpointSaver:
         self.trainer_goes_on()
         self.wait()
         if not in_background:
+            self._copies = {}
             snapshot.write(folder, self._save_config, self._device)
             self._remove_old(folder, max_to_keep)
             return
         background = self._background = self._background or Background()
-        taken, step = snapshot.on_host(), snapshot.facts["step"]
+        taken, step = snapshot.on_host(self._copies), snapshot.facts["step"]
+        self._copies = taken.tensors
         after_both = self._after_both = _AfterBoth(partial(self._name_as_latest, folder, step, max_to_keep))
 
         def job() -> None:

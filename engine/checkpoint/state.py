@@ -136,9 +136,9 @@ class Snapshot:
             base = {"model": cast(Any, model).config.name_or_path, "tensors": base_checksums(model)}
         return cls(model, contents, tensors, facts, random_state() if "extra" in contents else {}, base)
 
-    def on_host(self) -> "Snapshot":
-        """Copy the tensors to host memory, where training does not change them."""
-        return replace(self, tensors=copied_to_host(self.tensors))
+    def on_host(self, kept: dict[str, torch.Tensor] | None = None) -> "Snapshot":
+        """Copy the tensors to host memory, where training does not change them; ``kept`` as ``copied_to_host``'s."""
+        return replace(self, tensors=copied_to_host(self.tensors, kept))
 
     def write(
         self,

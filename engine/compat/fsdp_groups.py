@@ -12,7 +12,7 @@ __all__ = ["keeping_version", "parameter_groups"]
 # A context manager: writing to a tensor inside of it does not count as a change of what autograd has saved.
 keeping_version = look_up("torch.autograd:_unsafe_preserve_version_counter", known="2.11 to 2.15")
 # What ``fsdp/single_rank.py`` and ``fsdp/after_gather.py`` wrap, call or read.
-_GROUP = ("fsdp_params", "wait_for_unshard", "post_backward", "_all_gather_result", "reduce_grads")
+_GROUP = ("fsdp_params", "wait_for_unshard", "post_backward", "_all_gather_result", "reduce_grads", "is_sharded")
 _PARAM = (
     *("all_gather_outputs", "init_all_gather_outputs", "alloc_all_gather_outputs", "free_unsharded_param"),
     *("reset_sharded_param", "to_sharded_dtensor", "sharded_param", "_sharded_param_data", "_unsharded_param"),

@@ -189,6 +189,14 @@ class EngineSettings:
         shards=True,
         of_experts=True,
     )
+    keep_casts: bool = setting(
+        False,
+        FLAG,
+        "Cast weights that a rank shares with no other (experts, with ep_size * etp_size = fsdp_size) once for all "
+        "micro-batches of a batch and their recomputation; the plan counts the memory",
+        shards=True,
+        of_experts=True,
+    )
     prefetch_depth: int = setting(
         1,
         whole(0, "is the number of layers gathered ahead, 0 for none.", "1"),
@@ -253,11 +261,7 @@ class EngineSettings:
         "Whether to keep parameters on the CPU between phases (both of verl's offloads are manual, unlike "
         "offload_policy)",
     )
-    optimizer_offload: bool = setting(
-        False,
-        FLAG,
-        "Whether to keep optimizer state on the CPU between phases",
-    )
+    optimizer_offload: bool = setting(False, FLAG, "Whether to keep optimizer state on the CPU between phases")
     offload_policy: bool = setting(
         False,
         FLAG,
@@ -311,11 +315,7 @@ class EngineSettings:
         POSITIVE,
         "Multiple of tokens for pad_to_length",
     )
-    seed: int = setting(
-        42,
-        SEED,
-        "Random seed",
-    )
+    seed: int = setting(42, SEED, "Random seed")
     full_determinism: bool = setting(False, FLAG, "Whether to enable full determinism, for debugging")
     forward_only: bool = setting(
         False,

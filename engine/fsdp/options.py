@@ -48,3 +48,4 @@ class ShardingOptions:
     head_in_root: bool = False
     chunked_logits: bool = True
     cpu_offload: bool = False
+    keep_casts: bool = False

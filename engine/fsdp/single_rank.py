@@ -16,18 +16,40 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..compat.fsdp_groups import keeping_version, parameter_groups
 from ..topology.dtensor import local_tensor
 
-__all__ = ["compute_with_copies", "compute_with_shards", "keep_gradients", "reduce_in_place"]
+__all__ = ["compute_with_copies", "compute_with_shards", "keep_gradients", "keeping_casts", "reduce_in_place"]
 
 
 def compute_with_shards(module: FSDPModule) -> None:
     """Have a unit compute with its shards, or with what they are in its dtype; its shard group has one rank."""
     for group in parameter_groups(module):
-        _wrap_unshard(group, [_OwnShard(param) for param in group.fsdp_params])
+        group.own_shards = [_OwnShard(param) for param in group.fsdp_params]
+        _wrap_unshard(group, group.own_shards)
+
+
+@contextlib.contextmanager
+def keeping_casts(model: nn.Module) -> Iterator[None]:
+    """Cast each shard once inside of this context, in which no weight may change, and free what it was cast into.
+
+    No counter tells a cast of old weights from one of new ones: torch's fused and foreach optimizers step DTensors
+    without a new ``_version`` (2.13).
+    """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [g for module in modules for g in parameter_groups(module) if hasattr(g, "own_shards")]
+    for group in groups:
+        for shard in group.own_shards:
+            shard.keeps_cast = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            for shard in group.own_shards:
+                shard.let_go(group.is_sharded)
 
 
 def compute_with_copies(group: Any) -> None:
@@ -58,6 +80,7 @@ class _OwnShard:
 
     def __init__(self, param: Any):
         self._param = param
+        self.keeps_cast = self._is_cast = False
         self._free, self._reset = param.free_unsharded_param, param.reset_sharded_param
         param.free_unsharded_param, param.reset_sharded_param = self._free_copy, self._reset_shard
 
@@ -88,15 +111,24 @@ class _OwnShard:
         param.init_all_gather_outputs([shard.numel()], [param.param_dtype], 1, shard.device)
         param.alloc_all_gather_outputs()
         (gathered,) = param.all_gather_outputs
-        with keeping_version(gathered):
-            return gathered.copy_(shard)
+        if not self._is_cast:
+            with keeping_version(gathered):
+                gathered.copy_(shard)
+            self._is_cast = self.keeps_cast
+        return gathered
+
+    def let_go(self, is_sharded: bool) -> None:
+        """Keep no cast any more; one that is not in use is freed."""
+        self.keeps_cast = self._is_cast = False
+        if is_sharded:
+            self._free_copy()
 
     @property
     def _is_used(self) -> bool:
         return any(gathered is self._param._sharded_param_data for gathered in self._param.all_gather_outputs)
 
     def _free_copy(self) -> None:
-        if not self._is_used:
+        if not self._is_used and not self._is_cast:
             self._free()
 
     def _reset_shard(self) -> None:

@@ -120,6 +120,7 @@ class BuildsModel:
     model_config: Any
     engine_config: Any
     optimizer_config: Any
+    checkpoint_config: Any
     _plain: nn.Module
     meshes: Meshes
     use_remove_padding: bool
@@ -258,7 +259,7 @@ class BuildsModel:
         config, topology = self.engine_config, self.meshes.topology
         if not config.forward_only:
             memory, device, build = get_torch_device(), get_device_name(), self._module_to_plan
-            settings = config, self.model_config, self.optimizer_config
+            settings = config, self.model_config, self.optimizer_config, self.checkpoint_config
             self.run_plan = estimate_step(*settings, build, topology, options, memory, device)
             del self._plain
         mesh = f"mesh: {format_mesh(topology, self.ulysses_sequence_parallel_size)}"

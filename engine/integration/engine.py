@@ -18,6 +18,7 @@ from ...rollout import servers
 from ..build import shard_and_load
 from ..checkpoint.saves import CheckpointSaver
 from ..declared.derived import sharding_options
+from ..fsdp.single_rank import keeping_casts
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from .building import BuildsModel
 from .checkpoints import WritesCheckpoints
@@ -149,7 +150,8 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
     def forward_backward_batch(self, data, loss_function, forward_only=False):
         for feature in self.features:
             feature.begin_batch(data, forward_only)
-        return super().forward_backward_batch(data, loss_function, forward_only)
+        with keeping_casts(self.module) if self.engine_config.keep_casts else contextlib.nullcontext():
+            return super().forward_backward_batch(data, loss_function, forward_only)
 
     def forward_step(self, micro_batch, loss_function, forward_only):
         for feature in self.features:

@@ -16,13 +16,14 @@ computes with: of experts its own over ``ep``, gathered over ``ep_fsdp``. "Ahead
 In backward there are also the gradients of the finished stages, and the saved tensors of the others. A unit that no
 other rank shares is not gathered: there is no buffer, and where its shards have the dtype that it computes in they are
 its weights. Its gradients are packed only with replicas or offloading; else they are cast, if at all
-(``fsdp/single_rank.py``). Weights that are not freed after the forward stay until the backward, and are not gathered
-again. With several micro-batches all gradients exist from the second on. What exists for a part of a point is counted
-for all of it, so that the prediction errs on the high side.
+(``fsdp/single_rank.py``). With ``keep_casts`` the weights of all such units that are cast are there at every point of
+forward and backward. Weights that are not freed after the forward stay until the backward, and are not gathered again.
+With several micro-batches all gradients exist from the second on. What exists for a part of a point is counted for all
+of it, so that the prediction errs on the high side.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..fsdp.activation_checkpoint import Checkpointing
@@ -34,7 +35,7 @@ from ..topology.mesh import Topology
 from .activations import LayerActivations
 from .model_sizes import ModelSizes, unit_sizes
 
-__all__ = ["IMBALANCE", "Batch", "MemoryPoint", "OptimizerKind", "timeline", "peak"]
+__all__ = ["IMBALANCE", "Batch", "MemoryPoint", "OptimizerKind", "peak", "saved_bytes", "timeline"]
 
 _ORDER = 4  # bytes of a row's place in another order
 IMBALANCE = 1.2  # assumed if nothing is known of the routing
@@ -125,12 +126,32 @@ def timeline(
     yield MemoryPoint("optimizer", parameters, all_gradients, states)
 
 
+def saved_bytes(
+    sizes: ModelSizes,
+    topology: Topology,
+    options: ShardingOptions,
+    contents: Collection[str],
+    optimizer: OptimizerKind | None = "adamw",
+) -> int:
+    """Return the bytes that a rank's part of a checkpoint takes, and a copy of it in the host's memory.
+
+    Args:
+        contents: as verl's ``checkpoint.save_contents``.
+        optimizer: as ``timeline``'s.
+    """
+    *_, at_rest = timeline(sizes, topology, replace(options, cpu_offload=False), Batch(0), optimizer)
+    has_model = not {"model", "hf_model"}.isdisjoint(contents)
+    return at_rest.parameters * has_model + at_rest.optimizer * ("optimizer" in contents)
+
+
 class _Step:
     def __init__(self, sizes: ModelSizes, topology: Topology, options: ShardingOptions, batch: Batch, gloo: bool):
         self.sizes, self.topology, self.options, self.batch, self.gloo = sizes, topology, options, batch, gloo
         self.size = {id(unit): size for _, unit, size in unit_sizes(sizes, topology, options.expert_shard_dim)}
-        # Before each stage: bytes of weights that are not freed after the forward, and saved bytes per token.
-        self.stays, self.kept = [0], [0.0]
+        # Before each stage: bytes of weights that are not freed after the forward, to which casts that are kept belong,
+        # and saved bytes per token.
+        units = [unit for stage in sizes.stages for unit in stage.units]
+        self.stays, self.kept = [sum(self.whole(unit) for unit in units if self.is_cast_kept(unit))], [0.0]
         for stage in sizes.stages:
             layer = sizes.traced.layers.get(stage.name)
             self.stays.append(self.stays[-1] + sum(self.gathered(u) for u in stage.units if not u.is_freed))
@@ -153,9 +174,15 @@ class _Step:
     def whole(self, unit: Unit) -> int:
         return self.size[id(unit)].full * unit.param_dtype.itemsize
 
+    def is_cast_kept(self, unit: Unit) -> bool:
+        """Return whether what the unit's shards are cast into stays from the first micro-batch to the last."""
+        is_alone = self.size[id(unit)].ranks == 1 and not self.options.cpu_offload
+        return self.options.keep_casts and is_alone and unit.param_dtype != self.sizes.master
+
     def gathered(self, unit: Unit) -> int:
         is_shard = self.size[id(unit)].ranks == 1 and unit.param_dtype == self.sizes.master
-        return 0 if is_shard and not self.options.cpu_offload else self.whole(unit)
+        is_there = (is_shard and not self.options.cpu_offload) or self.is_cast_kept(unit)
+        return 0 if is_there else self.whole(unit)
 
     def ahead(self, stages: Sequence[Stage], forward: bool) -> int:
         """Return the bytes of the buffers of prefetched stages."""

@@ -20,7 +20,7 @@ from ..moe.deepep import buffer_bytes
 from ..optim.settings import wants_muon
 from ..settings.values import DTYPES, get_setting
 from ..topology.mesh import Topology
-from .memory import IMBALANCE, Batch, MemoryPoint, OptimizerKind, peak
+from .memory import IMBALANCE, Batch, MemoryPoint, OptimizerKind, peak, saved_bytes
 from .model_sizes import ModelSizes
 from .traffic import Collective, collectives
 
@@ -106,6 +106,7 @@ def estimate_step(
     engine: Any,
     model: Any,
     optimizer: Any,
+    checkpoint: Any,
     build: Callable[[torch.dtype], Any],
     topology: Topology,
     options: ShardingOptions,
@@ -115,7 +116,7 @@ def estimate_step(
     """Estimate the step of a training role; log a warning and return None if that fails, which must not end the run.
 
     Args:
-        engine, model, optimizer: the role's settings, as in verl.
+        engine, model, optimizer, checkpoint: the role's settings, as in verl.
         build: as in ``ModelSizes.built_by``.
         memory: a module with ``max_memory_allocated`` in bytes: ``torch.cuda``, or its substitute.
         device: verl's device name.
@@ -123,6 +124,10 @@ def estimate_step(
     try:
         sizes = ModelSizes.built_by(build, options, DTYPES[engine.model_dtype])
         uncounted = _uncounted(engine, model, optimizer, sizes, device) + _outside(engine, model, topology, device)
+        if get_setting(checkpoint, "async_save"):
+            contents = get_setting(checkpoint, "save_contents") or ()
+            copies = _format_bytes(saved_bytes(sizes, topology, options, contents, _known(optimizer)))
+            uncounted.append(f"on the host {copies} of copies, kept from save to save (checkpoint.async_save)")
         plan = StepEstimate(
             sizes,
             topology,

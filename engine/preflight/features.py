@@ -17,13 +17,14 @@ from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.router.losses import check_router_logits
 from ..packing.sequences import why_not_packed
-from ..settings.values import ACTOR_MODEL, DEFAULT_ATTENTION, attention_of, get_setting, plain
-from ..topology.mesh import check_sequence_size
+from ..settings.values import ACTOR_MODEL, DEFAULT_ATTENTION, DTYPES, attention_of, get_setting, plain
+from ..topology.mesh import Topology, check_sequence_size
 from .model_facts import ModelFacts
 
 __all__ = [
     "check_activation_offload",
     "check_attention",
+    "check_casts",
     "check_dispatcher",
     "check_distillation",
     "check_fused_kernels",
@@ -99,6 +100,24 @@ def check_attention(
     if wanted.rpartition("|")[2] == DEFAULT_ATTENTION and not installed:
         rule = "flash attention 2 (verl's default) needs the distribution flash-attn, which is not installed."
         raise SettingError(name, wanted, rule, f"pip install 'verl[vllm,fsdp]' (it brings flash-attn), or {works}")
+
+
+def check_casts(engine: Any, topology: Topology) -> None:
+    """Check that there are casts to keep: those of experts that a rank shares with no other.
+
+    Raises:
+        SettingError: the experts are gathered, are not cast, or are left to FSDP.
+    """
+    left_to_fsdp = engine.offload_policy or engine.rollout_quantization_aware
+    reasons = {
+        f"experts are gathered over {topology.ep_fsdp} ranks": topology.ep_fsdp > 1,
+        "experts are computed with in model_dtype": DTYPES[engine.model_dtype] is param_dtype(engine),
+        "offload_policy and rollout_quantization_aware leave casting to FSDP": bool(left_to_fsdp),
+    }
+    if engine.keep_casts and True in reasons.values():
+        why = next(reason for reason, holds in reasons.items() if holds)
+        rule = f"keeps casts of experts that a rank shares with no other, and {why}."
+        raise SettingError("engine.keep_casts", True, rule, "engine.keep_casts=False")
 
 
 def check_packing(model: Mapping[str, Any], facts: ModelFacts | None, setting: str = ACTOR_MODEL) -> None:

@@ -30,6 +30,7 @@ from .dense_models import check_alone, without_experts
 from .features import (
     check_activation_offload,
     check_attention,
+    check_casts,
     check_dispatcher,
     check_distillation,
     check_fused_kernels,
@@ -157,6 +158,7 @@ def check_training(
         engine = without_experts(engine, facts.model)
     topology = Topology.arrange(world, engine.ep_size, engine.fsdp_size, engine.etp_size)
     choose_backend(engine.experts_backend, device, param_dtype(engine))
+    check_casts(engine, topology)
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
         check_cut_experts(engine, topology, facts, optim, setting)

@@ -20,6 +20,7 @@ from epfsdp2.engine.checkpoint.background import Background
 from epfsdp2.engine.checkpoint.saves import CheckpointSaver, name_as_latest
 from epfsdp2.engine.model import hf_convert
 from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
 from tests.support.engine.checkpoints import ALL, build_trainer, raise_full_disk, train_step
 from tests.support.engine.sharded import full_tensors
@@ -131,6 +132,49 @@ def test_background_save_is_named_latest_when_its_folder_is_complete_and_the_tra
     run_ranks(_named_when_both_have_ended, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
 
 
+def _in_the_same_memory(folder, out):
+    trainer = build_trainer(folder, 2)
+    model, meshes, optimizer, schedule = trainer
+    may_write, written = threading.Event(), []
+    saver = CheckpointSaver("cpu", lambda folder: None)
+    write = checkpoint.Snapshot.write
+
+    def noted(self, *args):
+        may_write.wait()
+        write(self, *args)
+        written.append({name: local_tensor(tensor).data_ptr() for name, tensor in self.tensors.items()})
+
+    def save(step, contents=ALL, in_background=True):
+        snapshot = checkpoint.Snapshot.of(model, optimizer, schedule, contents, step)
+        saver.save(snapshot, out / str(step), None, in_background)
+
+    ids = torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2))
+    with mock.patch.object(checkpoint.Snapshot, "write", noted):
+        train_step(trainer, ids)
+        wanted = [_full(model, meshes)]
+        save(1)
+        train_step(trainer, ids)
+        wanted.append(_full(model, meshes))
+        threading.Timer(0.5, may_write.set).start()
+        save(2)  # while the first is still being written
+        saver.wait()
+        assert written[0] == written[1] and len(written[0]) == len({*written[0].values()})
+        save(3, {"model"})
+        saver.wait()
+        assert written[2].items() < written[0].items()
+        assert saver._copies.keys() == written[2].keys()
+        save(4, in_background=False)
+        assert not saver._copies
+    for step, values in enumerate(wanted, 1):
+        other = build_trainer(folder, 1)
+        checkpoint.load_checkpoint(out / str(step), other[0], other[2], other[3], ALL)
+        assert all(torch.equal(tensor, values[name]) for name, tensor in _full(*other[:2]).items())
+
+
+def test_background_saves_copy_to_the_memory_of_the_last_one_once_it_is_written(tmp_path):
+    run_ranks(_in_the_same_memory, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
+
+
 def _fails_in_background(folder, out):
     model, _, optimizer, schedule = build_trainer(folder, 2)
     saves = Background()
@@ -153,6 +197,32 @@ def _fails_in_background(folder, out):
 
 def test_background_save_that_fails_is_reported_when_the_next_begins(tmp_path):
     run_ranks(_fails_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+
+
+def test_copies_of_other_shapes_and_dtypes_get_memory_of_their_own():
+    kept = background.copied_to_host({name: torch.randn(4, 6) for name in ("same", "reshaped", "half", "gone")})
+    still = kept["same"]
+    tensors = {"half": torch.randn(4, 6).half(), "same": torch.randn(4, 6), "reshaped": torch.randn(6, 4)}
+    copies = background.copied_to_host(tensors, kept)
+    assert list(copies) == list(tensors) and all(torch.equal(copies[name], tensors[name]) for name in tensors)
+    assert list(kept) == ["same"] and copies["same"] is still
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(64, 8, 4), (16, 8, 2)])
+def test_copies_to_the_host_are_made_by_several_threads_at_once(monkeypatch, cores, ranks, threads):
+    together, copy = threading.Barrier(threads, timeout=20), torch.Tensor.copy_
+
+    def copy_together(target, source):
+        together.wait()  # until each thread has a part
+        return copy(target, source)
+
+    monkeypatch.setattr(background.os, "sched_getaffinity", lambda pid: range(cores))
+    monkeypatch.setattr(background, "_LEAST_BYTES", 1)
+    monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", f"{ranks}")
+    tensor = torch.randn(999)
+    with mock.patch.object(torch.Tensor, "copy_", copy_together):
+        copies = background.copied_to_host({"a": tensor})
+    assert torch.equal(copies["a"], tensor)
 
 
 def test_background_save_of_device_tensors_copies_them_through_two_pinned_buffers(monkeypatch):
@@ -178,6 +248,7 @@ def test_background_save_of_device_tensors_copies_them_through_two_pinned_buffer
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(background, "_on_host", lambda tensor: False)
     monkeypatch.setattr(background, "_Staging", partial(background._Staging, nbytes=64))
+    monkeypatch.setattr(background, "_LEAST_BYTES", 5)  # a buffer's bytes are divided among threads
     tensors = {
         "large": torch.randn(7, 9),
         "step": torch.tensor(3.0),

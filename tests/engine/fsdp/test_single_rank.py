@@ -1,10 +1,12 @@
 """Units of one rank: they compute with their shards, and what autograd or FSDP has made becomes the gradient."""
 
+import contextlib
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from epfsdp2.engine.compat import fsdp_groups
 from epfsdp2.engine.compat.private_names import MissingNameError
 from epfsdp2.engine.fsdp import single_rank
+from epfsdp2.engine.fsdp.reshard import reshard_all
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import run_ranks
@@ -134,6 +138,83 @@ def _casts(folder):
 
 def test_single_rank_unit_of_another_dtype_casts_its_shards_into_what_it_computes_with(tmp_path):
     run_ranks(_casts, WORLD, save_qwen3_moe(tmp_path))
+
+
+@contextlib.contextmanager
+def _counted_casts():
+    casts, keeping_version = [], single_rank.keeping_version
+
+    def counted(gathered):
+        casts.append(gathered.nbytes)
+        return keeping_version(gathered)
+
+    with mock.patch.object(single_rank, "keeping_version", counted):
+        yield casts
+
+
+def _kept(model):
+    """Bytes of what experts have been cast into, and is not freed."""
+    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in fsdp_groups.parameter_groups(m)]
+    shards = [shard for group in groups for shard in getattr(group, "own_shards", ())]
+    return sum(t.untyped_storage().nbytes() for shard in shards for t in shard._param.all_gather_outputs)
+
+
+def _trained(folder, keeping, fused, steps=3, micro_batches=2):
+    """Bits of losses and parameters after steps between which weights are stepped, loaded and moved."""
+    model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16, checkpointing="full")
+    optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-2, fused=fused))
+    losses, casts_of_steps = [], []
+    for step in range(steps):
+        with _counted_casts() as casts, keeping(model):
+            for _ in range(micro_batches):
+                losses.append(token_loss(model, _own_tokens()))
+                losses[-1].backward()
+            kept = _kept(model)
+        assert _kept(model) == 0
+        casts_of_steps.append(len(casts))
+        if keeping is single_rank.keeping_casts:
+            assert kept == sum(casts)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.to_local().mul_(0.5)  # as a checkpoint is loaded
+            model._apply(torch.clone)  # as parameters are offloaded and come back
+    return losses, [p.to_local() for p in model.parameters()], casts_of_steps
+
+
+def _keeps_casts(folder):
+    for fused in (False, True):  # neither counts as a new version of a DTensor
+        wanted, weights, each_time = _trained(folder, contextlib.nullcontext, fused)
+        losses, kept_weights, once = _trained(folder, single_rank.keeping_casts, fused)
+        assert all(map(torch.equal, losses, wanted)) and all(map(torch.equal, kept_weights, weights))
+        # Two weights in each of two layers, in forward and in backward of two micro-batches.
+        assert once == [4] * 3 and each_time == [16] * 3
+
+
+def test_single_rank_unit_keeps_what_its_shards_are_cast_into_while_weights_do_not_change(tmp_path):
+    run_ranks(_keeps_casts, WORLD, save_qwen3_moe(tmp_path))
+
+
+def _left_gathered(folder):
+    model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16, reshard_after_forward=False)
+    with torch.no_grad():
+        for _ in range(2):  # with parameters that are gathered when the first batch ends
+            with single_rank.keeping_casts(model):
+                losses = [token_loss(model, _own_tokens()) for _ in range(2)]
+            assert losses[0] == losses[1] and _kept(model) > 0
+    reshard_all(model)
+    assert _kept(model) == 0
+    with pytest.raises(InterruptedError), single_rank.keeping_casts(model):
+        token_loss(model, _own_tokens())
+        raise InterruptedError
+    reshard_all(model)
+    assert _kept(model) == 0 and torch.equal(token_loss(model, _own_tokens()), losses[0])
+
+
+def test_single_rank_unit_that_stays_gathered_is_freed_when_fsdp_reshards_it(tmp_path):
+    run_ranks(_left_gathered, WORLD, save_qwen3_moe(tmp_path))
 
 
 class _Passes(TorchDispatchMode):

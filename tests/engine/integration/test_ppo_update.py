@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
+from epfsdp2.engine.fsdp import single_rank
 from epfsdp2.engine.integration import modes
 from tests.support.engine.sharded import whole_parameters
 from tests.support.models.names import send_stacks
@@ -153,6 +154,35 @@ def _saves_and_resumes(folder, out, ep):
 
 def test_ppo_worker_saves_keep_the_newest_and_resume_on_another_mesh(tmp_path):
     run_ranks(_saves_and_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out", 2)
+
+
+def _keeps_casts(folder, out):
+    """Updates, a forward, offloading, a checkpoint and a sync, with casts that are kept and with none."""
+    from verl.utils import tensordict_utils as tu
+
+    mine, weights, casts = ppo_samples()[8 * dist.get_rank() :][:8], [], []
+    half = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}, "param_offload": True}
+    for keeps in (False, True):
+        worker = ppo_worker(folder, 2, keep_casts=keeps, activation_checkpointing="full", **half)
+        with mock.patch.object(single_rank, "keeping_version", mock.Mock(wraps=single_rank.keeping_version)) as cast:
+            for step in range(3):
+                worker.train_batch(ppo_batch(mine))
+                if step == 1:
+                    worker.load_checkpoint(str(out))
+                if step == 0:
+                    worker.save_checkpoint(str(out), global_step=1)
+                evaluated = ppo_batch(mine)
+                tu.assign_non_tensor(evaluated, compute_loss=False)
+                worker.infer_batch(evaluated)
+            casts.append(cast.call_count)
+        weights.append({name: tensor.clone() for name, tensor in worker.engine.get_per_tensor_param()[0]})
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    # Of two weights in each of two layers: in 3 updates of 4 micro-batches, forward and backward, and 3 forwards of 4.
+    assert casts == [4 * 3 * (4 * 2 + 4), 4 * 3 * (1 + 1)]
+
+
+def test_ppo_worker_with_kept_casts_has_the_same_bits_and_casts_once_in_each_batch(tmp_path):
+    run_ranks(_keeps_casts, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
 
 
 def _dense_alone(folder, out):

@@ -82,6 +82,23 @@ def test_timeline_of_experts_that_no_rank_shares_has_neither_gathered_weights_no
     assert half["model.layers.0, gradients"] == others // 2 + 2 * 2 * experts  # with weights in bfloat16
 
 
+def test_timeline_counts_kept_casts_of_experts_at_every_point_of_forward_and_backward():
+    cast = ShardingOptions(checkpointing="full")
+    casts = 2 * 2 * (8 * 3 * 32 * 48 // 4)  # of two layers, in bfloat16
+    for master, ep, kept in ((torch.float32, 4, casts), (torch.bfloat16, 4, 0), (torch.float32, 2, 0)):
+        sizes = _sizes(cast, master)
+        each_time, once = (
+            {m.when: m.buffers for m in timeline(sizes, Topology.arrange(4, ep), options, Batch(16, 2))}
+            for options in (cast, replace(cast, keep_casts=True))
+        )
+        own = casts // 2 if kept else 0  # of the layer that computes, which is there at each time
+        more = {when: once[when] - each_time[when] for when in once}
+        assert more.pop("optimizer") == 0
+        for when, nbytes in more.items():
+            computes = "layers" in when and not when.endswith(("packing gradients", "reducing gradients"))
+            assert nbytes == kept - (own if computes else 0), when
+
+
 def test_timeline_parts_add_up_and_the_peak_is_the_largest_point():
     sizes, topology = _sizes(), Topology.arrange(8, 4)
     for point in (all_ := list(timeline(sizes, topology, FLOAT32, Batch(64)))):

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from epfsdp2.engine.planner import run
 from epfsdp2.engine.planner.memory import IMBALANCE, Batch, peak
 from epfsdp2.engine.planner.run import StepEstimate, configured_batch, format_plan
 from epfsdp2.engine.planner.traffic import collectives
+from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.plan.cards import config_of
 from epfsdp2.recipes.plan.cli import parse, request_of
@@ -136,6 +138,21 @@ def _shared_states(folder):
 
 def test_step_estimate_says_what_is_not_counted_of_shared_rows(tmp_path):
     run_ranks(_shared_states, 2, save("qwen3_next", tmp_path))
+
+
+def _keeps_copies(folder):
+    worker = ppo_worker(folder, ep=2, model={"in_background": True})
+    (line,) = (line for line in worker.engine.run_plan.lines() if line.startswith("not counted: "))
+    _update(worker)
+    worker.save_checkpoint(str(folder / "run" / "global_step_1" / "actor"), global_step=1)
+    worker.engine._saves.wait()
+    copied = sum(local_tensor(tensor).nbytes for tensor in worker.engine._saves._copies.values())
+    (said,) = re.findall(r"on the host (\S+) MiB of copies, kept from save to save \(checkpoint.async_save\)", line)
+    assert float(said) == pytest.approx(copied / 2**20, rel=0.02)
+
+
+def test_step_estimate_counts_the_hosts_copies_of_saves_in_the_background(tmp_path):
+    run_ranks(_keeps_copies, 2, save_qwen3_moe(tmp_path))
 
 
 def _example(folder):

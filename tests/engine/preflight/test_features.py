@@ -1,5 +1,6 @@
 """Attention, recomputation, checkpoints, replay and distillation that a model or a run does not allow."""
 
+import contextlib
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ from verl.workers.config.model import HFModelConfig, MtpConfig
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight import run as preflight
-from epfsdp2.engine.preflight.features import check_attention
+from epfsdp2.engine.preflight.features import check_attention, check_casts
 from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.engine.preflight.run import check_model_settings, check_run, check_training
+from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.sglang import server as sglang_server
 from tests.support.trainer.preflight import MODEL, paragraph
 from tests.support.trainer.settings import checkpoint, engine
@@ -31,6 +33,32 @@ def flash_attn(monkeypatch):
         )
 
     return install
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "why"),
+    [
+        (2, {}, None),
+        (1, {"ep_size": 1}, None),
+        (4, {"fsdp_size": 2}, None),
+        (4, {}, "experts are gathered over 2 ranks"),
+        (2, {"model_dtype": "bf16"}, "experts are computed with in model_dtype"),
+        (2, {"offload_policy": True}, "offload_policy and"),
+        (2, {"rollout_quantization_aware": "experts"}, "rollout_quantization_aware leave"),
+        (4, {"keep_casts": False}, None),
+    ],
+)
+def test_kept_casts_are_refused_where_there_are_none(world, settings, why):
+    role = engine(**{"ep_size": 2, "keep_casts": True, **settings})
+    topology = Topology.arrange(world, role.ep_size, role.fsdp_size)
+    with pytest.raises(SettingError, match=f"engine.keep_casts=True: .*{why}") if why else contextlib.nullcontext():
+        check_casts(role, topology)
+
+
+def test_kept_casts_of_a_run_are_checked_on_the_driver(model):
+    assert check_training(engine(ep_size=2, keep_casts=True), 2, model, device="cpu") is not None
+    with pytest.raises(SettingError, match=r"engine.keep_casts=True: keeps casts .* over 2 ranks.*keep_casts=False"):
+        check_training(engine(keep_casts=True), 2, model, device="cpu")
 
 
 @pytest.mark.parametrize("use_remove_padding", [True, False])

@@ -26,6 +26,7 @@ def training_worker(
     engine: Any,
     loss: Any,
     saved: tuple[str, ...] = ("model", "optimizer", "extra"),
+    in_background: bool = False,
     optimizer: Mapping[str, Any] | None = None,
     **model: Any,
 ) -> Any:
@@ -36,6 +37,7 @@ def training_worker(
         engine: ``EPFSDP2EngineConfig``.
         loss: what verl's ``set_loss_fn`` takes.
         saved: contents of its checkpoints.
+        in_background: whether it goes on while these are written.
         optimizer: arguments of ``optimizer_config``.
         model: verl's settings of the model.
     """
@@ -50,7 +52,9 @@ def training_worker(
             model_config=HFModelConfig(path=str(folder), **model),
             engine_config=engine,
             optimizer_config=optimizer_config(**(optimizer or {})),
-            checkpoint_config=CheckpointConfig(save_contents=list(saved), load_contents=list(saved)),
+            checkpoint_config=CheckpointConfig(
+                save_contents=list(saved), load_contents=list(saved), async_save=in_background
+            ),
         )
     )
     worker.reset()

@@ -1,0 +1,118 @@
+"""The parts of a check: the ranks that take part, what each measures, and the rows that this becomes."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["NEEDS_A_GPU", "Check", "Ranks", "Row", "least", "verdict_of"]
+
+NEEDS_A_GPU = "needs a GPU"
+_BEHIND = 0.85  # of the median: a rank below it is named
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Args:
+        wanted: the condition that the value is compared with; empty where there is none.
+        verdict: ``wrong`` is a failure, ``slow`` a hint; empty where nothing was wanted.
+        settings: for the command line of a run, each with its reason in parentheses.
+        cluster: fields of ``recipes/plan/roofline.py``'s ``Cluster``, in its units.
+    """
+
+    what: str
+    value: str
+    wanted: str = ""
+    verdict: Literal["right", "slow", "wrong", ""] = ""
+    settings: Sequence[str] = ()
+    cluster: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank and the others; ranks of a node are neighbours.
+
+    Args:
+        per_node: ranks of each node.
+        device: ``cuda`` or ``cpu``.
+        shares_gpu: several ranks have one GPU, which gloo joins and on which no rate is meant.
+        folder: on the disk that checkpoints are written to.
+        note: says what this rank does next, for the report of one that hangs.
+    """
+
+    rank: int
+    world: int
+    per_node: int
+    device: str
+    shares_gpu: bool
+    folder: Path
+    note: Callable[[str], None]
+
+    @property
+    def nodes(self) -> int:
+        return self.world // self.per_node
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether each rank has a GPU of its own, so that rates are a GPU's."""
+        return self.device == "cuda" and not self.shares_gpu
+
+    @cached_property
+    def inside(self) -> dist.ProcessGroup:
+        """The ranks of this node, as a group of its own, as ``ep`` has one; collective at its first use."""
+        return dist.new_subgroups_by_enumeration(torch.arange(self.world).view(-1, self.per_node).tolist())[0]
+
+    @cached_property
+    def between(self) -> dist.ProcessGroup:
+        """The ranks with this one's place on each node; collective at its first use."""
+        return dist.new_subgroups_by_enumeration(torch.arange(self.world).view(-1, self.per_node).T.tolist())[0]
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds_of(self, call: Callable[[], object]) -> float:
+        """Return the mean time of several calls, after some that compile, connect and choose."""
+        for _ in range(3 if self.has_gpus else 1):
+            call()
+        self.synchronize()
+        times = 10 if self.has_gpus else 2
+        began = time.perf_counter()
+        for _ in range(times):
+            call()
+        self.synchronize()
+        return (time.perf_counter() - began) / times
+
+
+@dataclass(frozen=True)
+class Check:
+    """
+    Args:
+        seconds: limit, on every rank.
+        measure: runs on every rank; collective. Returns what ``json`` writes.
+        judge: makes rows of what all ranks measured, on rank 0.
+    """
+
+    seconds: float
+    measure: Callable[[Ranks], Any]
+    judge: Callable[[list[Any], Ranks], Iterable[Row]]
+
+
+def least(values: Sequence[float], unit: str) -> str:
+    """Format the smallest value, with the ranks that are far below the median."""
+    middle = sorted(values)[len(values) // 2]
+    behind = [str(rank) for rank, value in enumerate(values) if value < _BEHIND * middle]
+    named = f" (median {middle:.3g}; behind: rank {', '.join(behind[:4])})" if behind else ""
+    return f"{min(values):.3g} {unit}{named}"
+
+
+def verdict_of(value: float, wanted: float | None) -> Literal["right", "slow", ""]:
+    """Compare a rate with the least that is wanted; None where nothing is."""
+    return "" if wanted is None else "right" if value >= wanted else "slow"

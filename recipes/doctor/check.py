@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 __all__ = ["NEEDS_A_GPU", "Check", "Ranks", "Row", "least", "verdict_of"]
 
-NEEDS_A_GPU = "needs a GPU"
+NEEDS_A_GPU = "needs a GPU for each rank"
 _BEHIND = 0.85  # of the median: a rank below it is named
 
 
@@ -22,7 +22,8 @@ class Row:
 
     Args:
         wanted: the condition that the value is compared with; empty where there is none.
-        verdict: ``wrong`` is a failure, ``slow`` a hint; empty where nothing was wanted.
+        verdict: ``wrong`` is a failure; ``low`` is a rate or an amount below what such machines reach; empty where
+            nothing is wanted.
         settings: for the command line of a run, each with its reason in parentheses.
         cluster: fields of ``recipes/plan/roofline.py``'s ``Cluster``, in its units.
     """
@@ -30,7 +31,7 @@ class Row:
     what: str
     value: str
     wanted: str = ""
-    verdict: Literal["right", "slow", "wrong", ""] = ""
+    verdict: Literal["right", "low", "wrong", ""] = ""
     settings: Sequence[str] = ()
     cluster: Mapping[str, float] = field(default_factory=dict)
 
@@ -113,6 +114,6 @@ def least(values: Sequence[float], unit: str) -> str:
     return f"{min(values):.3g} {unit}{named}"
 
 
-def verdict_of(value: float, wanted: float | None) -> Literal["right", "slow", ""]:
+def verdict_of(value: float, wanted: float | None) -> Literal["right", "low", ""]:
     """Compare a rate with the least that is wanted; None where nothing is."""
-    return "" if wanted is None else "right" if value >= wanted else "slow"
+    return "" if wanted is None else "right" if value >= wanted else "low"

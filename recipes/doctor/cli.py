@@ -8,6 +8,7 @@ or on every node of a Ray cluster: ``python -m epfsdp2.recipes.doctor --ray``.
 import argparse
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.rendezvous import rendezvous
+from transformers.utils.logging import disable_progress_bar
 
 from ...engine.errors import SettingError
 from .check import Check, Ranks, Row
@@ -74,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_on_ray(options)
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
         os.environ.setdefault(name, str(value))  # of one rank, where nobody launched several
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    disable_progress_bar()
     rows: list[Row] = []
     store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=options.limit * _START_SECONDS)))
 
@@ -81,15 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report(rows, world, options.out)
         print(hanging, flush=True)
 
-    watch = Watch(store, rank, world, say)
-    ranks = _start(options, watch, store, rank, world)
-    for name in options.only or CHECKS:
-        rows += _run(name, CHECKS[name], options.limit, ranks, watch)
-    if rank == 0:
-        report(rows, world, options.out)
-    watch.begin("end", options.limit * _START_SECONDS)
-    is_wrong = watch.meet(None, lambda _: any(row.verdict == "wrong" for row in rows))
-    watch.end()
+    with Watch(store, rank, world, say) as watch:
+        ranks = _start(options, watch, store, rank, world)
+        for name in options.only or CHECKS:
+            rows += _run(name, CHECKS[name], options.limit, ranks, watch)
+        if rank == 0:  # before others end, which ends this rank where torchrun finds that they failed
+            report(rows, world, options.out)
+        watch.begin("end", options.limit * _START_SECONDS)
+        is_wrong = watch.meet(None, lambda _: any(row.verdict == "wrong" for row in rows))
+        watch.end()
     dist.destroy_process_group()
     return int(is_wrong)
 
@@ -158,17 +162,17 @@ def report(rows: Sequence[Row], world: int, out: Path | None) -> None:
     """Print the table and the settings; write the machine to ``out``."""
     console = Console(highlight=False, width=_WIDTH)
     table = Table("what", "measured", "wanted", "", box=None, pad_edge=False, title_justify="left")
-    styles = {"right": "green", "slow": "yellow", "wrong": "red"}
+    styles = {"right": "green", "low": "yellow", "wrong": "red"}
     for row in rows:
         verdict = row.verdict.upper() if row.verdict != "right" else "right"
         table.add_row(row.what, row.value, row.wanted, verdict, style=styles.get(row.verdict))
     console.print(f"epfsdp2 doctor, {world} ranks, torch {torch.__version__}", markup=False)
     console.print(table)
-    for setting in (setting for row in rows for setting in row.settings):
-        console.print(setting, markup=False)
+    if settings := [setting for row in rows for setting in row.settings]:
+        console.print("\n".join(["settings for a run here:", *settings]), markup=False)
     if out is not None:
         cluster: dict[str, float] = {}
         for row in rows:
             cluster |= row.cluster
         out.write_text(json.dumps(cluster, indent=1) + "\n")
-        console.print(f"python -m epfsdp2.recipes.plan --machine {out} --model ... plans with these figures.")
+        console.print(f"python -m epfsdp2.recipes.plan --model ... --machine {out}", soft_wrap=True, markup=False)

@@ -183,7 +183,7 @@ def _beside_gather(ranks: Ranks, step: Callable[[], None]) -> dict[str, float]:
 def judge_experts(found: list[dict[str, Any]], ranks: Ranks) -> Iterator[Row]:
     slowest = {name: max(each["seconds"][name] for each in found) for name in found[0]["seconds"]}
     rates = [each["flops"] / each["seconds"]["alone"] / 1e12 for each in found]
-    yield Row("experts, forward and backward", least(rates, "TFLOP/s"), cluster={})
+    yield Row("experts, forward and backward", least(rates, "TFLOP/s"))
     if "exchanged" in slowest:
         shown = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in slowest.items())
         best = min(slowest, key=lambda name: slowest[name] if name != "alone" else float("inf"))

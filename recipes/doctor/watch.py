@@ -2,7 +2,7 @@
 
 Ranks meet in a store and not in a collective, so that a collective that hangs can't keep them from it. A thread on each
 rank waits for its deadline and for the others'. A call that holds Python's lock stops that thread too; then
-``faulthandler``, which needs no lock, writes the stack a little later and ends the process.
+``faulthandler``, which needs no lock, writes the stack to stderr.
 """
 
 import faulthandler
@@ -13,13 +13,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 __all__ = ["Watch", "hanging"]
 
-_LATER = 10.0  # seconds after the limit
+_LATER = 2.0  # seconds after the limit
 _ANSWER_SECONDS = 5.0  # for the stacks of all ranks
 _OVER, _SAID = "over", "said"
 _FRAMES = 6  # innermost ones that are shown
@@ -39,11 +40,21 @@ class Watch:
         self._own: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._thread_watched = threading.get_ident()
         self._check, self._noted, self._deadline, self._limit = "", "", float("inf"), 0.0
-        threading.Thread(target=self._look, daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.end()
+        self._closed.set()
+        self._thread.join()  # one that is in the store when the interpreter ends would abort the process
 
     def begin(self, check: str, seconds: float) -> None:
         self._check, self._noted, self._limit = check, "", seconds
-        faulthandler.dump_traceback_later(seconds + _LATER, exit=True)
+        faulthandler.dump_traceback_later(seconds + _LATER)
         self._deadline = time.monotonic() + seconds
 
     def end(self) -> None:
@@ -73,13 +84,15 @@ class Watch:
     def _look(self) -> None:
         try:
             while time.monotonic() < self._deadline and not self._own.check([_OVER]):
-                time.sleep(0.1)
+                if self._closed.wait(0.1):
+                    return
             self._stop()
         except Exception as error:  # whoever had the store is gone
             print(f"rank {self._rank}, {self._check}: {error}\n{self._stack()}", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _stop(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
         self._own.set(_OVER, self._check)
         self._own.set(f"stack/{self._rank}", self._stack())
         if self._rank:
@@ -90,7 +103,7 @@ class Watch:
         self._answered([f"stack/{rank}" for rank in range(self._world)], _ANSWER_SECONDS)
         for rank in range(self._world):
             there = self._own.check([f"stack/{rank}"])
-            stacks[rank] = self._own.get(f"stack/{rank}").decode() if there else "gave no answer: it or its node ended"
+            stacks[rank] = self._own.get(f"stack/{rank}").decode() if there else "gave no answer"
             if self._own.check([f"{self._check}/{rank}"]):
                 done = json.loads(self._own.get(f"{self._check}/{rank}"))
                 error = done.get("error") if isinstance(done, dict) else None
@@ -108,7 +121,7 @@ class Watch:
         """Return the innermost frames of the watched thread, the innermost last."""
         frame = sys._current_frames()[self._thread_watched]
         frames = traceback.extract_stack(frame)[-_FRAMES:]
-        lines = [f"    {os.path.relpath(f.filename)}:{f.lineno} {f.name}: {f.line}" for f in frames]
+        lines = [f"    {'/'.join(Path(f.filename).parts[-3:])}:{f.lineno} {f.name}: {f.line}" for f in frames]
         waits = "waits" if "torch/distributed" in frames[-1].filename or _is_wait(frames[-1].line) else "hangs"
         at = f" at {self._noted}" if self._noted else ""
         return "\n".join([f"{waits}{at}:", *lines])

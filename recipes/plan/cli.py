@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--machine",
         type=Path,
         metavar="FILE",
-        help="what recipes.doctor measured; it replaces defaults below and above",
+        help="what recipes.doctor --out wrote; its figures are the defaults",
     )
     add("--gib", type=float, default=Cluster.gib, help="memory of a GPU (H100 80, H200 141)")
     add("--inside", type=float, default=Cluster.inside, help="GB/s of a GPU to others of its node")
@@ -119,7 +119,7 @@ def _measured(file: Path | None) -> dict[str, float]:
     if not isinstance(found, dict) or not found.keys() <= known:
         raise SettingError("--machine", file, f"it has other keys than {', '.join(sorted(known))}.", works)
     if wrong := [name for name, value in found.items() if not isinstance(value, int | float) or not value > 0]:
-        raise SettingError("--machine", file, f"{', '.join(wrong)} has to be a positive number.", works)
+        raise SettingError("--machine", file, f"{', '.join(wrong)} has to be positive.", works)
     return found
 
 

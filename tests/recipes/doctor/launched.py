@@ -1,6 +1,7 @@
-"""A rank of the doctor with something wrong: ``launched.py KIND [options]``, started by torchrun."""
+"""A rank of the doctor with something wrong: the options follow the kind."""
 
 import os
+import re
 import sys
 import time
 
@@ -18,6 +19,12 @@ def sleeps(ranks):
     dist.barrier()
 
 
+def spins(ranks):
+    if ranks.rank == 1:
+        re.match("(a+)+$", 40 * "a" + "b")  # holds Python's lock for days
+    dist.barrier()
+
+
 def raises(ranks):
     if ranks.rank == 1:
         raise RuntimeError("no such cable")
@@ -28,10 +35,10 @@ def main() -> int:
     if kind == "two-nodes":
         os.environ["LOCAL_WORLD_SIZE"] = "2"
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
-    elif kind == "divides":  # as FSDP would by itself
-        Unit.divide_factor = lambda self, topology: self.ranks(topology)
     else:
-        measure = {"sleeps": sleeps, "raises": raises}[kind]
+        if kind == "raises":
+            Unit.divide_factor = lambda self, topology: self.ranks(topology)  # as FSDP would by itself
+        measure = {"sleeps": sleeps, "spins": spins, "raises": raises}[kind]
         cli.CHECKS = {kind: Check(4.0, measure, lambda found, ranks: [Row(kind, "done")]), **cli.CHECKS}
     return cli.main(words)
 

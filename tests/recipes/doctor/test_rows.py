@@ -1,0 +1,108 @@
+"""Rows, settings and a machine's figures that follow from what ranks with GPUs would measure."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.recipes.doctor import host, links, meshes, rates
+from epfsdp2.recipes.doctor.check import Ranks, least
+
+H100S = Ranks(0, 16, 8, "cuda", False, Path("."), print)
+
+
+@pytest.fixture(autouse=True)
+def h100(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+
+
+def _by_name(rows):
+    return {row.what: row for row in rows}
+
+
+def test_links_of_two_nodes_keep_tokens_within_a_node_and_find_a_slow_network():
+    each = {"all-gather inside": 350.0, "all-to-all inside": 320.0, "all-gather between": 45.0}
+    found = [{**each, "all-to-all between": 12.0 if rank == 3 else 44.0, "network": 400.0} for rank in range(16)]
+    rows = _by_name(links.judge_links(found, H100S))
+    assert rows["all-to-all within a node"].verdict == rows["all-gather between 2 nodes"].verdict == "right"
+    slow = rows["all-to-all between 2 nodes"]
+    assert slow.verdict == "low" and slow.value == "12 GB/s (median 44; behind: rank 3)" and slow.wanted == ">= 30"
+    assert [dict(row.cluster) for row in rows.values() if row.cluster][1::2] == [{"inside": 320}, {"between": 12}]
+    (setting,) = rows["tokens stay within a node"].settings
+    assert setting.startswith("engine.ep_size=8 ")
+
+
+def test_links_of_one_node_propose_nothing():
+    found = [{"all-gather inside": 350.0, "all-to-all inside": 200.0, "network": 0.0}] * 8
+    rows = list(links.judge_links(found, replace(H100S, world=8)))
+    assert [row.verdict for row in rows] == ["right", "low"] and not any(row.settings for row in rows)
+
+
+def test_network_rate_is_of_the_active_ports(tmp_path):
+    for name, state, rate in (("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)"), ("mlx5_1", "1: DOWN", "40 Gb/sec")):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text(f"{rate}\n")
+    assert links.network_rate(tmp_path) == 50 and links.network_rate(tmp_path / "none") == 0
+
+
+def test_rates_of_an_h100_are_the_published_ones_for_the_plan():
+    each = {"tflops": 798.0, "memory": 2970.0, "sdpa": 2e-3, "flash": 1e-3, "flash error": 1e-3}
+    rows = _by_name(rates.judge_rates([each] * 16, H100S))
+    assert [row.verdict for row in rows.values()] == ["right"] * 3
+    assert rows["matrix products"].cluster == {"tflops": 989} and rows["memory"].cluster == {"hbm": 2970}
+    assert rows["FlashAttention 3"].settings[0].endswith("attn_implementation=flash_attention_3")
+    wrong = _by_name(rates.judge_rates([{**each, "flash error": float("nan")}, each], H100S))["FlashAttention 3"]
+    assert wrong.verdict == "wrong" and not wrong.settings
+
+
+@pytest.mark.parametrize(
+    ("seconds", "beside", "settings"),
+    [
+        (
+            {"exchanged": 2.0, "2 chunks": 1.5, "4 chunks": 1.6},
+            {"0": 9.0, "16": 5.0, "24": 4.0},
+            ("chunks=2", "sms=24"),
+        ),
+        ({"exchanged": 2.0, "2 chunks": 1.5, "deepep": 1.2}, {"0": 5.0, "16": 5.1, "24": 6.0}, ("dispatcher=deepep",)),
+        ({"exchanged": 2.0, "2 chunks": 1.99, "4 chunks": 2.5}, {"0": 5.0, "16": 5.0, "24": 6.0}, ()),
+    ],
+)
+def test_experts_propose_settings_that_are_faster_than_the_defaults(seconds, beside, settings):
+    each = {"seconds": {"alone": 1.0, **seconds}, "beside": beside, "flops": 4e14, "deepep": ""}
+    rows = list(rates.judge_experts([each] * 16, H100S))
+    proposed = [setting for row in rows for setting in row.settings]
+    assert len(proposed) == len(settings) and all(name in line for name, line in zip(settings, proposed, strict=True))
+
+
+def test_memory_of_a_gpu_that_another_process_has_is_low():
+    each = {"host": 900.0, "shared": 450.0, "free": 78.0, "total": 79.1, "up": 50.0, "down": 48.0}
+    rows = _by_name(host.judge_memory([each, {**each, "free": 40.0}], H100S))
+    low = rows["memory of a GPU, free"]
+    assert low.verdict == "low" and low.value == "40.0 of 79.1 GiB on rank 1" and low.cluster == {"gib": 79.1}
+    assert rows["pinned memory to a GPU"].verdict == "right"
+
+
+def test_versions_that_differ_among_ranks_or_are_refused_are_wrong():
+    first = {"torch": "2.13.0", "nccl": "2.28.9", "gpu": "NVIDIA H100 80GB HBM3", "kernels": "triton"}
+    row = _by_name(host.judge_versions([first, first], H100S))["versions"]
+    assert row.verdict == "right"
+    row = _by_name(host.judge_versions([first, {**first, "nccl": "2.27.0"}], H100S))["versions"]
+    assert row.verdict == "wrong" and "rank 1 has nccl 2.27.0" in row.value
+    row = _by_name(host.judge_versions([{**first, "torch": "2.9.0"}] * 2, H100S))["versions"]
+    assert row.verdict == "wrong" and "torch is not accepted" in row.value
+
+
+@pytest.mark.parametrize("world", [1, 2, 6, 8, 64])
+def test_topologies_are_few_and_differ_and_have_experts_and_replicas(world):
+    found = meshes.topologies(world)
+    assert len(found) == len(set(found)) <= 16 and found[0] == Topology.arrange(world, 1)
+    assert world == 1 or {t.ep for t in found} & {world} and {t.dp_replicate for t in found} == {1, 2}
+
+
+def test_least_names_ranks_that_are_behind():
+    assert least([10.0, 10.0, 9.0], "GB/s") == "9 GB/s"
+    assert least([10.0, 5.0, 10.0], "GB/s") == "5 GB/s (median 10; behind: rank 1)"

@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-__all__ = ["NEEDS_A_GPU", "Check", "Ranks", "Row", "least", "verdict_of"]
+from ...engine.errors import first_of
+
+__all__ = ["NEEDS_A_GPU", "Check", "Ranks", "Row", "rate_row", "verdict_of"]
 
 NEEDS_A_GPU = "needs a GPU for each rank"
 _BEHIND = 0.85  # of the median: a rank below it is named
@@ -106,14 +108,23 @@ class Check:
     judge: Callable[[list[Any], Ranks], Iterable[Row]]
 
 
-def least(values: Sequence[float], unit: str) -> str:
-    """Format the smallest value, with the ranks that are far below the median."""
-    middle = sorted(values)[len(values) // 2]
-    behind = [str(rank) for rank, value in enumerate(values) if value < _BEHIND * middle]
-    named = f" (median {middle:.3g}; behind: rank {', '.join(behind[:4])})" if behind else ""
-    return f"{min(values):.3g} {unit}{named}"
+def rate_row(
+    what: str, rates: Sequence[float], unit: str, wanted: float | None = None, field_of_cluster: str | None = None
+) -> Row:
+    """Make a row of the ranks' rates, of which the lowest counts; it names those that are far below the median.
+
+    Args:
+        wanted: the least rate that is right; None where nothing is known of such hardware.
+        field_of_cluster: takes the lowest rate.
+    """
+    lowest, middle = min(rates), sorted(rates)[len(rates) // 2]
+    behind = [str(rank) for rank, rate in enumerate(rates) if rate < _BEHIND * middle]
+    named = f" (median {middle:.3g}; behind: rank {', '.join(first_of(behind, 4))})" if behind else ""
+    cluster = {field_of_cluster: float(f"{lowest:.4g}")} if field_of_cluster else {}
+    verdict = verdict_of(lowest, wanted)
+    return Row(what, f"{lowest:.3g} {unit}{named}", f">= {wanted:.3g}" if wanted else "", verdict, cluster=cluster)
 
 
 def verdict_of(value: float, wanted: float | None) -> Literal["right", "low", ""]:
-    """Compare a rate with the least that is wanted; None where nothing is."""
+    """Compare an amount with the least that is wanted; None where nothing is."""
     return "" if wanted is None else "right" if value >= wanted else "low"

@@ -38,7 +38,7 @@ CHECKS = {
     "memory": Check(60.0, measure_memory, judge_memory),
     "disk": Check(60.0, measure_disk, judge_disk),
     "links": Check(60.0, measure_links, judge_links),
-    "gradients": Check(60.0, measure_gradients, judge_gradients),
+    "gradients": Check(120.0, measure_gradients, judge_gradients),
     "sync": Check(60.0, measure_sync, judge_sync),
     "rates": Check(60.0, measure_rates, judge_rates),
     "experts": Check(60.0, measure_experts, judge_experts),
@@ -47,6 +47,7 @@ CHECKS = {
 """By name, in the order in which they run."""
 _WIDTH = 118
 _START_SECONDS = 60.0  # for all ranks to come, and to have found each other
+_LEAVE_SECONDS = 20.0
 _COLLECTIVE_SECONDS = 600.0  # of the group: the watch comes first
 
 
@@ -95,12 +96,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_wrong = watch.meet(None, lambda _: any(row.verdict == "wrong" for row in rows))
         watch.end()
     dist.destroy_process_group()
+    store.set(f"left/{rank}", "")
+    if rank == 0:  # which may have the store that the others read
+        store.wait([f"left/{rank}" for rank in range(world)], timedelta(seconds=_LEAVE_SECONDS))
     return int(is_wrong)
 
 
 def _run_on_ray(options: argparse.Namespace) -> int:
     names = options.only or list(CHECKS)
-    words = ["--folder", str(options.folder), "--limit", str(options.limit), "--only", *names]
+    words = ["--folder", str(options.folder.resolve()), "--limit", str(options.limit), "--only", *names]
     seconds = options.limit * (sum(CHECKS[name].seconds for name in names) + 2 * _START_SECONDS)
     try:
         return run_on_ray(words, options.ranks, seconds, options.out)

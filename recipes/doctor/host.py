@@ -12,7 +12,7 @@ import torch
 from ...engine.compat.versions import installed, is_accepted, tested, untested
 from ...engine.errors import listed
 from ...engine.moe.gemm.backends import choose_backend
-from .check import NEEDS_A_GPU, Ranks, Row, least, verdict_of
+from .check import NEEDS_A_GPU, Ranks, Row, rate_row, verdict_of
 
 __all__ = ["judge_disk", "judge_memory", "judge_versions", "measure_disk", "measure_memory", "measure_versions"]
 
@@ -81,10 +81,7 @@ def judge_memory(found: list[dict[str, float]], ranks: Ranks) -> Iterator[Row]:
     cluster = {"gib": round(min(each["total"] for each in found), 1)}
     yield Row("memory of a GPU, free", value, f">= {_FREE:.0%}", verdict, cluster=cluster)
     for name, direction in (("up", "to"), ("down", "from")) if ranks.has_gpus else ():
-        rates = [each[name] for each in found]
-        yield Row(
-            f"pinned memory {direction} a GPU", least(rates, "GB/s"), f">= {_PINNED:g}", verdict_of(min(rates), _PINNED)
-        )
+        yield rate_row(f"pinned memory {direction} a GPU", [each[name] for each in found], "GB/s", _PINNED)
 
 
 def measure_disk(ranks: Ranks) -> dict[str, float]:

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from .check import Ranks, Row, least, verdict_of
+from .check import Ranks, Row, rate_row
 
 __all__ = ["Card", "card_of", "judge_links", "measure_links", "network_rate"]
 
@@ -73,17 +73,12 @@ def judge_links(found: list[Mapping[str, float]], ranks: Ranks) -> Iterator[Row]
     inside = _SHARE * card.links if card and ranks.has_gpus else None
     wanted = {"inside": inside, "between": _SHARE * network if network and ranks.has_gpus else None}
     slowest: dict[str, float] = {}
-    for name in found[0]:
-        what, _, where = name.partition(" ")
-        if not where:
-            continue
-        rates = [each[name] for each in found]
-        slowest[where] = min(*rates, slowest.get(where, rates[0]))
-        bound = wanted[where]
+    for name in (name for name in found[0] if name != "network"):
+        what, where = name.split()
         place = "within a node" if where == "inside" else f"between {ranks.nodes} nodes"
-        shown = f">= {bound:.0f}" if bound else ""
-        cluster = {where: round(slowest[where], 3)}
-        yield Row(f"{what} {place}", least(rates, "GB/s"), shown, verdict_of(min(rates), bound), cluster=cluster)
+        row = rate_row(f"{what} {place}", [each[name] for each in found], "GB/s", wanted[where], where)
+        slowest[where] = min(row.cluster[where], slowest.get(where, float("inf")))
+        yield replace(row, cluster={where: slowest[where]})
     if slowest.get("between", 1.0) < slowest.get("inside", 0.0) / 2 and ranks.nodes > 1:
         ratio = slowest["inside"] / slowest["between"]
         setting = f"engine.ep_size={ranks.per_node} or less (a node has {ratio:.0f} times the rate of the network)"

@@ -26,14 +26,14 @@ from .check import Ranks, Row, verdict_of
 __all__ = ["judge_gradients", "judge_sync", "measure_gradients", "measure_sync", "topologies"]
 
 _RELATIVE = 1e-5  # of a gradient in float32
-_MOST_MESHES = 16
+_MOST_MESHES = 12  # each with up to four communicators, which keep memory of a GPU
 _TOKENS = 16  # of a sequence
 _QWEN3_30B = 435  # parameters that a worker of Qwen3-30B-A3B is sent (benchmarks/results/scale.md)
 _MILLISECONDS = 0.5  # of a parameter in a sync; a core of a server takes 0.12
 
 
 def topologies(world: int) -> list[Topology]:
-    """Return meshes with every ``ep``, then with two replicas too, then with ``etp`` of 2; at most 16."""
+    """Return meshes with every ``ep``, then with two replicas too, then with ``etp`` of 2; at most 12."""
     found = [
         Topology.arrange(world, ep, world // replicas, etp)
         for etp, replicas in ((1, 1), (1, 2), (2, 1), (2, 2))

@@ -84,7 +84,11 @@ def run_on_ray(words: Sequence[str], cpu_ranks: int, seconds: float, out: Path |
         environment = {name: str(value) for name, value in places_of.items()}
         environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         running.append(places[i].run.remote(list(words), environment, seconds))
-    ended = ray.get(running)
+    try:
+        ended = ray.get(running)
+    except ray.exceptions.RayError as error:
+        print(f"an actor of the ranks has ended: {error}")
+        return 1
     _, said, _, machine = ended[0]
     print(said, end="")
     for rank, (status, _, errors, _) in enumerate(ended):

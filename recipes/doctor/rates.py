@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ...engine.errors import SettingError
 from ...engine.moe import deepep, overlap
 from ...engine.moe.forward import ExpertsRuntime, TokenExchange, attach, experts_forward
 from ...engine.moe.gemm.backends import backend_named, choose_backend
-from .check import NEEDS_A_GPU, Ranks, Row, least, verdict_of
+from .check import NEEDS_A_GPU, Ranks, Row, rate_row
 from .links import card_of
 
 __all__ = ["judge_experts", "judge_rates", "measure_experts", "measure_rates"]
@@ -24,8 +25,7 @@ __all__ = ["judge_experts", "judge_rates", "measure_experts", "measure_rates"]
 # recipes.plan multiplies published rates by shares that were fitted on H100s and H200s. An H100 with 989 TFLOP/s as
 # published reached 798 in one large product (benchmarks/results/gpu.md).
 _PUBLISHED_OVER_REACHED = 989 / 798
-_MATRIX_SHARE, _MEMORY_SHARE = 0.65, 0.75  # of the published rates
-_EXPERTS_SHARE = 0.5  # of the matrix rate
+_MATRIX_SHARE, _MEMORY_SHARE, _EXPERTS_SHARE = 0.65, 0.75, 0.4  # of the published rates
 _GAIN = 0.97  # of the time without a setting: it is proposed where it takes less
 _CHUNKS, _SMS = (2, 4), (8, 16, 24)
 _DEFAULT_SMS = 16  # of engine.communication_sms on a GPU
@@ -72,13 +72,9 @@ def judge_rates(found: list[dict[str, float]], ranks: Ranks) -> Iterator[Row]:
         return
     card = card_of(ranks.device)
     tflops, memory = ([each[name] for each in found] for name in ("tflops", "memory"))
-    wanted = _MATRIX_SHARE * card.tflops if card else None
-    cluster = {"tflops": round(min(tflops) * _PUBLISHED_OVER_REACHED)}
-    shown = f">= {wanted:.0f}" if wanted else ""
-    yield Row("matrix products", least(tflops, "TFLOP/s"), shown, verdict_of(min(tflops), wanted), cluster=cluster)
-    wanted = _MEMORY_SHARE * card.memory if card else None
-    shown, cluster = f">= {wanted:.0f}" if wanted else "", {"hbm": round(min(memory))}
-    yield Row("memory", least(memory, "GB/s"), shown, verdict_of(min(memory), wanted), cluster=cluster)
+    row = rate_row("matrix products", tflops, "TFLOP/s", _MATRIX_SHARE * card.tflops if card else None)
+    yield replace(row, cluster={"tflops": round(min(tflops) * _PUBLISHED_OVER_REACHED)})
+    yield rate_row("memory", memory, "GB/s", _MEMORY_SHARE * card.memory if card else None, "hbm")
     if "flash" not in found[0]:
         yield Row("FlashAttention 3", "not installed")
         return
@@ -141,7 +137,7 @@ def measure_experts(ranks: Ranks) -> dict[str, Any]:
 
     Returns:
         ``seconds``: by name; ``beside``: by the number of SMs that the experts' GEMMs leave, on GPUs; ``flops`` of a
-        step; ``deepep``: why it is not among them, where there are GPUs.
+        step; ``deepep``: why it is not among them.
     """
     layer = _Layer(ranks)
     steps = {"alone": layer.step(None)}
@@ -182,8 +178,9 @@ def _beside_gather(ranks: Ranks, step: Callable[[], None]) -> dict[str, float]:
 
 def judge_experts(found: list[dict[str, Any]], ranks: Ranks) -> Iterator[Row]:
     slowest = {name: max(each["seconds"][name] for each in found) for name in found[0]["seconds"]}
-    rates = [each["flops"] / each["seconds"]["alone"] / 1e12 for each in found]
-    yield Row("experts, forward and backward", least(rates, "TFLOP/s"))
+    rates, card = [each["flops"] / each["seconds"]["alone"] / 1e12 for each in found], card_of(ranks.device)
+    wanted = _EXPERTS_SHARE * card.tflops if card and ranks.has_gpus else None
+    yield rate_row("experts, forward and backward", rates, "TFLOP/s", wanted)
     if "exchanged" in slowest:
         shown = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in slowest.items())
         best = min(slowest, key=lambda name: slowest[name] if name != "alone" else float("inf"))

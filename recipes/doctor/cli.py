@@ -130,7 +130,7 @@ def _start(options: argparse.Namespace, watch: Watch, store: dist.Store, rank: i
 
     shares_gpu = watch.meet(gpu, shares)
     backend = "cpu:gloo" if device == "cpu" else "gloo" if shares_gpu else "cpu:gloo,cuda:nccl"
-    limit = timedelta(seconds=_COLLECTIVE_SECONDS)
+    limit = timedelta(seconds=options.limit * _COLLECTIVE_SECONDS)
     group = dist.PrefixStore("group", store)
     dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=limit)
     dist.all_reduce(torch.ones(1, device=device))
@@ -165,7 +165,7 @@ def _run(name: str, check: Check, limit: float, ranks: Ranks, watch: Watch) -> l
 def report(rows: Sequence[Row], world: int, out: Path | None) -> None:
     """Print the table and the settings; write the machine to ``out``."""
     console = Console(highlight=False, width=_WIDTH)
-    table = Table("what", "measured", "wanted", "", box=None, pad_edge=False, title_justify="left")
+    table = Table("what", "measured", "wanted", "", box=None, pad_edge=False)
     styles = {"right": "green", "low": "yellow", "wrong": "red"}
     for row in rows:
         verdict = row.verdict.upper() if row.verdict != "right" else "right"

@@ -1,5 +1,6 @@
 """A GPU's memory mapped by another process, as a rollout's worker maps the buckets of a weight sync."""
 
+import queue
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +29,11 @@ def measure_receiver(ranks: Ranks) -> dict[str, Any]:
     process.start()
     values = torch.arange(1000.0, device=ranks.device)
     tensors.put(values)
-    total = answers.get(timeout=_SECONDS)
+    try:
+        total = answers.get(timeout=_SECONDS)
+    except queue.Empty:  # it has printed why
+        process.kill()
+        total = None
     tensors.put(None)
     process.join(_SECONDS)
     return {"same": total == values.double().sum().item(), "status": process.exitcode}

@@ -16,6 +16,8 @@ def sleeps(ranks):
     ranks.note("a nap")
     if ranks.rank == 1:
         time.sleep(600)
+    if ranks.rank == 2:
+        raise RuntimeError("no such cable")
     dist.barrier()
 
 

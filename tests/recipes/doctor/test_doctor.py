@@ -11,6 +11,7 @@ import pytest
 
 from epfsdp2.recipes.doctor.watch import hanging
 from epfsdp2.recipes.plan import cli as plan
+from epfsdp2.recipes.plan.roofline import Cluster
 
 LAUNCHED = ("-m", "tests.recipes.doctor.launched")
 
@@ -60,14 +61,14 @@ def test_doctor_on_four_ranks_of_two_nodes_measures_between_them(tmp_path):
     assert "meshes of 4 ranks" in _row(text, "gradients") and _row(text, "experts over ep 2")
 
 
-def test_doctor_names_a_rank_that_hangs_with_its_stack_within_the_limit(tmp_path):
+def test_doctor_names_a_rank_that_hangs_with_its_stack_and_one_that_failed_within_the_limit(tmp_path):
     began = time.monotonic()
-    status, text, errors = _doctor(2, *LAUNCHED, "sleeps", "--only", "disk", "sleeps", "--folder", tmp_path)
+    status, text, errors = _doctor(3, *LAUNCHED, "sleeps", "--only", "disk", "sleeps", "--folder", tmp_path)
     assert status != 0 and time.monotonic() - began < 120, errors
     assert "sleeps did not end within 4 s" in text and _row(text, "disk")
     hung, _, waited = text[text.index("sleeps did not") :].partition("rank 0 waits at a nap:")
     assert "rank 1 hangs at a nap:" in hung and "launched.py" in hung and "time.sleep(600)" in hung
-    assert "barrier" in waited
+    assert "rank 2 failed: RuntimeError: no such cable" in hung and "barrier" in waited
 
 
 @pytest.mark.long
@@ -101,6 +102,15 @@ def test_hanging_lists_ranks_by_stack_and_those_that_wait_last():
     stacks = {0: "waits:\n    a", 1: "waits:\n    a", 2: "hangs:\n    b", 3: "waits:\n    c", 4: "failed: it broke"}
     lines = [line for line in hanging(stacks).splitlines() if line.startswith("rank")]
     assert lines == ["rank 2 hangs:", "rank 4 failed: it broke", "rank 3 waits:", "rank 0, 1 waits:"]
+
+
+def test_plan_takes_all_figures_of_a_machine(tmp_path):
+    file, out = tmp_path / "machine.json", tmp_path / "plan.json"
+    file.write_text('{"nodes": 2, "gpus": 8, "inside": 320.5, "half_rate_rows": 300}')
+    plan.main(["--model", "Qwen3-30B-A3B", "--machine", str(file), "--hbm", "3000", "--json", str(out)])
+    found = json.loads(out.read_text())["cluster"]
+    assert (found["inside"], found["half_rate_rows"], found["hbm"]) == (320.5, 300, 3000)
+    assert (found["between"], found["nodes"]) == (Cluster.between, 2)
 
 
 @pytest.mark.parametrize(

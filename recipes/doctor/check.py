@@ -45,7 +45,7 @@ class Ranks:
     Args:
         per_node: ranks of each node.
         device: ``cuda`` or ``cpu``.
-        shares_gpu: several ranks have one GPU, which gloo joins and on which no rate is meant.
+        shares_gpu: ranks of a node share a GPU: gloo joins them, and no rate of a GPU is measured.
         folder: on the disk that checkpoints are written to.
         note: says what this rank does next, for the report of one that hangs.
     """
@@ -96,7 +96,8 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Check:
-    """
+    """One entry of the doctor's list.
+
     Args:
         seconds: limit, on every rank.
         measure: runs on every rank; collective. Returns what ``json`` writes.

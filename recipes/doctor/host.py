@@ -25,9 +25,8 @@ _CHECKPOINT = 366  # GB of Qwen3-30B-A3B with AdamW's states in float32
 
 
 def measure_versions(ranks: Ranks) -> dict[str, str]:
-    found = {name: version for name in _PACKAGES if (version := installed(name))} | {
-        "python": platform.python_version()
-    }
+    found = {"python": platform.python_version()}
+    found |= {name: version for name in _PACKAGES if (version := installed(name))}
     if ranks.device == "cuda":
         found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         found["gpu"] = torch.cuda.get_device_name()
@@ -71,7 +70,7 @@ def measure_memory(ranks: Ranks) -> dict[str, float]:
 
 def judge_memory(found: list[dict[str, float]], ranks: Ranks) -> Iterator[Row]:
     host, shared = (min(each[name] for each in found) for name in ("host", "shared"))
-    yield Row("memory of a node, free", f"{host:.0f} GiB, of which {shared:.0f} in /dev/shm")
+    yield Row("memory of a node, free", f"{host:.0f} GiB, and {shared:.0f} in /dev/shm")
     if "free" not in found[0]:
         yield Row("memory of a GPU, pinned memory", NEEDS_A_GPU)
         return
@@ -112,8 +111,6 @@ def judge_disk(found: list[dict[str, float]], ranks: Ranks) -> Iterator[Row]:
     nodes = [each for each in found if each]
     write, read = (min(each[name] for each in nodes) for name in ("write", "read"))
     minutes = _CHECKPOINT / (write * len(nodes)) / 60
-    value = (
-        f"{write:.2g} GB/s written, {read:.2g} read; Qwen3-30B-A3B with AdamW's states is saved in {minutes:.1f} min"
-    )
+    value = f"{write:.2g} GB/s written, {read:.2g} read: {minutes:.1f} min to save Qwen3-30B-A3B and AdamW's states"
     wanted = _DISK if ranks.has_gpus else None
     yield Row("disk of a node", value, f">= {wanted}" if wanted else "", verdict_of(min(write, read), wanted))

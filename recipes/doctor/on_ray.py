@@ -18,10 +18,10 @@ _PLACE_SECONDS = 120.0  # for Ray to start the actors
 _TAIL = 2000  # characters of what a rank that failed wrote
 
 
-def free_port(host: str = "") -> int:
+def free_port() -> int:
     """Return a port of this machine that nothing listens on."""
     with socket.socket() as found:
-        found.bind((host, 0))
+        found.bind(("", 0))
         return found.getsockname()[1]
 
 

@@ -111,6 +111,7 @@ class _Layer:
             self.x = torch.randn(self.tokens, hidden, generator=generator).to(self.dtype).requires_grad_()
             scores = torch.rand(self.tokens, self.all, generator=generator)
             self.weights, self.experts = scores.softmax(1).topk(top_k)
+        self.leaves = [self.x, self.weights.requires_grad_(), *self.module.parameters()]
 
     def step(self, group: dist.ProcessGroup | None, exchange: TokenExchange | None = None) -> Callable[[], None]:
         """Return a forward and backward; without a group every token stays on its rank."""
@@ -119,8 +120,8 @@ class _Layer:
 
         def run() -> None:
             attach(self.module, runtime)
-            self.x.grad = None
-            self.module.zero_grad()
+            for leaf in self.leaves:
+                leaf.grad = None
             out = experts_forward(self.module, self.x, experts, self.weights)
             out.backward(self.x.detach())
 

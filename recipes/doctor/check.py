@@ -120,10 +120,15 @@ def rate_row(
     """
     lowest, middle = min(rates), sorted(rates)[len(rates) // 2]
     behind = [str(rank) for rank, rate in enumerate(rates) if rate < _BEHIND * middle]
-    named = f" (median {middle:.3g}; behind: rank {', '.join(first_of(behind, 4))})" if behind else ""
+    named = f" (median {_short(middle)}; behind: rank {', '.join(first_of(behind, 4))})" if behind else ""
     cluster = {field_of_cluster: float(f"{lowest:.4g}")} if field_of_cluster else {}
-    verdict = verdict_of(lowest, wanted)
-    return Row(what, f"{lowest:.3g} {unit}{named}", f">= {wanted:.3g}" if wanted else "", verdict, cluster=cluster)
+    shown = f">= {_short(wanted)}" if wanted else ""
+    return Row(what, f"{_short(lowest)} {unit}{named}", shown, verdict_of(lowest, wanted), cluster=cluster)
+
+
+def _short(value: float) -> str:
+    """Format with three digits that count, and without an exponent where there are up to six."""
+    return f"{float(f'{value:.3g}'):g}"
 
 
 def verdict_of(value: float, wanted: float | None) -> Literal["right", "low", ""]:

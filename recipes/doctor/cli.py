@@ -31,7 +31,7 @@ from .rates import judge_experts, judge_rates, measure_experts, measure_rates
 from .receiver import judge_receiver, measure_receiver
 from .watch import Watch
 
-__all__ = ["CHECKS", "main", "parse"]
+__all__ = ["CHECKS", "main", "parse", "report"]
 
 CHECKS = {
     "versions": Check(30.0, measure_versions, judge_versions),

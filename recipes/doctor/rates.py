@@ -74,7 +74,7 @@ def judge_rates(found: list[dict[str, float]], ranks: Ranks) -> Iterator[Row]:
     tflops, memory = ([each[name] for each in found] for name in ("tflops", "memory"))
     row = rate_row("matrix products", tflops, "TFLOP/s", _MATRIX_SHARE * card.tflops if card else None)
     yield replace(row, cluster={"tflops": round(min(tflops) * _PUBLISHED_OVER_REACHED)})
-    yield rate_row("memory", memory, "GB/s", _MEMORY_SHARE * card.memory if card else None, "hbm")
+    yield rate_row("memory of a GPU, copied", memory, "GB/s", _MEMORY_SHARE * card.memory if card else None, "hbm")
     if "flash" not in found[0]:
         yield Row("FlashAttention 3", "not installed")
         return
@@ -196,11 +196,11 @@ def judge_experts(found: list[dict[str, Any]], ranks: Ranks) -> Iterator[Row]:
         yield Row("SMs that collectives take", NEEDS_A_GPU)
     elif found[0]["beside"]:
         beside = {int(sms): max(each["beside"][sms] for each in found) for sms in found[0]["beside"]}
-        shown = ", ".join(f"{sms}: {1e3 * seconds:.3g}" for sms, seconds in beside.items())
+        shown = "SMs left " + ", ".join(f"{sms}: {1e3 * seconds:.3g} ms" for sms, seconds in beside.items())
         best_sms = min(beside, key=beside.__getitem__)
         settings = []
         if beside[best_sms] < _GAIN * beside[_DEFAULT_SMS]:
             settings = [
                 f"engine.communication_sms={best_sms} ({beside[best_sms] / beside[_DEFAULT_SMS]:.0%} of the time)"
             ]
-        yield Row("experts beside an all-gather, ms by SMs left", shown, settings=settings)
+        yield Row("experts beside an all-gather", shown, settings=settings)

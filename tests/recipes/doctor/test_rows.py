@@ -1,5 +1,6 @@
 """Rows, settings and a machine's figures that follow from what ranks with GPUs would measure."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.doctor import host, links, meshes, rates
 from epfsdp2.recipes.doctor.check import Ranks, rate_row
+from epfsdp2.recipes.doctor.cli import CHECKS, report
+from epfsdp2.recipes.plan.roofline import Cluster
 
 H100S = Ranks(0, 16, 8, "cuda", False, Path("."), print)
 
@@ -53,7 +56,9 @@ def test_rates_of_an_h100_are_the_published_ones_for_the_plan():
     each = {"tflops": 798.0, "memory": 2970.0, "sdpa": 2e-3, "flash": 1e-3, "flash error": 1e-3}
     rows = _by_name(rates.judge_rates([each] * 16, H100S))
     assert [row.verdict for row in rows.values()] == ["right"] * 3
-    assert rows["matrix products"].cluster == {"tflops": 989} and rows["memory"].cluster == {"hbm": 2970}
+    assert rows["matrix products"].cluster == {"tflops": 989} and rows["memory of a GPU, copied"].cluster == {
+        "hbm": 2970
+    }
     assert rows["FlashAttention 3"].settings[0].endswith("attn_implementation=flash_attention_3")
     wrong = _by_name(rates.judge_rates([{**each, "flash error": float("nan")}, each], H100S))["FlashAttention 3"]
     assert wrong.verdict == "wrong" and not wrong.settings
@@ -107,3 +112,41 @@ def test_rate_row_names_ranks_that_are_behind():
     assert rate_row("disk", [10.0, 10.0, 9.0], "GB/s").value == "9 GB/s"
     row = rate_row("disk", [10.0, 5.0, 10.0], "GB/s", 7.0, "hbm")
     assert row.value == "5 GB/s (median 10; behind: rank 1)" and row.verdict == "low" and row.cluster == {"hbm": 5}
+
+
+def test_report_of_two_nodes_of_gpus_has_forty_lines_and_a_file_for_the_plan(tmp_path, capsys):
+    rate = {"tflops": 690.0, "memory": 2970.0, "sdpa": 2e-3, "flash": 1e-3, "flash error": 1e-3}
+    seconds = {"alone": 7.6e-3, "exchanged": 12e-3, "2 chunks": 9e-3, "4 chunks": 9.5e-3}
+    memory = {"host": 1800.0, "shared": 900.0, "free": 78.0, "total": 79.1, "up": 50.0, "down": 48.0}
+    network = {"all-gather inside": 350.0, "all-to-all inside": 320.0, "network": 400.0}
+    without = "deep_ep is not installed."
+    each = {
+        "versions": {
+            "python": "3.12.1",
+            "torch": "2.13.0",
+            "vllm": "0.27.1",
+            "gpu": "NVIDIA H100",
+            "kernels": "triton",
+        },
+        "memory": memory,
+        "disk": {"write": 2.5, "read": 5.0},
+        "links": {**network, "all-gather between": 45.0, "all-to-all between": 42.0},
+        "gradients": {"ep 1": 2e-7, "ep 16": float("nan")},
+        "sync": {"differ": [], "parameters": 110, "seconds": 0.02},
+        "rates": rate,
+        "experts": {
+            "seconds": seconds,
+            "beside": {"0": 9e-3, "16": 7e-3, "24": 6e-3},
+            "flops": 3.7e12,
+            "deepep": without,
+        },
+        "receiver": {"same": True, "status": 0},
+    }
+    out = tmp_path / "machine.json"
+    report([row for name, check in CHECKS.items() for row in check.judge(16 * [each[name]], H100S)], 16, out)
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 40 and "1 of 2 meshes are wrong: ep 16: nan" in text and "WRONG" in text
+    settings = ("ep_size=8", "dispatch_chunks=2", "communication_sms=24", "attn_implementation=flash_attention_3")
+    assert all(setting in text for setting in settings)
+    cluster = Cluster(**json.loads(out.read_text()))
+    assert cluster == Cluster(2, 8, gib=79.1, inside=320, between=42, tflops=855, hbm=2970)

@@ -22,6 +22,9 @@ MODEL = frozenset({"torch", "transformers"})
 # What a room may import besides Python's own library and this package. Where a file is named, the others of its room
 # may not.
 THIRD_PARTIES: dict[str, frozenset[str]] = {
+    "recipes/doctor": MODEL | {"psutil", "rich"},
+    "recipes/doctor/on_ray.py": frozenset({"ray"}),
+    "recipes/doctor/rates.py": MODEL | {"flash_attn_interface"},
     "recipes/gpu": frozenset({"yaml"}),
     "recipes/resilient": frozenset({"psutil", "rich", "yaml"}),
     "recipes/resilient/saving/notice.py": frozenset({"verl"}),

@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--external-lib", help="model.external_lib, a module that registers the model's class or its experts' block")
     add("--nodes", type=int, default=1, help="nodes of the cluster")
     add("--gpus", type=int, default=8, help="GPUs of a node")
+    add(
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="what recipes.doctor --out wrote; its figures are the defaults",
+    )
     add("--gib", type=float, default=Cluster.gib, help="memory of a GPU (H100 80, H200 141)")
     add("--inside", type=float, default=Cluster.inside, help="GB/s of a GPU to others of its node")
     add("--between", type=float, default=Cluster.between, help="GB/s of a GPU's network interface")
@@ -73,6 +79,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write all of it")
     add("--png", type=Path, metavar="FILE", help="draw who holds what, of the recommended mesh")
     add("settings", nargs="*", metavar="engine.SETTING=VALUE", help=f"of the run, as in a run: {', '.join(PLANNED)}")
+    try:
+        parser.set_defaults(**_measured(parser.parse_known_intermixed_args(arguments)[0].machine))
+    except SettingError as error:
+        parser.error(str(error))
     options = parser.parse_intermixed_args(arguments)
     for name in ("nodes", "gpus", "tokens", "sequences", "micro_batches"):
         if getattr(options, name) < 1:
@@ -91,6 +101,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     except SettingError as error:
         parser.error(str(error))
     return options
+
+
+def _measured(file: Path | None) -> dict[str, float]:
+    """Return the fields of ``Cluster`` that ``recipes.doctor --out`` wrote to a file.
+
+    Raises:
+        SettingError: it can't be read, or has other fields or values.
+    """
+    if file is None:
+        return {}
+    works = "a file that `torchrun --nproc-per-node 8 -m epfsdp2.recipes.doctor --out FILE` wrote"
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise SettingError("--machine", file, f"it can't be read ({error}).", works) from error
+    known = {field.name for field in fields(Cluster)}
+    if not isinstance(found, dict) or not found.keys() <= known:
+        raise SettingError("--machine", file, f"it has other keys than {', '.join(sorted(known))}.", works)
+    if wrong := [name for name, value in found.items() if not isinstance(value, int | float) or not value > 0]:
+        raise SettingError("--machine", file, f"{', '.join(wrong)} has to be positive.", works)
+    return found
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
@@ -134,7 +165,7 @@ def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(highlight=False, soft_wrap=True, width=_WIDTH_OF_ALL if options.all else _WIDTH)
-    names = ("nodes", "gpus", "gib", "inside", "between", "tflops", "efficiency", "attention", "hbm")
+    names = [field.name for field in fields(Cluster) if hasattr(options, field.name)]
     cluster = Cluster(**{name: getattr(options, name) for name in names})
     try:
         import_external({"external_lib": options.external_lib}, "model")

@@ -14,6 +14,7 @@ PACKAGES = ("engine", "rollout", "conf", "recipes")
 ROOMS = (
     "recipes",
     "recipes/gpu",
+    "recipes/doctor",
     "recipes/resilient",
     "recipes/resilient/saving",
     "recipes/quickstart",

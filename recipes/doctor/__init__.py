@@ -1,0 +1,1 @@
+"""Checks on a cluster that collectives, kernels, memory and disks work there, and measures what the plan needs."""

@@ -8,13 +8,14 @@ same bits in bfloat16.
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["FusedRotary", "fuse_rotary"]
+__all__ = ["FusedRotary", "fuse_rotary", "replacements"]
 
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 _HEAD = 16  # columns of random inputs
@@ -50,18 +51,21 @@ class FusedRotary:
 class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, is_interleaved):
-        from .triton_rotary import rotate
-
         ctx.save_for_backward(cos, sin)
         ctx.is_interleaved = is_interleaved
-        return rotate(x, cos, sin, is_interleaved)
+        return _rotate(x, cos, sin, is_interleaved)
 
     @staticmethod
     def backward(ctx, grad):
-        from .triton_rotary import rotate
+        return _rotate(grad, *ctx.saved_tensors, ctx.is_interleaved, is_backward=True), None, None, None
 
-        cos, sin = ctx.saved_tensors
-        return rotate(grad, cos, sin, ctx.is_interleaved, is_backward=True), None, None, None
+
+def _rotate(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if x.is_meta:
+        return x.clone()
+    from .triton_rotary import rotate
+
+    return rotate(x, *args, **kwargs)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
@@ -93,15 +97,19 @@ def _computes(plain: Callable[..., Any], is_interleaved: bool, part: int) -> boo
         return False
 
 
+def replacements(model: nn.Module) -> Iterator[tuple[ModuleType, str, Any, FusedRotary | None]]:
+    """Yield the functions that rotate in the files of the model's modules: file, name, function, its replacement."""
+    for file in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for name in _NAMES:
+            if (function := getattr(file, name, None)) is not None:
+                yield file, name, function, _fused(getattr(function, "plain", function))
+
+
 def fuse_rotary(model: nn.Module) -> dict[str, bool]:
     """Replace the functions that rotate in the files of the model's modules; return of each whether it is replaced."""
     found = {}
-    for file in {sys.modules[type(module).__module__] for module in model.modules()}:
-        for name in _NAMES:
-            if (plain := getattr(file, name, None)) is None:
-                continue
-            replacement = plain if isinstance(plain, FusedRotary) else _fused(plain)
-            if replacement is not None:
-                setattr(file, name, replacement)
-            found[f"{file.__name__}.{name}"] = replacement is not None
+    for file, name, _, fused in replacements(model):
+        if fused is not None:
+            setattr(file, name, fused)
+        found[f"{file.__name__}.{name}"] = fused is not None
     return found

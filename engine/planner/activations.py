@@ -7,7 +7,7 @@ operators read and write (``passes.py``).
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,6 +211,7 @@ class _Tape:
         self.part: object = None
         self.kinds: dict[tuple, tuple[CountedPasses, CountedPasses]] = {}  # of the first layer of each kind
         self.input: torch.Tensor | None = None  # of the layer that runs, if it is such a one
+        self.counting = ExitStack()  # while it runs
 
     def key(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -241,6 +242,7 @@ class _Tape:
             with saved_tensors_hooks(self.pack, lambda t: t), _OneSequence():
                 yield
         finally:
+            self.counting.close()
             for handle in handles:
                 handle.remove()
 
@@ -258,16 +260,16 @@ class _Tape:
                 return args, kwargs
             self.kinds[kind] = self.layer.passes
             self.input = hidden.detach().requires_grad_(hidden.requires_grad)
-            self.layer.passes[0].__enter__()
+            self.counting.enter_context(self.layer.passes[0])
             return tree_map(lambda t: self.input if t is hidden else t, (args, kwargs))
 
         return enter
 
     def _leave_layer(self, module: nn.Module, args: tuple, output: Any) -> None:
         assert self.layer is not None
-        (forward, backward), self.layer = self.layer.passes, None
+        (_, backward), self.layer = self.layer.passes, None
+        self.counting.close()
         if self.input is not None:
-            forward.__exit__(None, None, None)
             with backward:
                 backward_of(output, [self.input, *module.parameters()])
             self.input = None

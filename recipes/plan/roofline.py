@@ -154,10 +154,10 @@ def roofline(
         if size.ranks > 1:
             found["weights"] += cluster.passes(gathers * 2 * (size.full + size.moved) * param, STREAMED)
             found["gradients"] += cluster.passes(size.reduced * (param + reduce), PACKED)
-        elif unit.param_dtype != sizes.master:
-            # The first micro-batch's are cast, and the others' are added to them.
-            passes = param + sizes.master.itemsize * (2 - 1 / batch.micro_batches)
-            found["gradients"] += cluster.passes(size.trained * passes, STREAMED)
+        else:  # the first micro-batch's are cast, and the others' are added to them
+            cast = param + sizes.master.itemsize if unit.param_dtype != sizes.master else 0
+            added = (param + 2 * sizes.master.itemsize) * (batch.micro_batches - 1)
+            found["gradients"] += cluster.passes(size.trained * (cast + added) / batch.micro_batches, STREAMED)
         if stage == EMBEDDINGS:
             continue
         elements, rows, forwards = float(size.full), float(tokens), 1.0 + again(stage)
@@ -169,12 +169,9 @@ def roofline(
             elements *= share * batch.imbalance
             rows *= share
             if layer.ends_with_experts:  # computed again up to their last linear
-                shapes = {name: math.prod(shape) for name, shape in unit.shapes.items()}
-                forwards -= (
-                    again(stage)
-                    * sum(n for name, n in shapes.items() if name.endswith("down_proj"))
-                    / sum(shapes.values())
-                )
+                sizes_of = {name: math.prod(shape) for name, shape in unit.shapes.items()}
+                last = sum(n for name, n in sizes_of.items() if name.endswith("down_proj"))
+                forwards -= again(stage) * last / sum(sizes_of.values())
             found["experts"] += cluster.passes(_around_experts(layer, forwards, is_sent) * element * tokens, STREAMED)
         elif part == "head" and sizes.chunked_logits:
             forwards = 2.0  # backward computes its tiles again

@@ -21,7 +21,7 @@ _PARTS = ("params", "grads", "optim", "buffers", "activ.", "logits")
 _COLUMNS_OF_ALL = (*_MESH, *_PARTS, "all", "fits", "dense", "experts", "tokens", "step s", "sync s")
 _LEGEND = (
     "{}GiB on the rank that needs most, at its peak, and in all with the reserve. {}: GB that a rank receives. "
-    "step: seconds by a roofline, in which nothing waits but for bandwidth. sync: seconds for a rank to receive the "
+    "step: seconds, the sum of a step's parts as predicted. sync: seconds for a rank to receive the "
     "weights that it lacks, in a weight sync."
 )
 _STATES = "states: parameters, gradients and optimizer; "

@@ -2,10 +2,12 @@
 
 import importlib.util
 import sys
+from unittest import mock
 
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
@@ -13,6 +15,7 @@ from epfsdp2.engine.dense import rotary
 from epfsdp2.engine.dense.norms import fuse_norms
 from epfsdp2.engine.dense.rotary import FusedRotary
 from epfsdp2.engine.model.meta import build_on_meta
+from epfsdp2.engine.moe.find import UnsupportedModelError
 from epfsdp2.engine.planner.activations import trace
 from epfsdp2.engine.planner.passes import CountedPasses, backward_of
 from tests.parity.families import FAMILIES
@@ -97,3 +100,11 @@ def test_backward_of_layers_of_every_kind_runs_on_meta_and_functions_are_set_bac
     for layer in trace(model.bfloat16(), fuse_dense=True).layers.values():
         assert layer.passes > 0 and layer.passes_backward > 0
     assert vars(file) == before
+
+
+def test_layer_that_fails_on_meta_leaves_nothing_counting():
+    model = build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**SIZES), torch.float32)
+    model.model.layers[0].self_attn.forward = mock.Mock(side_effect=RuntimeError("reads values"))
+    with pytest.raises(UnsupportedModelError, match="reads values"):
+        trace(model)
+    assert not [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, CountedPasses)]

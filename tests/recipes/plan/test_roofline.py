@@ -52,10 +52,9 @@ def _of_that_time(options):
     def passes(nbytes, share):
         return 1e3 * ONE.passes(nbytes, share)
 
-    gathered = sum(
-        (1 + unit.is_gathered_again) * size.full for _, unit, size in unit_sizes(_sizes(options), ALONE, "auto")
-    )
-    trained = sum(size.trained for _, _, size in unit_sizes(_sizes(options), ALONE, "auto"))
+    units = unit_sizes(_sizes(options), ALONE)
+    gathered = sum((1 + unit.is_gathered_again) * size.full for _, unit, size in units)
+    trained = sum(size.trained for _, _, size in units)
     layers = ("experts", "linears", "attention", "dense")
     return {
         "optimizer": found["optimizer"],

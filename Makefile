@@ -9,13 +9,13 @@
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
 #   make memory      peak memory of a step against the arithmetic; prints and writes the table
 #   make bench       every benchmark below, one after the other, and a table of what came of them (about 45 min)
-#   make bench-experts  the experts layer beside transformers', torchtitan's and VeOmni's (about 5 min)
+#   make bench-experts  the experts layer beside transformers', torchtitan's, VeOmni's and SonicMoE's (about 5 min)
 #   make bench-step  the engine's step beside verl's fsdp2 engine, and its bytes on the wire (about 6 min)
 #   make bench-rivals  an update beside transformers' own expert parallelism, in the stack newest (about 12 min)
 #   make bench-blocks  an MoE block with expert parallelism beside torchtitan's (about 1 min)
 #   make bench-growth  how the cost grows with tokens, experts and ranks (about 4 min)
 #   make kernels     every Triton kernel, compiled for GPUs that need not be there, and what is predicted of it (about 5 min)
-#   make peers       the environment of torchtitan and VeOmni, for bench-experts and bench-blocks
+#   make peers       the environment of torchtitan, VeOmni and SonicMoE, for bench-experts and bench-blocks
 #   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
 #   make bench-scale  what syncs, plans and loads of published sizes take in Python, up to 1,024 ranks (about 3 min)
 #   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)

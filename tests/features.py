@@ -124,12 +124,11 @@ FEATURES = (
         "fused RMSNorms and rotary embeddings",
         "[`engine.fuse_dense`](engine.md#fused-norms-and-rotary-embeddings), by default on a GPU; recognised by what "
         "they compute",
-        "LayerNorm, norms without a weight or with a gate; rotary embeddings of gpt-oss, Gemma 4, Llama 4, DeepSeek-V2 "
-        "and V4, GLM-5, Ernie 4.5, Command A",
+        "LayerNorm, norms without a weight or with a gate; rotary embeddings of vision towers; sums of residuals",
         (
             "engine/dense/test_norms.py::test_every_family_has_its_rms_norms_fused",
             "engine/dense/test_norms.py::test_model_with_fused_norms_has_its_loss_and_gradients",
-            "engine/dense/test_rotary.py::test_attention_of_every_family_calls_the_fused_rotary_or_has_its_own",
+            "engine/dense/test_rotary.py::test_attention_of_every_family_calls_the_fused_rotary",
             "engine/dense/test_rotary.py::test_model_with_fused_rotary_has_its_loss_and_gradients",
         ),
     ),

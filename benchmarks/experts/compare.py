@@ -3,10 +3,10 @@
     python -m benchmarks.experts.compare [--repeats 5] [--only NAME] [--peers .venv_peers/bin/python]
 
 Sides are transformers' own experts implementations on one module with one set of weights, this engine's on the same
-module, and, each in a process of the peers' environment, torchtitan's routed experts and VeOmni's fused experts. Sides
-take turns; each ratio is taken within a turn, and medians are compared. Kept: bytes that a forward keeps for its
-backward, besides parameters and inputs. On a GPU also the geometry of Qwen3-30B-A3B with 16k tokens, beside the matrix
-rate and the copy bandwidth measured in the same run.
+module, and, each in a process of the peers' environment, torchtitan's routed experts, VeOmni's fused experts and, on a
+GPU, SonicMoE's layer. Sides take turns; each ratio is taken within a turn, and medians are compared. Kept: bytes that a
+forward keeps for its backward, besides parameters and inputs. On a GPU also the geometry of Qwen3-30B-A3B with 16k
+tokens, beside the matrix rate and the copy bandwidth measured in the same run.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from epfsdp2.engine.moe.gemm.backends import EXPERTS_IMPLEMENTATION, backend_nam
 
 OURS, BASE = EXPERTS_IMPLEMENTATION, "grouped_mm"
 LOCAL = ("eager", "batched_mm", BASE, OURS)
-PEERS = ("torchtitan", "veomni")
+PEERS = ("torchtitan", "veomni", "sonic-moe")
 PEERS_COMMAND = ("-m", "benchmarks.experts.peers")
 PEERS_PYTHON = ROOT / ".venv_peers" / "bin" / "python"
 

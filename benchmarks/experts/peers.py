@@ -62,7 +62,53 @@ def veomni(geometry: Geometry) -> tuple[Layer, list[nn.Parameter]]:
     return layer, [gate_up, down]
 
 
-PEERS: dict[str, Callable[[Geometry], tuple[Layer, list[nn.Parameter]]]] = {"torchtitan": torchtitan, "veomni": veomni}
+def can_run_sonic_moe(geometry: Geometry) -> bool:
+    return geometry.device.startswith("cuda") and sys.version_info >= (3, 12)
+
+
+def sonic_moe(geometry: Geometry) -> tuple[Layer, list[nn.Parameter]]:
+    """SonicMoE's layer for a router of one's own, with gate and up weights beside each other as Hugging Face has them.
+
+    Raises:
+        RuntimeError: there is no GPU, or this Python is older than its packages are for.
+    """
+    if not can_run_sonic_moe(geometry):
+        raise RuntimeError("needs an H100 or newer, and Python 3.12")
+    from sonicmoe import moe_general_routing_inputs
+    from sonicmoe.enums import ActivationType
+
+    shape = {"device": geometry.device, "dtype": geometry.torch_dtype}
+    gate_up = nn.Parameter(torch.empty(geometry.experts, 2 * geometry.intermediate, geometry.hidden, **shape))
+    down = nn.Parameter(torch.empty(geometry.experts, geometry.hidden, geometry.intermediate, **shape))
+    geometry.fill(gate_up, down)
+
+    def layer(hidden_TD, experts_TK, weights_TK):
+        tokens_S = torch.arange(len(hidden_TD), dtype=torch.int32, device=hidden_TD.device)
+        out, _ = moe_general_routing_inputs(
+            hidden_TD,
+            weights_TK.flatten(),
+            tokens_S.repeat_interleave(geometry.top_k),
+            experts_TK.flatten().int(),
+            gate_up.permute(1, 2, 0),
+            None,
+            down.permute(1, 2, 0),
+            None,
+            geometry.experts,
+            torch.cuda.current_stream().cuda_stream,
+            ActivationType.SWIGLU,
+            concat_layout=True,
+        )
+        return out
+
+    return layer, [gate_up, down]
+
+
+# By the names of their distributions.
+PEERS: dict[str, Callable[[Geometry], tuple[Layer, list[nn.Parameter]]]] = {
+    "torchtitan": torchtitan,
+    "veomni": veomni,
+    "sonic-moe": sonic_moe,
+}
 
 
 def serve(name: str, answer: Callable[[dict], None]) -> None:

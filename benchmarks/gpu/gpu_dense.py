@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
 from benchmarks.experts.layer import seconds_of
 from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, Row
 from epfsdp2.engine.dense.norms import fuse_norms, rms_norm_of
-from epfsdp2.engine.dense.rotary import FusedRotary, fuse_rotary
+from epfsdp2.engine.dense.rotary import FusedRotary, Rotation, fuse_rotary
 from tests.support.models.tiny import relative_error
 
 __all__ = ["dense"]
@@ -53,7 +53,7 @@ def dense() -> Iterator[Row]:
         yield from _compared(f"norm of {name}", calls, shape)
     plain = qwen3.apply_rotary_pos_emb
     cos, sin = (torch.randn(1, TOKENS, 128, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    fused = FusedRotary(plain, False, False, DEVICE)
+    fused = FusedRotary(plain, Rotation(), device=DEVICE)
     calls = {name: lambda q, f=f: f(q, q[:, :4], cos, sin)[0] for name, f in (("fused", fused), ("eager", plain))}
     yield from _compared("rotary", calls, (1, 32, TOKENS, 128))
     if not HAS_GPU:

@@ -38,6 +38,8 @@ from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.quantise import blocks
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
+from epfsdp2.recipes.plan.roofline import Cluster, roofline
+from epfsdp2.recipes.plan.tables import time_by_part
 from tests.support.models.tiny import relative_error
 
 __all__ = ["head", "quantise", "speeds", "step"]
@@ -170,7 +172,9 @@ def step() -> Iterator[Row]:
             measured[micro_batches] = torch.cuda.max_memory_allocated() if HAS_GPU else 0
         seconds = statistics.median(took)
         yield Row("loss and gradient norm", f"{loss:.3f}, {norm:.3f}", "finite", math.isfinite(loss + norm))
-        yield Row("a step", f"{seconds:.3g} s, {tokens / seconds:.3g} tokens/s")
+        time_planned = roofline(planned_sizes, topology, options, Batch(tokens), Cluster(1, 1), [], tokens // SEQUENCES)
+        said = f"{time_planned.step:.3g} s on an H100 planned: {time_by_part(time_planned)}" if HAS_GPU else ""
+        yield Row("a step", f"{seconds:.3g} s, {tokens / seconds:.3g} tokens/s", said)
         if not HAS_GPU:
             yield Row("waits for the device", NEEDS_A_GPU)
             yield Row("memory", NEEDS_A_GPU, f"{planned[1] / MIB:.0f} MiB planned")

@@ -15,6 +15,7 @@ import torch
 from benchmarks.kernels.kernel_compile import on_gpu
 from benchmarks.kernels.kernel_model import GPUS, Launch
 from epfsdp2.engine.dense import triton_norms, triton_rotary
+from epfsdp2.engine.dense.rotary import Rotation
 from epfsdp2.engine.head import triton_tiles
 from epfsdp2.engine.head.log_probs import tile_sizes
 from epfsdp2.engine.quantise import triton_blocks
@@ -76,12 +77,13 @@ def rotary() -> list[dict]:
     """Compile the kernel of rotary embeddings, of whole heads and of a part of each, forward and backward."""
     found = []
     for arch in GPUS:
-        for part, is_backward in itertools.product((128, 64), (False, True)):
+        others = Rotation(True, True, "neighbours", rounds_last=True, is_last=True)
+        for part, is_backward, rotation in itertools.product((128, 64), (False, True), (Rotation(), others)):
             launches: list[Launch] = []
             x = torch.empty(2, 32, 2048, 128, dtype=torch.bfloat16, device="meta")
             cos = torch.empty(1, 2048, part, dtype=torch.bfloat16, device="meta")
             with on_gpu(arch, launches):
-                triton_rotary.rotate(x, cos, cos, False, is_backward)
+                triton_rotary.rotate(x, cos, cos, rotation, is_backward)
             found += [_row(launch, x.numel()) for launch in launches]
     return found
 

@@ -65,7 +65,8 @@ def param_dtype(config: Any) -> torch.dtype:
 def planned_overrides(config: Any, options: ShardingOptions) -> list[str]:
     """Return the ``PLANNED`` settings that are not at their default, as ``planned_settings`` takes them."""
     default = _planned_default()
-    values = {name: getattr(config, name) for name in PLANNED} | {"activation_checkpointing": options.checkpointing}
+    values = {name: getattr(config, name) for name in PLANNED}
+    values |= {"activation_checkpointing": options.checkpointing, "fuse_dense": options.fuse_dense}
     return [f"engine.{name}={as_yaml(value)}" for name, value in values.items() if value != getattr(default, name)]
 
 

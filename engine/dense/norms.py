@@ -45,25 +45,30 @@ class RmsNorm:
         return (values * (weight.float() + self.offset)).to(x.dtype)
 
     def fused(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Compute it by the kernels, with gradients; ``x`` and ``weight`` have one dtype."""
+        """Compute it by the kernels, with gradients; ``x`` and ``weight`` have one dtype. On meta see ``fuse.py``."""
         return _Fused.apply(x, weight, self)  # type: ignore[no-any-return]
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, norm):
-        from . import triton_norms
+        if x.is_meta:
+            out, scale = x * weight, x.new_empty(x.shape[:-1], dtype=torch.float32)
+        else:
+            from . import triton_norms
 
-        out, scale = triton_norms.forward(x, weight, norm.eps, norm.offset, norm.rounds_first)
+            out, scale = triton_norms.forward(x, weight, norm.eps, norm.offset, norm.rounds_first)
         ctx.save_for_backward(x, weight, scale)
         ctx.norm = norm
         return out
 
     @staticmethod
     def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        if x.is_meta:
+            return torch.addcmul(grad, x, weight), torch.empty_like(weight), None
         from . import triton_norms
 
-        x, weight, scale = ctx.saved_tensors
         return *triton_norms.backward(grad, x, weight, scale, ctx.norm.offset, ctx.norm.rounds_first), None
 
 

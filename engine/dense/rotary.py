@@ -1,107 +1,200 @@
 """Rotary embeddings in one kernel for queries and one for keys, forward and backward.
 
-Attention in transformers calls ``apply_rotary_pos_emb`` of its own file, where torch runs some ten kernels. There is no
-extension point, so the name is set to a function that computes the same on a GPU and calls the other elsewhere. The
-function is replaced only if it rotates halves of random inputs, or neighbours that it first sorts into halves, with the
-same bits in bfloat16.
+Attention in transformers calls a function of its own file, where torch runs some ten kernels. There is no extension
+point, so the name is set to a function that computes the same on a GPU and calls the other elsewhere. Families rotate
+other pairs of columns, by tables of other layouts. No list says which: a function is replaced if, for one of the
+rotations that the kernel has, it has the same bits in bfloat16 on random inputs.
 """
 
 import functools
+import itertools
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-__all__ = ["FusedRotary", "fuse_rotary"]
+__all__ = ["FusedRotary", "Rotation", "fuse_rotary", "replacements"]
 
-_NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
-_HEAD = 16  # columns of random inputs
+_NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb")
+_HEAD, _TOKENS = 16, 24  # of random inputs
+Arguments = Literal["q k cos sin", "x cos sin", "q k complex"]
+Table = Literal["halves", "neighbours", "one", "first half"]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How columns ``a`` and ``b`` of each pair become ``a cos - b sin`` and ``b cos + a sin``.
+
+    Pair ``i`` of ``d`` columns are ``i`` and ``i + d / 2`` of its halves, or the neighbours ``2 i`` and ``2 i + 1``.
+
+    Args:
+        reads_neighbours, writes_neighbours: whether neighbours are a pair, rather than halves.
+        table: which of the tables' columns each of a pair has: its own of halves or of neighbours; or column ``i`` for
+            both, of a table of ``d / 2`` columns or of one whose second half is not read.
+        rounds_last: whether products are summed in float32 before they are rounded.
+        is_last: whether the last ``d`` columns are rotated where there are more, rather than the first.
+    """
+
+    reads_neighbours: bool = False
+    writes_neighbours: bool = False
+    table: Table = "halves"
+    rounds_last: bool = False
+    is_last: bool = False
+
+    def columns(self, width: int) -> int:
+        """Return ``d`` for tables of ``width`` columns."""
+        return 2 * width if self.table == "one" else width
+
+    def plain(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate ``[B, H, T, D]`` by ``[B, T, width]`` with torch's operators."""
+        part = self.columns(cos.shape[-1])
+        first = x.shape[-1] - part if self.is_last else 0
+        a, b = (x[..., first + at] for at in _pairs(part, self.reads_neighbours))
+        of_table = _pairs(part, self.table == "neighbours")
+        at = of_table if self.table in ("halves", "neighbours") else (of_table[0],) * 2
+        (cos_a, cos_b), (sin_a, sin_b) = ([t[:, None, :, columns] for columns in at] for t in (cos, sin))
+        if self.rounds_last:
+            a, b = a.float(), b.float()
+        out, to = x.clone(), _pairs(part, self.writes_neighbours)
+        out[..., first + to[0]] = (a * cos_a - b * sin_a).to(x.dtype)
+        out[..., first + to[1]] = (b * cos_b + a * sin_b).to(x.dtype)
+        return out
+
+
+def _pairs(columns: int, are_neighbours: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    pair = torch.arange(columns // 2, device="cpu")
+    return (2 * pair, 2 * pair + 1) if are_neighbours else (pair, pair + columns // 2)
 
 
 class FusedRotary:
-    """Replaces a function ``(q, k, cos, sin)`` that rotates ``[B, H, T, D]`` by ``[B, T, d]`` with ``d <= D``.
+    """Replaces a function that rotates queries and keys, or one tensor.
 
     Args:
         plain: the function.
-        is_interleaved: whether neighbouring columns are a pair, which the result has in its two halves.
-        takes_parts: whether it leaves columns from ``d`` on as they are.
+        rotation: what it computes.
+        arguments: what it takes.
+        heads: dims of the heads that it was tried with: 1 in ``[B, H, T, D]``, 2 in ``[B, T, H, D]``. The first is the
+            default of its argument ``unsqueeze_dim``.
+        takes_parts: whether it leaves columns beside the tables' as they are.
         device: type of the device on which it is replaced.
     """
 
-    def __init__(self, plain: Callable[..., Any], is_interleaved: bool, takes_parts: bool, device: str = "cuda"):
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        rotation: Rotation,
+        takes_parts: bool = False,
+        arguments: Arguments = "q k cos sin",
+        heads: tuple[int, ...] = (1,),
+        device: str = "cuda",
+    ):
         functools.update_wrapper(self, plain)
-        self.plain, self.is_interleaved, self.takes_parts = plain, is_interleaved, takes_parts
-        self.device = device
+        self.plain, self.rotation, self.takes_parts = plain, rotation, takes_parts
+        self.arguments, self.heads, self.device = arguments, heads, device
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args, **kwargs) -> Any:
-        if args or kwargs or q.device.type != self.device or not all(self._takes(x, cos, sin) for x in (q, k)):
-            return self.plain(q, k, cos, sin, *args, **kwargs)
-        return tuple(_Rotated.apply(x, cos, sin, self.is_interleaved) for x in (q, k))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        count = 1 if self.arguments == "x cos sin" else 2
+        tensors, tables = args[:count], args[count:]
+        heads = kwargs.get("unsqueeze_dim", self.heads[0])
+        if self.arguments == "q k complex" and len(tables) == 1 and tables[0].is_complex():
+            tables = tables[0].real, tables[0].imag
+        is_known = len(tables) == 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads in self.heads
+        if not is_known or not all(self._takes(x, heads, *tables) for x in tensors):
+            return self.plain(*args, **kwargs)
+        rotated = [_Rotated.apply(x.transpose(1, heads), *tables, self.rotation).transpose(1, heads) for x in tensors]
+        return tuple(rotated) if count == 2 else rotated[0]
 
-    def _takes(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        (*_, tokens, width), part = x.shape, cos.shape[-1]
-        has_known_shapes = x.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape and cos.shape[1] == tokens
-        has_columns = part == width or (self.takes_parts and part < width)
-        return has_known_shapes and has_columns and part % 2 == 0 and x.dtype == cos.dtype == sin.dtype
+    def _takes(self, x: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        if x.device.type != self.device or x.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+            return False
+        part, width = self.rotation.columns(cos.shape[-1]), x.shape[-1]
+        has_columns = part % 2 == 0 and (part == width or (self.takes_parts and part < width))
+        dtypes = {x.dtype, torch.float32} if self.rotation.rounds_last else {x.dtype}
+        has_rows = cos.shape[1] == x.shape[3 - heads] and len(cos) in (1, len(x))
+        return has_columns and has_rows and cos.dtype == sin.dtype and cos.dtype in dtypes
 
 
 class _Rotated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin, is_interleaved):
-        from .triton_rotary import rotate
-
+    def forward(ctx, x, cos, sin, rotation):
         ctx.save_for_backward(cos, sin)
-        ctx.is_interleaved = is_interleaved
-        return rotate(x, cos, sin, is_interleaved)
+        ctx.rotation = rotation
+        return _rotate(x, cos, sin, rotation)
 
     @staticmethod
     def backward(ctx, grad):
-        from .triton_rotary import rotate
-
-        cos, sin = ctx.saved_tensors
-        return rotate(grad, cos, sin, ctx.is_interleaved, is_backward=True), None, None, None
+        return _rotate(grad, *ctx.saved_tensors, ctx.rotation, is_backward=True), None, None, None
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    """Rotate by torch's operators what the kernels rotate."""
-    part = cos.shape[-1]
-    turned, rest = x[..., :part], x[..., part:]
-    pairs = turned.unflatten(-1, (-1, 2)).unbind(-1) if is_interleaved else turned.chunk(2, dim=-1)
-    first, second = pairs
-    turned, halves = torch.cat((first, second), -1), torch.cat((-second, first), -1)
-    return torch.cat((turned * cos[:, None] + halves * sin[:, None], rest), -1)
+def _rotate(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if x.is_meta:
+        return x.clone()
+    from .triton_rotary import rotate
+
+    return rotate(x, *args, **kwargs)
 
 
 def _fused(plain: Callable[..., Any]) -> FusedRotary | None:
     """Return what replaces a function, found on random inputs; None if it rotates in another way."""
-    whole = [kind for kind in (False, True) if _computes(plain, kind, _HEAD)]
-    return FusedRotary(plain, whole[0], _computes(plain, whole[0], _HEAD // 2)) if whole else None
+    flags, tables = (False, True), get_args(Table)
+    forms: tuple[tuple[Arguments, int], ...]
+    forms = ("q k cos sin", 1), ("x cos sin", 1), ("q k complex", 1), ("q k complex", 2)
+    for arguments, heads in forms:
+        rounds_last = (True,) if arguments == "q k complex" else flags
+        for reads, writes, table, last in itertools.product(flags, flags, tables, rounds_last):
+            rotation = Rotation(reads, writes, table, last)
+            if not _computes(plain, rotation, arguments, heads, _HEAD):
+                continue
+            of_part = [Rotation(reads, writes, table, last, is_last) for is_last in flags]
+            parts = [one for one in of_part if _computes(plain, one, arguments, heads, _HEAD // 2)]
+            named = "complex" not in arguments and _computes(plain, rotation, arguments, 2, _HEAD, unsqueeze_dim=2)
+            return FusedRotary(plain, (parts or [rotation])[0], bool(parts), arguments, (heads, *(2,) * named))
+    return None
 
 
 @torch.no_grad()
-def _computes(plain: Callable[..., Any], is_interleaved: bool, part: int) -> bool:
-    """Tell whether a function rotates the first ``part`` columns in this way, bit for bit in bfloat16."""
+def _computes(
+    plain: Callable[..., Any], rotation: Rotation, arguments: str, heads: int, part: int, **kwargs: Any
+) -> bool:
+    """Tell whether a function rotates ``part`` columns in this way, bit for bit in bfloat16 but for one in a hundred.
+
+    Sums in float32 may differ in their last bit, by which few of them are rounded to another number.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
-    shapes = (2, 4, 3, _HEAD), (2, 1, 3, _HEAD), (2, 3, part), (2, 3, part)
-    q, k, cos, sin = (torch.randn(shape, generator=generator, device="cpu").bfloat16() for shape in shapes)
+    of_table = 2, _TOKENS, part // 2 if rotation.table == "one" else part
+    shapes = (2, 4, _TOKENS, _HEAD), (2, 1, _TOKENS, _HEAD), of_table, of_table
+    *tensors, cos, sin = (torch.randn(shape, generator=generator, device="cpu").bfloat16() for shape in shapes)
+    tables: tuple[torch.Tensor, ...] = cos, sin
+    if arguments == "q k complex":
+        cos, sin = cos.float(), sin.float()
+        tables = (torch.complex(cos, sin),)
+    tensors = tensors[: 1 if arguments == "x cos sin" else 2]
     try:
-        found = plain(q, k, cos, sin)
-        return all(torch.equal(y, _rotated(x, cos, sin, is_interleaved)) for x, y in zip((q, k), found, strict=True))
+        found = plain(*(x.transpose(1, heads) for x in tensors), *tables, **kwargs)
+        found = found if isinstance(found, tuple) else (found,)
+        pairs = [(y.transpose(1, heads), rotation.plain(x, cos, sin)) for x, y in zip(tensors, found, strict=True)]
+        return all(y.dtype == torch.bfloat16 and (y == wanted).float().mean() > 0.99 for y, wanted in pairs)
     except Exception:  # it takes other arguments
         return False
+
+
+def replacements(model: nn.Module) -> Iterator[tuple[ModuleType, str, Any, FusedRotary | None]]:
+    """Yield the functions that rotate in the files of the model's modules: file, name, function, its replacement."""
+    for file in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for name in _NAMES:
+            if (function := getattr(file, name, None)) is not None:
+                yield file, name, function, _fused(getattr(function, "plain", function))
 
 
 def fuse_rotary(model: nn.Module) -> dict[str, bool]:
     """Replace the functions that rotate in the files of the model's modules; return of each whether it is replaced."""
     found = {}
-    for file in {sys.modules[type(module).__module__] for module in model.modules()}:
-        for name in _NAMES:
-            if (plain := getattr(file, name, None)) is None:
-                continue
-            replacement = plain if isinstance(plain, FusedRotary) else _fused(plain)
-            if replacement is not None:
-                setattr(file, name, replacement)
-            found[f"{file.__name__}.{name}"] = replacement is not None
+    for file, name, _, fused in replacements(model):
+        if fused is not None:
+            setattr(file, name, fused)
+        found[f"{file.__name__}.{name}"] = fused is not None
     return found

@@ -1,12 +1,13 @@
 """Count what autograd saves in a forward, by running the model's own code on the meta device.
 
 Attention saves what a flash kernel saves (sdpa saves as much), and experts what ``moe/fused.py`` saves. All of it is
-proportional to the tokens, so a few tokens are traced.
+proportional to the tokens, so a few tokens are traced. Each layer's backward is run as well, to count what its
+operators read and write (``passes.py``).
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,17 +15,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS, set_experts_implementation
+from ..dense.fuse import fused_on_meta
 from ..fsdp.activation_checkpoint import Checkpointing, units_recomputed
 from ..model.layers import layer_names
 from ..moe.find import CustomExperts, UnsupportedModelError, find_experts
 from ..moe.forward import linears
 from ..moe.gemm.backends import MOST_BY_INDEX
 from ..moe.gemm.gate import gate_of
+from .passes import CountedPasses, backward_of
 
 __all__ = ["Attention", "LayerActivations", "Traced", "trace"]
 
@@ -65,9 +68,11 @@ class LayerActivations:
         selective: the part of ``dense`` that selective checkpointing saves.
         recomputed: under selective checkpointing, saved by the largest part of the layer while it is recomputed.
         rows: rows per token that are dispatched; 0 without experts.
-        row_width: elements of these rows together.
+        row_width, pre_width, act_width: elements of these rows together, of their first linear's output, and of their
+            activation.
         ends_with_experts: whether nothing is saved after the experts, so that a recomputation of the layer ends before
             combine.
+        passes, passes_backward: read and written by what is neither a matrix product nor attention nor experts.
     """
 
     input: float
@@ -80,7 +85,11 @@ class LayerActivations:
     backward_by_index: float = 0.0
     rows: int = 0
     row_width: int = 0
+    pre_width: int = 0
+    act_width: int = 0
     ends_with_experts: bool = False
+    passes: float = 0.0
+    passes_backward: float = 0.0
     attention: Attention = Attention()
 
 
@@ -96,17 +105,22 @@ class Traced:
         return "none" if layer == next(reversed(self.layers), None) else mode
 
 
-def trace(model: Any, expert_plan: Mapping[str, int] | None = None, recompute_activations: bool = False) -> Traced:
+def trace(
+    model: Any,
+    expert_plan: Mapping[str, int] | None = None,
+    recompute_activations: bool = False,
+    fuse_dense: bool = False,
+) -> Traced:
     """Run a forward of a model on meta, in its compute dtype; moves its buffers to meta.
 
     Args:
         recompute_activations: whether the experts save only their input rows and the pre-activation and recompute the
             rest in backward, as ``moe/fused.py`` does.
+        fuse_dense: whether norms and rotary embeddings are fused; the model's norms stay so.
 
     Raises:
         UnsupportedModelError: its code can't run on meta, or it has custom experts.
     """
-    global _tape
     experts = [info.module for info in find_experts(model, expert_plan)]
     if any(isinstance(module, CustomExperts) for module in experts):
         raise UnsupportedModelError(
@@ -117,21 +131,32 @@ def trace(model: Any, expert_plan: Mapping[str, int] | None = None, recompute_ac
     model.set_attn_implementation(_TRACED)
     set_experts_implementation(model, experts, _TRACED)
     layers = {name: model.get_submodule(name) for name in layer_names(model)}
-    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
-    tape = _tape = _Tape(model, recompute_activations)
+    parts = units_recomputed(layers.values(), experts, "selective")
     try:
-        with torch.enable_grad(), tape.recording(layers, units_recomputed(layers.values(), experts, "selective")):
-            model(input_ids=ids, use_cache=False)
+        with fused_on_meta(model) if fuse_dense else nullcontext():
+            tape, longer = (_recorded(model, layers, parts, recompute_activations, n) for n in (_TOKENS, 2 * _TOKENS))
     except (RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"the code of {type(model).__name__} can't be traced on the meta device: {error}"
         ) from error
-    finally:
-        _tape = None
     return Traced(
-        {name: layer.result(recompute_activations) for name, layer in tape.layers.items()},
+        {name: layer.result(recompute_activations, longer.layers[name]) for name, layer in tape.layers.items()},
         sum(tape.outside.values()) / _TOKENS,
     )
+
+
+def _recorded(
+    model: Any, layers: Mapping[str, nn.Module], parts: list[nn.Module], recompute_activations: bool, tokens: int
+) -> "_Tape":
+    global _tape
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    tape = _tape = _Tape(model, recompute_activations)
+    try:
+        with torch.enable_grad(), tape.recording(layers, parts):
+            model(input_ids=ids, use_cache=False)
+    finally:
+        _tape = None
+    return tape
 
 
 @dataclass
@@ -146,8 +171,10 @@ class _Layer:
     part_inputs: dict[int, int] = field(default_factory=dict)
     last: object = None  # the part that saved last
     facts: dict[str, Any] = field(default_factory=dict)  # fields of LayerActivations that need no sum
+    passes: tuple[CountedPasses, CountedPasses] = field(default_factory=lambda: (CountedPasses(), CountedPasses()))
 
-    def result(self, recompute_activations: bool) -> LayerActivations:
+    def result(self, recompute_activations: bool, longer: "_Layer") -> LayerActivations:
+        """Return the sums; ``longer`` is of twice the tokens, and tells what passes over weights from the rest."""
         by_part: dict[object, int] = {}
         for size, part in self.saved.values():
             by_part[part] = by_part.get(part, 0) + size
@@ -155,6 +182,9 @@ class _Layer:
         # Of the function that saves most, the gradients of its output and input.
         backward = 2 * max((size for size, _ in self.saved.values()), default=0) / _TOKENS
         kept = {key: size for key, (size, part) in self.saved.items() if part is None} | self.part_inputs
+        passes, passes_backward = (
+            (long.nbytes - short.nbytes) / _TOKENS for long, short in zip(longer.passes, self.passes, strict=True)
+        )
         return LayerActivations(
             input=self.input / _TOKENS,
             dense=sum(by_part.values()) / _TOKENS,
@@ -162,6 +192,8 @@ class _Layer:
             recomputed=max((size for part, size in by_part.items() if part is not None), default=0) / _TOKENS,
             experts=experts / _TOKENS,
             ends_with_experts=recompute_activations and self.last == "experts",
+            passes=passes,
+            passes_backward=passes_backward,
             **{"backward": backward, **self.facts},
         )
 
@@ -177,6 +209,9 @@ class _Tape:
         self.outside: dict[int, int] = {}
         self.layer: _Layer | None = None
         self.part: object = None
+        self.kinds: dict[tuple, tuple[CountedPasses, CountedPasses]] = {}  # of the first layer of each kind
+        self.input: torch.Tensor | None = None  # of the layer that runs, if it is such a one
+        self.counting = ExitStack()  # while it runs
 
     def key(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -199,7 +234,7 @@ class _Tape:
         handles = []
         for name, layer in layers.items():
             handles.append(layer.register_forward_pre_hook(self._enter_layer(name), with_kwargs=True))
-            handles.append(layer.register_forward_hook(lambda *_: setattr(self, "layer", None)))
+            handles.append(layer.register_forward_hook(self._leave_layer))
         for part in parts:
             handles.append(part.register_forward_pre_hook(self._enter_part, with_kwargs=True))
             handles.append(part.register_forward_hook(lambda *_: setattr(self, "part", None)))
@@ -207,19 +242,37 @@ class _Tape:
             with saved_tensors_hooks(self.pack, lambda t: t), _OneSequence():
                 yield
         finally:
+            self.counting.close()
             for handle in handles:
                 handle.remove()
 
     def _enter_layer(self, name: str):
-        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             inputs = _floating(args, kwargs)
             hidden = kwargs.get("hidden_states", inputs[0])
             for tensor in inputs:  # inputs that all layers share are counted once
                 if tensor is not hidden:
                     self.outside.setdefault(self.key(tensor), tensor.untyped_storage().nbytes())
             self.layer = self.layers[name] = _Layer(hidden.untyped_storage().nbytes())
+            kind = tuple((type(m), *(p.shape for p in m.parameters(recurse=False))) for m in module.modules())
+            if kind in self.kinds:
+                self.layer.passes = self.kinds[kind]
+                return args, kwargs
+            self.kinds[kind] = self.layer.passes
+            self.input = hidden.detach().requires_grad_(hidden.requires_grad)
+            self.counting.enter_context(self.layer.passes[0])
+            return tree_map(lambda t: self.input if t is hidden else t, (args, kwargs))
 
         return enter
+
+    def _leave_layer(self, module: nn.Module, args: tuple, output: Any) -> None:
+        assert self.layer is not None
+        (_, backward), self.layer = self.layer.passes, None
+        self.counting.close()
+        if self.input is not None:
+            with backward:
+                backward_of(output, [self.input, *module.parameters()])
+            self.input = None
 
     def _enter_part(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self.layer is None:
@@ -243,12 +296,17 @@ class _OneSequence(TorchFunctionMode):
 
 
 class _Saves(torch.autograd.Function):
-    """Returns ``out`` as if it was computed from ``source``, and saves ``kept`` for a backward that never runs."""
+    """Returns ``out`` as if it was computed from ``sources``, and saves ``kept``."""
 
     @staticmethod
-    def forward(ctx, out, source, *kept):
+    def forward(ctx, out, kept, *sources):
         ctx.save_for_backward(*kept)
+        ctx.sources = [(source.shape, source.stride(), source.dtype) for source in sources]
         return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, *(grad.new_empty_strided(*sizes, dtype=dtype) for *sizes, dtype in ctx.sources)
 
 
 def _attention(module, query, key, value, attention_mask, **kwargs):
@@ -258,7 +316,7 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
         _tape.layer.facts["attention"] = sizes
     out = query.new_empty(batch, length, heads, wide)  # as kernels lay it out, so that o_proj reads it without a copy
     log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-    return _Saves.apply(out, query, query, key, value, out, log_sums), None
+    return _Saves.apply(out, (query, key, value, out, log_sums), query, key, value), None
 
 
 def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
@@ -273,6 +331,8 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
     weights = rows.new_empty(len(rows), dtype=torch.float32)
     slot_order, row_order = (weights.new_empty(len(rows), dtype=torch.long) for _ in range(2))
     by_gate: dict[int, torch.Tensor] = {pre.untyped_storage()._cdata: pre}
+    counted = tape.layer.passes[0] if tape.layer is not None else CountedPasses()
+    passes = counted.nbytes
     with saved_tensors_hooks(lambda t: by_gate.setdefault(t.untyped_storage()._cdata, t), lambda t: t):
         act = self._apply_gate(pre) if self.has_gate else self.act_fn(pre)
     kept = [rows, pre, weights, slot_order, row_order]
@@ -298,9 +358,12 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
             "backward_by_index": by_index if has_kernel else backward,
             "rows": k,
             "row_width": k * wide,
+            "pre_width": k * wide_pre,
+            "act_width": k * wide_act,
         }
+    counted.nbytes = passes  # the gate is a part of the experts
     before, tape.part = tape.part, "experts"
-    out = _Saves.apply(torch.empty_like(hidden_states), hidden_states, *kept)
+    out = _Saves.apply(torch.empty_like(hidden_states), kept, hidden_states, top_k_weights)
     tape.part = before
     return out
 

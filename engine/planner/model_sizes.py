@@ -1,7 +1,7 @@
 """Read the sizes that the planner needs from a model that is built on the meta device."""
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..head.causal_head import why_whole_logits
 from ..model.layers import layer_names
 from ..moe.find import UnsupportedModelError
 from ..moe.gemm.backends import has_backend
-from ..optim.muon_partition import muon_parameters
+from ..optim.muon_partition import Layout, muon_parameters
 from ..packing.sequences import find_mixers
 from ..topology.mesh import Topology
 from .activations import Traced, trace
@@ -35,7 +35,7 @@ class ModelSizes:
         chunked_logits: whether the head returns log-probs, and logits are never whole.
         num_experts: number of experts of each experts module.
         etp_sizes: what an expert tensor-parallel size has to divide; 1 where experts can't be cut.
-        matrices: names of the parameters that Muon steps.
+        matrices: the parameters that Muon steps, by name.
         heads: the number of heads that the sequence-parallel size has to divide; 1 if it has to be 1.
         unshared: why the sequence-parallel size has to be 1; empty if it need not.
         uncounted: what of ranks that share rows is not counted; empty if all is.
@@ -52,7 +52,7 @@ class ModelSizes:
     chunked_logits: bool
     num_experts: tuple[int, ...]
     etp_sizes: tuple[int, ...]
-    matrices: Collection[str]
+    matrices: Mapping[str, Layout]
     heads: int
     unshared: str = ""
     uncounted: str = ""
@@ -77,7 +77,7 @@ class ModelSizes:
         whole_bytes = sum(param.numel() * param.element_size() for param in whole)
         stages = stages_of(plan, layer_names(model))
         experts = [unit for stage in stages for unit in stage.units if unit.is_experts]
-        matrices = frozenset(muon_parameters(model))
+        matrices = muon_parameters(model)
         heads, unshared = 1, ""
         try:
             heads = heads_to_split(model)
@@ -92,7 +92,9 @@ class ModelSizes:
         traced, untraced = Traced({}, 0.0), ""
         try:
             # It computes in the precision in which FSDP gathers it.
-            traced = trace(model.to(options.param_dtype), options.expert_plan, has_backend(options.experts_backend))
+            model = model.to(options.param_dtype)
+            fused = options.fuse_dense and not options.compile_dense
+            traced = trace(model, options.expert_plan, has_backend(options.experts_backend), fused)
         except UnsupportedModelError as error:
             untraced = str(error)
         return cls(

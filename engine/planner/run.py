@@ -9,7 +9,7 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,6 +122,7 @@ def estimate_step(
         device: verl's device name.
     """
     try:
+        options = options if device == "cuda" else replace(options, fuse_dense=False)
         sizes = ModelSizes.built_by(build, options, DTYPES[engine.model_dtype])
         uncounted = _uncounted(engine, model, optimizer, sizes, device) + _outside(engine, model, topology, device)
         if get_setting(checkpoint, "async_save"):

@@ -34,7 +34,7 @@ from ...engine.settings.values import DTYPES
 from .cards import MODEL_HELP, config_of
 from .meshes import Request, choices, recommended, smallest
 from .roofline import ERROR, Cluster
-from .tables import after_the_best, print_wrapped, refusal, table
+from .tables import after_the_best, print_wrapped, refusal, table, time_by_part
 
 __all__ = ["main", "parse"]
 
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"(published figures were within {ERROR:.0%}):"
         )
         said += [f"    {' '.join(best.settings)}"]
-        said += format_plan(best.topology, best.batch, best.peak, best.traffic)
+        said += [*format_plan(best.topology, best.batch, best.peak, best.traffic), time_by_part(best.time)]
     else:
         said += refusal(min(found, key=lambda c: c.gib), larger, request, cluster)
     if not request.sizes.num_experts:

@@ -134,7 +134,11 @@ def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> 
         batch,
         peak(sizes, topology, options, batch, request.optimizer),
         traffic,
-        roofline(sizes, topology, options, batch, cluster, traffic, request.batch.tokens // request.sequences),
+        roofline(
+            *(sizes, topology, options, batch, cluster, traffic),
+            length=request.batch.tokens // request.sequences,
+            optimizer=request.optimizer,
+        ),
         _sync(sizes, topology, options, cluster),
         cluster.gib * (1 - request.margin),
         request.reserve,

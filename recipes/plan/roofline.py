@@ -1,20 +1,33 @@
-"""What a training step moves and computes on each rank, and how long that takes at least."""
+"""What a training step moves and computes on each rank, and how long that takes, part by part.
+
+A part is sizes over a rate. Products have a share of the published matrix rate, and passes over memory one of the
+published bandwidth. These shares are those of kernels that were measured on an H100 (benchmarks/results/gpu.md).
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ...engine.fsdp.options import ShardingOptions
-from ...engine.fsdp.unit import EMBEDDINGS
-from ...engine.planner.memory import Batch
+from ...engine.fsdp.unit import EMBEDDINGS, HEAD, ROOT
+from ...engine.moe.gemm.backends import MOST_BY_INDEX
+from ...engine.planner.activations import LayerActivations
+from ...engine.planner.memory import Batch, OptimizerKind
 from ...engine.planner.model_sizes import ModelSizes, unit_sizes
 from ...engine.planner.traffic import Collective
 from ...engine.topology.mesh import Topology
 
-__all__ = ["ERROR", "Cluster", "Roofline", "roofline", "seconds"]
+__all__ = ["EAGER", "ERROR", "PACKED", "STREAMED", "Cluster", "Roofline", "roofline", "seconds"]
 
-# The most that a published figure was off of what was fitted on others (benchmarks/results/published.md).
-ERROR = 0.22
+# The most that a published figure was off of its prediction (benchmarks/results/published.md).
+ERROR = 0.16
+# Shares of the memory's bandwidth: AdamW, casts and our kernels; torch's operators, which broadcast and cast; and
+# FSDP's packing of gradients (``chunk_cat``).
+STREAMED, EAGER, PACKED = 0.76, 0.66, 0.57
+_LOGIT = 6  # bytes: the forward's tile is read, the backward's read and replaced
+_HOST = 9e-3  # seconds of a step in which the GPU has nothing to do: 169 ms, of which 160 in kernels
+_COUNTS = 1e-4  # until the rows of a layer's experts are known on the host and sent; by arithmetic, not measured
+_NEWTON_SCHULZ = 5  # iterations of Muon
 
 
 @dataclass(frozen=True)
@@ -24,12 +37,9 @@ class Cluster:
         gib: memory of a GPU.
         inside, between: GB/s of a rank to others of its node, and of its network interface.
         tflops: of matrix products in bfloat16, as published.
-        efficiency, attention: share of these that linears and experts reach, and attention. Both stand for what is not
-            counted beside them, too; ``benchmarks/update/published.py`` fits them on published figures.
-        half_rate_rows: rows with which a matrix product reaches half of its rate: it reaches
-            ``rows / (rows + half_rate_rows)`` of it. This package's kernels on an H100 (benchmarks/results/gpu.md)
-            reach 59 % of a large product's rate with 1,024 rows of each expert, and 69 % with 2,048.
-        hbm: GB/s of a GPU's memory.
+        efficiency, attention: share of these that large products reach, and attention.
+        half_rate_rows: rows with which a product reaches half of that: it reaches ``rows / (rows + half_rate_rows)``.
+        hbm: GB/s of a GPU's memory, as published.
     """
 
     nodes: int
@@ -38,7 +48,7 @@ class Cluster:
     inside: float = 400.0
     between: float = 45.0
     tflops: float = 989.0
-    efficiency: float = 0.58
+    efficiency: float = 0.78
     attention: float = 0.2
     half_rate_rows: float = 400.0
     hbm: float = 3350.0
@@ -47,23 +57,54 @@ class Cluster:
     def world(self) -> int:
         return self.nodes * self.gpus
 
+    def products(self, flops: float, rows: float = math.inf) -> float:
+        """Return the seconds of matrix products."""
+        return flops * (1 + self.half_rate_rows / rows) / (self.tflops * self.efficiency * 1e12)
+
+    def passes(self, nbytes: float, share: float) -> float:
+        """Return the seconds of reading and writing so many bytes."""
+        return nbytes / (self.hbm * share * 1e9)
+
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of a step: FSDP's collectives run beside the computation, and for the all-to-alls it waits.
+    """Seconds of a step's parts: FSDP's collectives run beside the computation, and for the all-to-alls it waits.
 
     Args:
+        experts: with the passes around their products.
+        dense: norms, rotary embeddings, residuals, routers: all of a layer's operators but products and attention.
+        weights: casts of parameters, and copies of what was gathered.
+        gradients: casts of gradients, and packing them.
+        norm: that of the gradients.
+        waits: what the GPU has nothing to do in.
         all_to_all: what no chunk of a layer's tokens computes beside.
     """
 
-    compute: float
-    fsdp: float
-    all_to_all: float
-    optimizer: float
+    experts: float = 0.0
+    linears: float = 0.0
+    attention: float = 0.0
+    dense: float = 0.0
+    head: float = 0.0
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    norm: float = 0.0
+    waits: float = 0.0
+    all_to_all: float = 0.0
+    fsdp: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def compute(self) -> float:
+        """What FSDP's collectives run beside."""
+        return self.experts + self.linears + self.attention + self.dense + self.head + self.weights + self.gradients
 
     @property
     def step(self) -> float:
-        return max(self.compute, self.fsdp) + self.all_to_all + self.optimizer
+        return sum(self.parts.values()) - min(self.fsdp, self.compute)
 
 
 def seconds(collective: Collective, cluster: Cluster) -> float:
@@ -88,47 +129,107 @@ def roofline(
     cluster: Cluster,
     moved: Sequence[Collective],
     length: int,
+    optimizer: OptimizerKind = "adamw",
 ) -> Roofline:
-    """Return the least time of a step.
+    """Return the time of a step.
 
     Args:
         moved: the collectives of the step.
         length: tokens of a sequence, for attention.
     """
-    by_tokens = sum(seconds(c, cluster) for c in moved if c.name.startswith("all-to-all"))
-    by_fsdp = sum(seconds(c, cluster) for c in moved if not c.name.startswith("all-to-all"))
-
-    def is_recomputed(stage: str) -> bool:
-        return sizes.traced.checkpointing(stage, options.checkpointing) == "full"
-
-    compute = by_experts = 0.0
-    rate = cluster.tflops * cluster.efficiency * 1e12
+    found = dict.fromkeys((f.name for f in fields(Roofline)), 0.0)
+    tokens, element = batch.tokens, options.param_dtype.itemsize
+    is_sent = topology.ep * topology.etp > 1  # rows, to experts on other ranks
     counts = iter(sizes.num_experts)
     sharded = unit_sizes(sizes, topology, options.expert_shard_dim)
+
+    def again(stage: str) -> float:
+        return float(sizes.traced.checkpointing(stage, options.checkpointing) == "full")
+
     for stage, unit, size in sharded:
+        gathers = 1 + (unit.is_gathered_again and stage != ROOT)
+        param, reduce = unit.param_dtype.itemsize, unit.reduce_dtype.itemsize
+        if unit.param_dtype != sizes.master:
+            found["weights"] += cluster.passes(gathers * size.local * (sizes.master.itemsize + param), STREAMED)
+        if size.ranks > 1:
+            found["weights"] += cluster.passes(gathers * 2 * (size.full + size.moved) * param, STREAMED)
+            found["gradients"] += cluster.passes(size.reduced * (param + reduce), PACKED)
+        else:  # the first micro-batch's are cast, and the others' are added to them
+            cast = param + sizes.master.itemsize if unit.param_dtype != sizes.master else 0
+            added = (param + 2 * sizes.master.itemsize) * (batch.micro_batches - 1)
+            found["gradients"] += cluster.passes(size.trained * (cast + added) / batch.micro_batches, STREAMED)
         if stage == EMBEDDINGS:
             continue
-        again = float(is_recomputed(stage))
-        elements, rows = float(size.full), float(batch.tokens)
+        elements, rows, forwards = float(size.full), float(tokens), 1.0 + again(stage)
+        part = "experts" if unit.is_experts else "head" if stage in (ROOT, HEAD) else "linears"
         if unit.is_experts:
             # Balanced: of a layer's experts a token uses K, wherever they are.
             layer = sizes.traced.layers[stage]
             share = topology.ep * topology.etp * layer.rows / next(counts)
             elements *= share * batch.imbalance
             rows *= share
-            if layer.ends_with_experts:  # which are computed again up to their last linear
-                shapes = {name: math.prod(shape) for name, shape in unit.shapes.items()}
-                again *= 1 - sum(n for name, n in shapes.items() if name.endswith("down_proj")) / sum(shapes.values())
-        took = (3 + again) * 2 * elements * batch.tokens / rate * (1 + cluster.half_rate_rows / rows)
-        compute += took
-        by_experts += took if unit.is_experts else 0
+            if layer.ends_with_experts:  # computed again up to their last linear
+                sizes_of = {name: math.prod(shape) for name, shape in unit.shapes.items()}
+                last = sum(n for name, n in sizes_of.items() if name.endswith("down_proj"))
+                forwards -= again(stage) * last / sum(sizes_of.values())
+            found["experts"] += cluster.passes(_around_experts(layer, forwards, is_sent) * element * tokens, STREAMED)
+        elif part == "head" and sizes.chunked_logits:
+            forwards = 2.0  # backward computes its tiles again
+        products = forwards + 1 + size.trained / size.local  # of the weights' gradients, if they have any
+        found[part] += cluster.products(products * 2 * elements * tokens, rows)
+    found["head"] += cluster.passes(_LOGIT * sizes.outputs * tokens, STREAMED)
     for name, layer in sizes.traced.layers.items():
         # Causal: half of the products of queries and keys, and of their weights and values.
-        products = batch.tokens * length * (layer.attention.query + layer.attention.output)
-        compute += (3.5 + is_recomputed(name)) * products / (cluster.tflops * cluster.attention * 1e12)
+        flops = (3.5 + again(name)) * tokens * length * (layer.attention.query + layer.attention.output)
+        found["attention"] += flops / (cluster.tflops * cluster.attention * 1e12)
+        passes = (1 + again(name)) * layer.passes + layer.passes_backward
+        found["dense"] += cluster.passes(passes * tokens, EAGER)
+        found["waits"] += _COUNTS if is_sent and layer.rows else 0
+    found = {part: took * batch.micro_batches for part, took in found.items()}
+
+    found["waits"] += _HOST
+    trained = sum(size.trained for _, _, size in sharded)
+    found["norm"] = cluster.passes(trained * sizes.master.itemsize, STREAMED)
+    found["optimizer"] = _optimizer(sizes, topology, options, cluster, trained, optimizer)
+    found["fsdp"] = sum(seconds(c, cluster) for c in moved if not c.name.startswith("all-to-all"))
     # All chunks but one are exchanged while another computes.
-    rows = sum(seconds(c, cluster) for c in moved if c.name == "all-to-all tokens")
-    by_tokens -= min(rows, by_experts * batch.micro_batches) * (1 - 1 / options.dispatch_chunks)
-    shards = sum(size.local for _, _, size in sharded)
-    optimizer = 7 * shards * sizes.master.itemsize / cluster.hbm / 1e9  # reads 4, writes 3
-    return Roofline(compute * batch.micro_batches, by_fsdp, by_tokens, optimizer)
+    rows_sent = sum(seconds(c, cluster) for c in moved if c.name == "all-to-all tokens")
+    found["all_to_all"] = sum(seconds(c, cluster) for c in moved if c.name.startswith("all-to-all"))
+    found["all_to_all"] -= min(rows_sent, found["experts"]) * (1 - 1 / options.dispatch_chunks)
+    return Roofline(**found)
+
+
+def _around_experts(layer: LayerActivations, forwards: float, is_sent: bool) -> float:
+    """Return the elements per token that kernels around the experts' products read and write.
+
+    They sum a token's rows, in forward and backward; compute the gate's backward; copy the rows that are sent, or that
+    a product with many columns would read too often through an index.
+    """
+    summed = layer.row_width * (1 + 1 / layer.rows)
+    gate_backward = 2 * (layer.pre_width + layer.act_width)
+    copied = sum(width > layer.rows * MOST_BY_INDEX for width in (layer.pre_width, layer.act_width))
+    sent = forwards + 1 if is_sent else 0
+    return 2 * summed + gate_backward + 2 * layer.row_width * (copied + sent)
+
+
+def _optimizer(
+    sizes: ModelSizes,
+    topology: Topology,
+    options: ShardingOptions,
+    cluster: Cluster,
+    trained: int,
+    optimizer: OptimizerKind,
+) -> float:
+    """Return the seconds of a step of AdamW, which reads 4 tensors and writes 3, or of Muon with it."""
+    matrices, flops = 0, 0.0
+    for unit in (unit for stage in sizes.stages for unit in stage.units) if optimizer == "muon" else ():
+        for name in (unit.shapes.keys() - unit.frozen) & sizes.matrices.keys():
+            matrices += unit.local_numel(name, topology, options.expert_shard_dim)
+            shape, layout = list(unit.shapes[name]), sizes.matrices[name]
+            shape[layout.out_dim] //= layout.parts
+            few, many = sorted(shape[-2:])
+            count = layout.parts * math.prod(shape[:-2])
+            flops += count * _NEWTON_SCHULZ * (4 * few**2 * many + 2 * few**3)
+    # Muon reads and writes one state, and the ranks of a replica share its matrices.
+    passes = (7 * trained - 2 * matrices) * sizes.master.itemsize
+    return cluster.passes(passes, STREAMED) + cluster.products(flops / topology.fsdp)

@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .meshes import Choice, Request, smallest
-from .roofline import Cluster
+from .roofline import Cluster, Roofline
 
-__all__ = ["after_the_best", "print_wrapped", "refusal", "table"]
+__all__ = ["after_the_best", "print_wrapped", "refusal", "table", "time_by_part"]
 
 _GIB, _GB = 1 << 30, 1e9
 _BEST = 10  # rows of the short table
@@ -21,7 +21,7 @@ _PARTS = ("params", "grads", "optim", "buffers", "activ.", "logits")
 _COLUMNS_OF_ALL = (*_MESH, *_PARTS, "all", "fits", "dense", "experts", "tokens", "step s", "sync s")
 _LEGEND = (
     "{}GiB on the rank that needs most, at its peak, and in all with the reserve. {}: GB that a rank receives. "
-    "step: seconds by a roofline, in which nothing waits but for bandwidth. sync: seconds for a rank to receive the "
+    "step: seconds, the sum of a step's parts as predicted. sync: seconds for a rank to receive the "
     "weights that it lacks, in a weight sync."
 )
 _STATES = "states: parameters, gradients and optimizer; "
@@ -54,6 +54,12 @@ def table(found: Sequence[Choice], best: Choice | None, is_all: bool) -> tuple[T
         row += [*(f"{n / _GB:.1f}" for n in moved), f"{c.time.step:.2f}", f"{c.sync:.2f}"]
         made.add_row(*row, style="bold green" if c is best else None)
     return made, _LEGEND.format("", _KINDS) if is_all else _LEGEND.format(_STATES, "received")
+
+
+def time_by_part(time: Roofline) -> str:
+    """Return a line with the seconds of each part of a step, and what of FSDP's collectives runs beside them."""
+    parts = [f"{name.replace('_', '-')} {seconds:.3g}" for name, seconds in time.parts.items() if seconds]
+    return f"seconds of a step: {' + '.join(parts)}, less {min(time.fsdp, time.compute):.3g} of fsdp's beside the rest"
 
 
 def after_the_best(found: Sequence[Choice]) -> list[str]:

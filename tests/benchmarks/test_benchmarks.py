@@ -4,13 +4,15 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import silu
 from transformers import Qwen3MoeConfig
 
 from benchmarks import tables
-from benchmarks.experts import compare
+from benchmarks.experts import compare, peers
 from benchmarks.experts.layer import Geometry, kept_bytes, passes
 from benchmarks.update import growth, packing, step
 from benchmarks.weights import weight_sync, weight_sync_adapters, weight_sync_fp8
@@ -79,11 +81,38 @@ def test_experts_rows_of_a_gpu_run_on_a_cpu():
 
 
 def test_peer_that_fails_answers_with_its_error():
-    """In this environment, which has none of them."""
+    """In this environment, which has none of them and no GPU for SonicMoE."""
     question = json.dumps({**vars(TINY)}) + "\n"
-    command = [sys.executable, *compare.PEERS_COMMAND, "veomni"]
-    answer = subprocess.run(command, input=question, capture_output=True, text=True)
-    assert "ModuleNotFoundError" in json.loads(answer.stdout)["error"] and answer.returncode == 1
+    for name, said in (("veomni", "ModuleNotFoundError"), ("sonic-moe", "RuntimeError: needs an H100")):
+        command = [sys.executable, *compare.PEERS_COMMAND, name]
+        answer = subprocess.run(command, input=question, capture_output=True, text=True)
+        assert said in json.loads(answer.stdout)["error"] and answer.returncode == 1
+
+
+def test_peer_sonic_moe_gets_experts_in_the_order_of_tokens_and_weights_as_hugging_face_stacks_them(monkeypatch):
+    """A stand-in for its function, on a CPU, which computes what its documentation says."""
+    given = {}
+
+    def layer(x, scores, tokens, experts, w1, b1, w2, b2, count, stream, activation, *, concat_layout):
+        given.update(activation=activation, concat_layout=concat_layout)
+        out = torch.zeros_like(x)
+        assert tokens.dtype == experts.dtype == torch.int32 and (tokens.diff() >= 0).all() and b1 is b2 is None
+        for score, token, expert in zip(scores, tokens, experts, strict=True):
+            gate, up = (w1[..., expert] @ x[token]).chunk(2)
+            out = out.index_add(0, token[None], (score * (w2[..., expert] @ (silu(gate) * up)))[None])
+        return out, torch.bincount(experts, minlength=count)
+
+    enums = SimpleNamespace(ActivationType=SimpleNamespace(SWIGLU="swiglu"))
+    module = SimpleNamespace(moe_general_routing_inputs=layer, enums=enums)
+    monkeypatch.setitem(sys.modules, "sonicmoe", module)
+    monkeypatch.setitem(sys.modules, "sonicmoe.enums", enums)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(peers, "can_run_sonic_moe", lambda geometry: True)
+    peer, parameters = peers.sonic_moe(TINY)
+    local = compare.Local(TINY)
+    local.config._experts_implementation = compare.BASE
+    torch.testing.assert_close(peer(*TINY.inputs()), local.module(*local.inputs), rtol=1e-4, atol=1e-5)
+    assert given == {"activation": "swiglu", "concat_layout": True} and len(parameters) == 2
 
 
 @pytest.mark.skipif(not compare.PEERS_PYTHON.exists(), reason="needs `make peers`")

@@ -1,5 +1,6 @@
 """Fused rotary embeddings: the bits of transformers' own, forward and backward, in Triton's interpreter."""
 
+import importlib
 import importlib.util
 import sys
 from unittest import mock
@@ -9,31 +10,31 @@ import torch
 import transformers
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.glm4_moe import modeling_glm4_moe
-from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from epfsdp2.engine.dense import fuse, rotary
-from epfsdp2.engine.dense.rotary import FusedRotary, fuse_rotary
+from epfsdp2.engine.dense.rotary import FusedRotary, Rotation, fuse_rotary
 from tests.parity.families import FAMILIES
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.moe.interpreter import compiled_passes, drawn, interpreted_kernels
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-# Complex numbers, one tensor at a time, cosines of half the columns, or pairs that stay neighbours.
-OWN = (
-    "cohere2_moe",
-    "deepseek_v2",
-    "deepseek_v4",
-    "ernie4_5_moe",
-    "ernie4_5_vl_moe",
-    "gemma4",
-    "glm_moe_dsa",
-    "gpt_oss",
-)
-OWN += ("llama4", "openai_privacy_filter")
 HALVES, PARTS = modeling_qwen3_moe.apply_rotary_pos_emb, modeling_glm4_moe.apply_rotary_pos_emb
 NEIGHBOURS = modeling_deepseek_v3.apply_rotary_pos_emb_interleave
+# Of families with functions of their own: the columns of their tables for 24 columns of a head, and what they compute.
+OWN = {
+    "gpt_oss": (12, Rotation(table="one")),
+    "openai_privacy_filter": (12, Rotation(True, True, "one")),
+    "cohere2_moe": (24, Rotation(True, True, "neighbours", rounds_last=True)),
+    "ernie4_5_moe": (24, Rotation(True, True, "first half", rounds_last=True)),
+    "ernie4_5_vl_moe": (24, Rotation(True, True, "neighbours", rounds_last=True)),
+    "glm_moe_dsa": (24, Rotation()),
+    "gemma4": (24, Rotation()),
+    "deepseek_v4": (8, Rotation(True, True, "one", rounds_last=True, is_last=True)),
+    "deepseek_v2": (12, Rotation(True, True, "one", rounds_last=True)),
+    "llama4": (12, Rotation(True, True, "one", rounds_last=True)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def kernels():
 
 @pytest.fixture
 def on_cpu(kernels, monkeypatch):
-    monkeypatch.setattr(FusedRotary.__init__, "__defaults__", ("cpu",))
+    monkeypatch.setattr(FusedRotary.__init__, "__defaults__", (*FusedRotary.__init__.__defaults__[:-1], "cpu"))
     monkeypatch.setattr(kernels, "_HEADS", 2)
 
 
@@ -66,23 +67,76 @@ def test_fused_rotary_has_the_bits_of_transformers_own(on_cpu, plain, part, dtyp
         assert all(torch.equal(ours, wanted) for ours, wanted in zip(found[fused], found[plain], strict=True))
 
 
+def _function(family):
+    file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return next(getattr(file, name) for name in rotary._NAMES if hasattr(file, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", OWN)
+def test_fused_rotary_has_the_bits_of_families_own_functions_and_their_gradients_to_rounding(on_cpu, family, dtype):
+    plain, (width, rotation) = _function(family), OWN[family]
+    fused = rotary._fused(plain)
+    assert fused.rotation == rotation
+    heads = fused.heads[-1]  # also that of an argument
+    tables = [drawn(2, 5, width, seed=seed, dtype=dtype) for seed in (2, 3)]
+    if fused.arguments == "q k complex":
+        tables = [torch.complex(*(table.float() for table in tables))]
+    elif rotation.rounds_last and family != "cohere2_moe":
+        tables = [table.float() for table in tables]
+    q, k = drawn(2, 5, 3, 24, dtype=dtype).transpose(1, heads % 2 + 1), drawn(2, 5, 40, dtype=dtype, seed=1)[..., 8:32]
+    named = {} if heads == fused.heads[0] else {"unsqueeze_dim": heads}
+    found = {}
+    for function in (plain, fused):
+        leaves = [x.detach().requires_grad_() for x in (q, k.unsqueeze(heads))]
+        if fused.arguments == "x cos sin":
+            out = [function(leaf, *tables, **named) for leaf in leaves]
+        else:
+            out = function(*leaves, *tables, **named)
+        grads = [drawn(*y.shape, dtype=dtype, seed=4) for y in out]
+        found[function] = out, torch.autograd.grad(out, leaves, grads)
+    bound = 1e-6 if dtype == torch.float32 else 1e-2
+    for number, (ours, wanted) in enumerate(zip(*(sum(map(tuple, each), ()) for each in found.values()), strict=True)):
+        assert ours.dtype == dtype and relative_error(ours, wanted) < bound
+        # A product of complex numbers in float32 may round its two products at once.
+        is_exact = number < len(out) and (dtype == torch.bfloat16 or fused.arguments != "q k complex")
+        assert torch.equal(ours, wanted) or not is_exact
+    with mock.patch.object(rotary._Rotated, "apply", wraps=rotary._Rotated.apply) as applied:
+        fused(leaves[0], *([] if fused.arguments == "x cos sin" else leaves[1:]), *tables, **named)
+    assert applied.call_count == (1 if fused.arguments == "x cos sin" else 2)
+
+
 def test_functions_are_found_by_how_they_rotate():
-    assert (rotary._fused(HALVES).is_interleaved, rotary._fused(HALVES).takes_parts) == (False, False)
-    assert (rotary._fused(PARTS).is_interleaved, rotary._fused(PARTS).takes_parts) == (False, True)
-    assert (rotary._fused(NEIGHBOURS).is_interleaved, rotary._fused(NEIGHBOURS).takes_parts) == (True, False)
-    assert rotary._fused(modeling_gpt_oss.apply_rotary_pos_emb) is None  # its cosines are of half the columns
+    for plain, rotation, takes_parts in (
+        (HALVES, Rotation(), False),
+        (PARTS, Rotation(), True),
+        (NEIGHBOURS, Rotation(reads_neighbours=True), False),
+    ):
+        assert (rotary._fused(plain).rotation, rotary._fused(plain).takes_parts) == (rotation, takes_parts)
+    assert rotary._fused(lambda q, k, cos, sin: HALVES(q, k, cos, -sin)) is None
+
+
+def test_what_a_family_rotates_in_its_own_way_is_not_replaced(monkeypatch):
+    """Backwards, or only queries."""
+    for other in (lambda q, k, cos, sin: (HALVES(q, k, cos, sin)[0], k), lambda x, cos, sin: x * cos + x * sin):
+        monkeypatch.setattr(modeling_qwen3_moe, "apply_rotary_pos_emb", other)
+        with torch.device("meta"):
+            model = modeling_qwen3_moe.Qwen3MoeRMSNorm(8)
+        assert fuse_rotary(model) == {f"{modeling_qwen3_moe.__name__}.apply_rotary_pos_emb": False}
+        assert modeling_qwen3_moe.apply_rotary_pos_emb is other
 
 
 def test_what_the_kernel_does_not_take_runs_as_it_was(on_cpu):
     plain = mock.Mock(side_effect=HALVES)
-    fused = FusedRotary(plain, False, False)
+    fused = FusedRotary(plain, Rotation(), heads=(1, 2))
     q, k, cos, sin = drawn(1, 2, 3, 8), drawn(1, 1, 3, 8), drawn(1, 3, 8), drawn(1, 3, 8)
-    fused(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
+    fused(q, k, cos, sin, unsqueeze_dim=0)
     fused(q, k, cos[0][None, None], sin[0][None, None], 0)
     fused(q.bfloat16(), k.bfloat16(), cos, sin)
     assert plain.call_count == 3
-    fused(q, k, cos, sin)
+    found = fused(q, k, cos, sin), fused(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
     assert plain.call_count == 3
+    assert all(torch.equal(y, z.transpose(1, 2)) for y, z in zip(*found, strict=True))
 
 
 @pytest.fixture
@@ -96,13 +150,13 @@ def restored():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_attention_of_every_family_calls_the_fused_rotary_or_has_its_own(restored, name):
+def test_attention_of_every_family_calls_the_fused_rotary(restored, name):
     family = FAMILIES[name]
     with torch.device("meta"):
         model = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.sizes))
     found = fuse_rotary(model)
     assert fuse_rotary(model) == found
-    assert any(found.values()) == (name not in OWN), name
+    assert found and all(found.values()), name
 
 
 def test_model_with_fused_rotary_has_its_loss_and_gradients(on_cpu, restored, tmp_path):
@@ -121,9 +175,11 @@ def test_model_with_fused_rotary_has_its_loss_and_gradients(on_cpu, restored, tm
         assert relative_error(ours.grad, wanted.grad) < 1e-6
 
 
-@pytest.mark.parametrize(("name", "own"), [("qwen3_moe", ""), ("gpt_oss", "modeling_gpt_oss.apply_rotary_pos_emb")])
-def test_log_names_what_is_fused_and_what_rotates_in_its_own_way(restored, caplog, name, own):
-    family = FAMILIES[name]
+@pytest.mark.parametrize("own", ["", "modeling_qwen3_moe.apply_rotary_pos_emb"])
+def test_log_names_what_is_fused_and_what_rotates_in_its_own_way(restored, caplog, monkeypatch, own):
+    family = FAMILIES["qwen3_moe"]
+    if own:
+        monkeypatch.setattr(modeling_qwen3_moe, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
     with torch.device("meta"):
         model = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.sizes))
     with mock.patch.object(fuse.dist, "get_rank", return_value=0), caplog.at_level("INFO", "epfsdp2"):

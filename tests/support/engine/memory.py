@@ -137,6 +137,7 @@ def sharding(row: Row) -> ShardingOptions:
         reshard_after_forward=row.reshard,
         dispatch_chunks=row.chunks,
         experts_backend="triton" if row.by_index else "auto",
+        fuse_dense=False,  # as on a CPU
     )
 
 

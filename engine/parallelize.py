@@ -116,7 +116,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
 
     # 4. Wrap forwards, before FSDP's hooks: fused kernels, autocast, compilation, recomputation in backward.
     if options.fuse_dense and device_type == "cuda" and not options.compile_dense:
-        fuse_dense(model)
+        fuse_dense(model, device_type)
     run_under_autocast(model, experts_modules, device_type, options.param_dtype)
     if options.compile_dense:
         compile_dense_parts(layers, experts_modules)

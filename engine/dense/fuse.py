@@ -2,21 +2,25 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from .norms import fuse_norms
-from .rotary import fuse_rotary, replacements
+from .norms import RmsNorm, fuse_norms
+from .rotary import Rotation, fuse_rotary, replacements, rotate
 
 __all__ = ["fuse_dense", "fused_on_meta"]
 
 logger = logging.getLogger("epfsdp2")
 
 
-def fuse_dense(model: nn.Module) -> None:
-    """Replace what is shown to compute the same, and log it; for a model on a GPU, or still on the meta device."""
+def fuse_dense(model: nn.Module, device: str) -> None:
+    """Replace what is shown to compute the same, and log it, unless the kernels don't do so on the device."""
+    if why := _why_not_on(device):
+        logger.warning("epfsdp2: norms and rotary embeddings are not fused: %s", why)
+        return
     norms, rotary = fuse_norms(model), fuse_rotary(model)
     if dist.get_rank() == 0:
         names = [
@@ -26,6 +30,28 @@ def fuse_dense(model: nn.Module) -> None:
         logger.info("epfsdp2: fused: %s", ", ".join(names) or "nothing")
         if left := [name for name, fused in rotary.items() if not fused]:
             logger.info("epfsdp2: rotate in their own way and run as they are: %s", ", ".join(left))
+
+
+def _why_not_on(device: str) -> str | None:
+    """Return why the kernels can't be used on a device, after one small call of each; None if they can."""
+    x, grad = (torch.randn(2, 4, 16, 64, device=device).bfloat16() for _ in range(2))
+    cos, sin = (torch.randn(2, 16, 64, device=device).bfloat16() for _ in range(2))
+    norm, rotation, weight = RmsNorm(1e-6), Rotation(), cos[0, 0]
+
+    def with_gradient(call: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        out = call(leaf)
+        return [out.detach(), *torch.autograd.grad(out, leaf, grad)]
+
+    try:
+        found = with_gradient(lambda x: rotate(norm.fused(x, weight), cos, sin, rotation))
+    except Exception as error:  # Triton has no common class for what it can't compile
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    wanted = with_gradient(lambda x: rotation.plain(norm.plain(x, weight), cos, sin))
+    differ = not all(
+        torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05) for a, b in zip(found, wanted, strict=True)
+    )
+    return "the kernels compute something else on this GPU" if differ else None
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-__all__ = ["FusedRotary", "Rotation", "fuse_rotary", "replacements"]
+__all__ = ["FusedRotary", "Rotation", "fuse_rotary", "replacements", "rotate"]
 
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb")
 _HEAD, _TOKENS = 16, 24  # of random inputs
@@ -105,7 +105,7 @@ class FusedRotary:
         is_known = len(tables) == 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads in self.heads
         if not is_known or not all(self._takes(x, heads, *tables) for x in tensors):
             return self.plain(*args, **kwargs)
-        rotated = [_Rotated.apply(x.transpose(1, heads), *tables, self.rotation).transpose(1, heads) for x in tensors]
+        rotated = [rotate(x.transpose(1, heads), *tables, self.rotation).transpose(1, heads) for x in tensors]
         return tuple(rotated) if count == 2 else rotated[0]
 
     def _takes(self, x: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -116,6 +116,11 @@ class FusedRotary:
         dtypes = {x.dtype, torch.float32} if self.rotation.rounds_last else {x.dtype}
         has_rows = cos.shape[1] == x.shape[3 - heads] and len(cos) in (1, len(x))
         return has_columns and has_rows and cos.dtype == sin.dtype and cos.dtype in dtypes
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Compute ``rotation.plain`` by the kernel, with the gradient of ``x``."""
+    return _Rotated.apply(x, cos, sin, rotation)  # type: ignore[no-any-return]
 
 
 class _Rotated(torch.autograd.Function):
@@ -133,9 +138,9 @@ class _Rotated(torch.autograd.Function):
 def _rotate(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if x.is_meta:
         return x.clone()
-    from .triton_rotary import rotate
+    from . import triton_rotary
 
-    return rotate(x, *args, **kwargs)
+    return triton_rotary.rotate(x, *args, **kwargs)
 
 
 def _fused(plain: Callable[..., Any]) -> FusedRotary | None:

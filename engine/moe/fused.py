@@ -154,9 +154,8 @@ def on_tokens(
         to_send: the slots' hidden states ``(T * K, D)``, taken out of it when they are sent; empty if none are.
     """
     experts = _Experts(module, backend, up, down)
-    between: list[Any] = (
-        to_send  # what the next node takes: _Up the rows to send, _Down the ctx of _Up and the activation
-    )
+    # What the next node takes: _Up the rows to send, _Down the ctx of _Up and the activation.
+    between: list[Any] = to_send
     call = _Call(
         experts.holding([None] * 8),
         Groups(plan.counts_e, plan.rows),

@@ -105,7 +105,8 @@ class FusedRotary:
         is_known = len(tables) == 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads in self.heads
         if not is_known or not all(self._takes(x, heads, *tables) for x in tensors):
             return self.plain(*args, **kwargs)
-        rotated = [rotate(x.transpose(1, heads), *tables, self.rotation).transpose(1, heads) for x in tensors]
+        cos, sin = tables
+        rotated = [rotate(x.transpose(1, heads), cos, sin, self.rotation).transpose(1, heads) for x in tensors]
         return tuple(rotated) if count == 2 else rotated[0]
 
     def _takes(self, x: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor) -> bool:

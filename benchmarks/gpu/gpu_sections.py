@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.gpu.gpu_contention import contention
 from benchmarks.gpu.gpu_dense import dense
 from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, MIB, NEEDS_A_GPU, Row
 from benchmarks.gpu.gpu_timed import head, quantise, speeds, step
+from epfsdp2.engine.checkpoint.background import copied_to_host
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from tests.support.engine.sharded import sharded_model, whole_tensor
@@ -36,6 +38,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16) if HAS_GPU else (torch.f
 # A kernel in half precision may be this much further from float64 than torch's operators are, which round elsewhere.
 WORSE = 2
 RELATIVE = 1e-5  # of float32
+SAVED, NBYTES = (8, 1 << 30) if HAS_GPU else (2, 1 << 20)
+LEAST_GBS = 5.0  # GB/s of the second save: a thread that copies to new memory has 2 to 3
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -157,6 +161,24 @@ def weights() -> Iterator[Row]:
         yield Row("still reserved afterwards", NEEDS_A_GPU)
 
 
+# -- saves and NCCL ---------------------------------------------------------------------------------------------------
+
+
+def saves() -> Iterator[Row]:
+    """Copies of a first save in the background, to new memory, and of the next, to the same."""
+    tensors = {str(i): torch.randint(256, (NBYTES,), dtype=torch.uint8, device=DEVICE) for i in range(SAVED)}
+    kept: dict[str, torch.Tensor] = {}
+    for name in ("first", "second"):
+        began = time.perf_counter()
+        kept = copied_to_host(tensors, kept)
+        rate = SAVED * NBYTES / (time.perf_counter() - began) / 1e9
+        bounded = HAS_GPU and name == "second"
+        wanted = f"at least {LEAST_GBS} GB/s" if bounded else ""
+        yield Row(f"{name} save", f"{rate:.1f} GB/s", wanted, rate >= LEAST_GBS if bounded else None)
+    same = all(torch.equal(kept[name], tensor.cpu()) for name, tensor in tensors.items())
+    yield Row("copies", "equal" if same else "differ", "equal", same)
+
+
 def nccl() -> Iterator[Row]:
     """The group between trainer and rollout, of one rank: made, used, and left."""
     group = SyncGroup(dist.HashStore(), 0, Members(1, 1), DEVICE, 30.0)
@@ -181,11 +203,12 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], float]] = {
     "dense": (dense, 120.0),
     "attention": (attention, 180.0),
     "contention": (contention, 120.0),
+    "saves": (saves, 120.0),
     "processes": (processes, 120.0),
     "weights": (weights, 120.0),
     "quantise": (quantise, 120.0),
     "nccl": (nccl, 120.0),
 }
 """By name: what yields the rows, and the seconds that it may take."""
-TIMED = ("speeds", "step", "head", "dense", "attention", "contention", "quantise")
+TIMED = ("speeds", "step", "head", "dense", "attention", "contention", "saves", "quantise")
 """Those that are alone on the GPU."""

@@ -1,5 +1,5 @@
 """Writes what is made from other files: conf/engine/epfsdp2.yaml, and of docs/ settings.md, compatibility.md,
-families.md, architecture.md and loop.svg.
+families.md, architecture.md and the pictures.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # status 1 where one is not what would be written
@@ -17,9 +17,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
-from draw_loop import loop  # noqa: E402
 from family_table import families_page  # noqa: E402
-from import_graph import architecture  # noqa: E402
+from pictures import loop, sync, update  # noqa: E402
+from room_table import architecture  # noqa: E402
 
 from epfsdp2.engine.declared.derived import as_yaml  # noqa: E402
 from epfsdp2.engine.declared.engine_settings import EngineSettings  # noqa: E402
@@ -170,6 +170,8 @@ PAGES = {
     "docs/families.md": families_page,
     "docs/architecture.md": architecture,
     "docs/loop.svg": loop,
+    "docs/sync.svg": sync,
+    "docs/update.svg": update,
 }
 
 

@@ -1,6 +1,6 @@
 """What trains: meshes, expert dispatch, FSDP2 wrapping, loading, optimizers and the engines behind verl's interface.
 
-An update (``docs/flow.md``)::
+An update (``docs/tour.md``)::
 
     engine=epfsdp2                       verl's worker, for every mini-batch           once, when the model is built
           |                                          |                                            |

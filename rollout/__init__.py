@@ -1,6 +1,6 @@
 """Sends the trainer's weights to a rollout: plans what each worker keeps, transfers it, and verifies it.
 
-A sync (``docs/flow.md``)::
+A sync (``docs/tour.md``)::
 
     verl's worker, after an update          the vLLM worker beside this rank          in the vLLM worker's process
           |                                          |                                            |

@@ -23,7 +23,7 @@ from tests.features import FEATURES, Feature
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
+    *(ROOT / f"{name}.md" for name in ("README", "AGENTS", "CHANGELOG", "CONTRIBUTING")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 GENERATE = runpy.run_path(str(ROOT / "docs/generate.py"))
@@ -82,7 +82,7 @@ def test_page_that_is_generated_is_what_the_generator_writes(name):
 
 def test_features_table_names_tests_that_exist():
     assert GENERATE["missing_tests"]() == []
-    gone = Feature("it", "works", "", ("test_flow.py::test_that_never_was", "engine/no_such_file.py::test_it"))
+    gone = Feature("it", "works", "", ("test_tour.py::test_that_never_was", "engine/no_such_file.py::test_it"))
     assert GENERATE["missing_tests"]((gone,)) == list(gone.tests)
     assert all(feature.tests for feature in FEATURES) and len({f.name for f in FEATURES}) == len(FEATURES)
 
@@ -119,10 +119,17 @@ def test_readme_says_of_the_experts_layer_what_a_gpu_measured():
     assert f"[{1 / of_theirs:.1f} and " in text
 
 
-def test_loop_picture_is_well_formed_and_says_which_part_is_ours():
-    picture = ElementTree.fromstring((ROOT / "docs/loop.svg").read_text())
-    words = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"rollout", "reward", "update", "reshard", "epfsdp2"} <= set(words)
+@pytest.mark.parametrize(
+    ("picture", "wanted"),
+    [
+        ("loop", {"rollout", "reward", "update", "reshard", "epfsdp2"}),
+        ("update", {"shard", "load", "dispatch", "combine", "reduce", "clip and step"}),
+        ("sync", {"plan", "exchange", "send", "receive", "place"}),
+    ],
+)
+def test_picture_is_well_formed_and_has_its_parts(picture, wanted):
+    drawn = ElementTree.fromstring((ROOT / f"docs/{picture}.svg").read_text())
+    assert wanted <= {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
 
 
 def test_licence_is_whole_and_goes_into_the_package(tmp_path):

@@ -1,7 +1,14 @@
 """The experts function that transformers calls in place of an experts module's forward.
 
 One function serves every family on transformers' experts interface: it reads the layout of the weights from the flags
-of the module, and calls the module's own activation.
+of the module, and calls the module's own activation. It brings tokens to their experts in one of four ways:
+
+    deepep.exchange      DeepEP's kernels                           ep > 1, engine.dispatcher=deepep
+    overlap.exchange     all-to-alls that overlap with compute      ep > 1, several chunks or overlapped shared experts
+    fused.on_tokens      two autograd nodes that save little        otherwise, if the backend is torch or triton
+    dispatch.dispatch    then compute and combine, one by one       otherwise: reference, torchao:..., transformers:...
+
+``install.py`` chooses the first two (``ExpertsRuntime.exchange``), ``experts_forward`` the others.
 """
 
 from collections.abc import Callable, Mapping

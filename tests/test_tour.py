@@ -1,4 +1,4 @@
-"""docs/flow.md, the questions of docs/architecture.md and the pictures atop the packages name what is there."""
+"""docs/tour.md, the questions of docs/architecture.md, the pictures and the packages' docstrings name what is there."""
 
 import ast
 import importlib
@@ -9,43 +9,56 @@ from functools import reduce
 
 import pytest
 
+from epfsdp2.engine.moe import forward
 from epfsdp2.engine.topology.index_ranges import ShardStep, shard_ranges
 from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.engine.wrap_forward import ORDER
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.servers import target_slices
 from tests.support.imports import ROOT
 
-PAGE = (ROOT / "docs" / "flow.md").read_text()
-QUESTIONS = (ROOT / "docs" / "architecture.md").read_text().partition("## Two questions")[2]
-# A file, and the function or class in it that the page means; a cell of a table, a space or a new line between them.
-NAMED = re.compile(r"`([\w/]+)\.py`[ |\n]+`([\w.]+)`")
+PAGE = (ROOT / "docs" / "tour.md").read_text()
+QUESTIONS = (ROOT / "docs" / "architecture.md").read_text().partition("## Two questions in detail")[2]
+NAMED = re.compile(r"`([\w/]+)\.py::([\w.]+)`")
+SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
 HOPS = {
-    title: re.findall(r"^\| \d \| `([\w/]+)\.py` \| `([\w.]+)` \|", part, flags=re.M)
-    for title, part in ((part.partition("\n")[0], part) for part in PAGE.split("\n## ")[1:])
+    title: re.findall(r"^\| \d \| `([\w/]+)\.py::([\w.]+)` \|", SECTIONS[title], flags=re.M)
+    for title in ("An update", "A sync")
 }
 
 
 def found(file: str, name: str):
-    """What a name of the page means.
+    """Return what ``file::name`` of the page means.
 
     Raises:
         ImportError, AttributeError: it is not there.
     """
-    if "/vllm/" in file:
-        pytest.importorskip("vllm")
-    module = importlib.import_module(f"epfsdp2.{file.replace('/', '.')}")
+    for server in ("vllm", "sglang"):
+        if f"/{server}/" in file and not file.endswith(("/layout", "/server")):
+            pytest.importorskip(server)
+    module = importlib.import_module(file.replace("/", ".") if file.startswith("tests/") else _package(file))
     named = reduce(getattr, name.split("."), module)
-    if named.__module__ != module.__name__:  # inherited, or imported from where it is
-        raise AttributeError(f"{name} is in {named.__module__}")
+    home = getattr(named, "__module__", module.__name__)  # a table has none
+    if home != module.__name__:  # inherited, or imported from where it is
+        raise AttributeError(f"{name} is in {home}")
     return named
 
 
+def _package(file: str) -> str:
+    return f"epfsdp2.{file.replace('/', '.')}"
+
+
 @pytest.mark.parametrize(("file", "name"), dict.fromkeys(NAMED.findall(PAGE) + NAMED.findall(QUESTIONS)))
-def test_flow_page_names_are_where_it_says(file, name):
-    assert callable(found(file, name))
+def test_tour_names_are_where_it_says(file, name):
+    assert found(file, name) is not None
 
 
-def test_flow_page_name_that_has_moved_raises():
+def test_tour_names_every_file_with_what_is_meant_in_it():
+    for page in (PAGE, QUESTIONS):
+        assert not re.findall(r"`(?:engine|rollout|conf)/[\w/]+\.py`", page)
+
+
+def test_tour_name_that_has_moved_raises():
     with pytest.raises(AttributeError):
         found("engine/build", "parallelize_and_load")
     with pytest.raises(AttributeError, match="is in epfsdp2.engine.parallelize"):
@@ -54,9 +67,35 @@ def test_flow_page_name_that_has_moved_raises():
         found("engine/actor", "EPFSDP2Engine")
 
 
+def test_tour_answers_ten_questions_in_few_files():
+    answers = SECTIONS["Ten questions"].split("\n### ")[1:]
+    files = [len({file for file, _ in NAMED.findall(answer)}) for answer in answers]
+    assert len(files) == 10 and min(files) >= 1 and max(files) == 6
+    assert sum(files) / 10 <= 3.5 and f"takes {sum(files) / 10} files on average and six at most" in PAGE
+
+
+def test_tour_has_the_order_of_wrapped_forwards():
+    assert re.findall(r"^\| `(\w+)` \|", SECTIONS["Order of work in a forward"], flags=re.M) == list(ORDER[::-1])
+
+
+def test_tour_and_the_experts_forward_name_the_same_four_ways():
+    rows = re.findall(r"^\| `engine/moe/(\w+)\.py::(\w+)`", SECTIONS["Order of work in a forward"], flags=re.M)
+    ways = [(file, name) for file, name in rows if file in ("deepep", "overlap", "fused", "dispatch")]
+    assert len(ways) == 4
+    assert re.findall(r"^    (\w+)\.(\w+) ", forward.__doc__, flags=re.M) == ways
+
+
+@pytest.mark.parametrize("picture", ["update", "sync"])
+def test_picture_names_files_that_exist(picture):
+    files = re.findall(r">((?:engine|rollout)/[\w/]+\.py)<", (ROOT / f"docs/{picture}.svg").read_text())
+    assert len(files) > 4 and all((ROOT / file).is_file() for file in files)
+    hops = [f"{file}.py" for file, _ in HOPS["An update" if picture == "update" else "A sync"]]
+    assert set(files) >= set(hops) - {"engine/integration/engine.py"}
+
+
 @pytest.mark.parametrize(("flow", "package"), [("An update", "engine"), ("A sync", "rollout")])
-def test_flow_picture_of_a_package_has_the_hops_of_the_page_in_order(flow, package):
-    assert list(HOPS) == ["An update", "A sync"] and len(HOPS[flow]) == 3
+def test_docstring_of_a_package_has_the_hops_of_the_tour_in_order(flow, package):
+    assert len(HOPS[flow]) == 3
     picture = (ROOT / package / "__init__.py").read_text()
     files = [f"{file}.py".removeprefix(f"{package}/") for file, _ in HOPS[flow]]
     line = next(line for line in picture.splitlines() if files[-1] in line)
@@ -65,7 +104,7 @@ def test_flow_picture_of_a_package_has_the_hops_of_the_page_in_order(flow, packa
         assert set(name.split(".")) <= set(re.findall(r"\w+", picture)), name
 
 
-def test_flow_hops_of_an_update_lead_from_one_to_the_next():
+def test_tour_hops_of_an_update_lead_from_one_to_the_next():
     config, engine, recipe = (found(*hop).__module__ for hop in HOPS["An update"])
     from verl.workers.engine.base import EngineRegistry
 
@@ -133,7 +172,7 @@ def test_parallelize_page_is_short_and_has_seven_steps():
     assert re.findall(r"^(\d)\. ", page, flags=re.M) == list("123"), "three invariants"
 
 
-def test_flow_example_of_a_slice_has_the_rows_that_the_page_says():
+def test_architecture_example_of_a_slice_has_the_rows_that_the_page_says():
     name, shape = "model.layers.0.mlp.experts.gate_up_proj", (128, 1536, 2048)
     tensor = TensorSpec(name, shape, 2, (ShardStep(0, "ep", 8), ShardStep(0, "ep_fsdp", 2)))
     topology = Topology.arrange(16, 8)

@@ -9,7 +9,7 @@ import argparse
 import ast
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -87,10 +87,10 @@ AdamW:
 """
 _FEATURES = """# What of verl works
 
-Generated from [tests/features.py](../tests/features.py) by `python docs/generate.py`. Each feature is named with the
-tests that show it, under [tests](../tests); those in italics are in `make test-long`, the others in `make test`. All
-of them ran on a CPU; which versions they ran with is in [stacks.md](../benchmarks/results/stacks.md). What is refused
-ends on the driver, before Ray starts, with one paragraph.
+Generated from [tests/features.py](../tests/features.py), which names the tests, by `python docs/generate.py`. The last
+column links to their files. `make test` runs some of the named tests of a file, or none if it is in italics: these are
+in `make test-long`. All ran on a CPU, with the versions of [stacks.md](../benchmarks/results/stacks.md). What is
+refused ends the run on the driver, before Ray starts, with one paragraph.
 
 | feature | works | refused | shown by |
 |---|---|---|---|
@@ -134,7 +134,7 @@ def _cell(text: str) -> str:
 
 
 def features_page() -> str:
-    rows = [f"| {f.name} | {f.works} | {f.refused} | {', '.join(map(_shown, f.tests))} |" for f in FEATURES]
+    rows = [f"| {f.name} | {f.works} | {f.refused} | {_shown_by(f.tests)} |" for f in FEATURES]
     return _FEATURES + "\n".join(rows) + "\n"
 
 
@@ -157,10 +157,14 @@ def is_long(test: str) -> bool | None:
     return any("mark.long" in ast.unparse(n) for n in [*of_module, *function.decorator_list])
 
 
-def _shown(test: str) -> str:
-    path, _, name = test.partition("::")
-    link = f"[`{name}`](../tests/{path})"
-    return f"*{link}*" if is_long(test) else link
+def _shown_by(tests: Iterable[str]) -> str:
+    """Return a link to each file of the tests, in italics where ``make test`` runs none of them."""
+    long: dict[str, bool] = {}
+    for test in tests:
+        path = test.partition("::")[0]
+        long[path] = long.get(path, True) and bool(is_long(test))
+    links = {path: f"[{Path(path).stem.removeprefix('test_')}](../tests/{path})" for path in long}
+    return ", ".join(f"*{links[path]}*" if is_all else links[path] for path, is_all in long.items())
 
 
 PAGES = {

@@ -43,10 +43,9 @@ FEATURES = (
     ),
     Feature(
         "losses and algorithms",
-        "every policy loss of verl 0.9.1 (PPO, DAPO's clipping, GSPO, SAPO, CISPO, DPPO, GMPO, GPG, DRO, Clip-Cov, "
-        "KL-Cov, bypass mode) and way to aggregate; DAPO's filtered groups and penalty on long answers; GAE, GRPO, "
-        "Dr.GRPO, REINFORCE++, RLOO, OPO; rollout correction; entropy bonus, five KL losses; distillation by "
-        "estimators and top-k",
+        "all policy losses of verl 0.9.1 (PPO, GSPO, SAPO, CISPO, DPPO, GMPO, GPG, DRO, Clip-Cov, KL-Cov, bypass) and "
+        "ways to aggregate; DAPO; GAE, GRPO, Dr.GRPO, REINFORCE++, RLOO, OPO; rollout correction; entropy "
+        "bonus; KL losses; distillation by estimators and top-k",
         "top-k distillation with fused kernels or `pad_to_length`",
         (
             "engine/integration/test_algorithms.py::test_update_with_every_algorithm_equals_the_plain_model",
@@ -57,9 +56,8 @@ FEATURES = (
     ),
     Feature(
         "[agents](engine.md#agents)",
-        "verl's agent loop with several turns and tools; responses cut off within a turn; partial rollouts of "
-        "fully-async, whose tokens keep the log-probs of the weights that wrote them; with packed rows, dynamic "
-        "batches and R3",
+        "several turns and tools; responses cut off within a turn; partial rollouts of fully-async, whose tokens keep "
+        "their log-probs",
         "",
         (
             "engine/integration/test_multi_turn.py::test_update_of_turns_with_a_tool_equals_the_plain_model",
@@ -102,9 +100,8 @@ FEATURES = (
     ),
     Feature(
         "longrope, dynamic NTK",
-        "[frequencies](engine.md#packed-rows) of each sequence alone, packed or padded; beside a vLLM those of its "
-        "`max_model_len` for all",
-        "SGLang with longer sequences than longrope's short factors are for, or with dynamic NTK",
+        "[frequencies](engine.md#packed-rows) of each sequence alone, or of a vLLM's `max_model_len`",
+        "SGLang with dynamic NTK, or sequences beyond longrope's short factors",
         (
             "engine/packing/test_positions.py::test_positions_in_ppo_updates_are_those_of_each_alone",
             "rollout/vllm/test_vllm_positions.py::test_longrope_of_an_actor_beside_vllm_is_chosen_by_its_max_model_len",
@@ -165,8 +162,8 @@ FEATURES = (
     ),
     Feature(
         "[sequence parallelism](engine.md#sequence-parallelism)",
-        "Ulysses for any family on transformers' attention interface: full, sliding, MLA, sinks; linear attention and "
-        "state spaces; images; with every `ep`, HSDP, the critic, replay",
+        "Ulysses for every family on transformers' attention interface; linear attention and state spaces; images; "
+        "every `ep`, HSDP, critic, replay",
         "padded batches; an indexer that chooses keys (GLM-MoE-DSA, DeepSeek-V4)",
         (
             "engine/fsdp/test_ulysses.py::test_ulysses_of_every_family_equals_the_plain_model",
@@ -179,8 +176,7 @@ FEATURES = (
     Feature(
         "[router replay](engine.md#router-replay)",
         "R2 and R3, with every checkpointing",
-        "padded batches; R2 with bypass mode; ERNIE-4.5-VL (two experts modules in a layer), Llama 4 (one expert "
-        "for each token)",
+        "padded batches; R2 with bypass mode; ERNIE-4.5-VL, Llama 4",
         (
             "engine/moe/router/test_router_replay.py::test_replay_of_every_family_takes_the_recorded_routes",
             "engine/moe/router/test_router_replay.py::test_replay_of_unusable_routes_raises",
@@ -189,8 +185,8 @@ FEATURES = (
     ),
     Feature(
         "[expert tensor parallelism](engine.md#expert-tensor-parallelism)",
-        "`engine.etp_size` with every family, `ep`, HSDP, both shard dims, checkpointing, chunks, Muon, LoRA, replay, "
-        "shared rows and offload; resumes from and to any mesh; slices to vLLM",
+        "`engine.etp_size` with every family, `ep`, HSDP, shard dim, checkpointing, chunks, Muon, LoRA, replay, shared "
+        "rows, offload; any mesh to resume on; slices to vLLM",
         "sizes that do not divide; `dispatcher=deepep`; `delta_sharded`; experts of an `expert_plan`; Muon where "
         "`ep_fsdp` cuts matrices too",
         (
@@ -204,10 +200,9 @@ FEATURES = (
     ),
     Feature(
         "[LoRA](engine.md#lora)",
-        "linears and experts; to vLLM merged (`lora.merge=True`), or apart from the weights (colocated, "
-        "`epfsdp2_p2p`), where those of experts need a GPU; rsLoRA, DoRA of linears, `modules_to_save` and patterns as "
-        "peft's; a peft adapter in each checkpoint, without the frozen weights; the base as reference",
-        "dropout; DoRA of experts; apart from the weights DoRA, `modules_to_save` and patterns of ranks",
+        "linears and experts; to vLLM merged (`lora.merge=True`) or alone, those of experts on GPUs only; rsLoRA, DoRA "
+        "of linears, `modules_to_save`, patterns; a peft adapter in each checkpoint; the base as reference",
+        "dropout; DoRA of experts; sent alone: DoRA, `modules_to_save`, patterns of ranks",
         (
             "engine/lora/test_peft.py::test_adapters_of_every_setting_equal_those_of_peft",
             "engine/lora/test_peft.py::test_adapters_that_peft_has_saved_are_read_unchanged",
@@ -228,8 +223,7 @@ FEATURES = (
     ),
     Feature(
         "[images](engine.md#images)",
-        "Qwen3-VL-MoE and GLM-4.5V, also where some ranks have none; vLLM sees what it would with the exported model; "
-        "`freeze_vision_tower`",
+        "Qwen3-VL-MoE and GLM-4.5V, also if some ranks have none; `freeze_vision_tower`",
         "ERNIE-4.5-VL, Qwen3-Omni, Gemma 4; audio",
         (
             "engine/model/test_vision.py::test_vision_updates_of_two_steps_equal_the_plain_model",
@@ -241,9 +235,8 @@ FEATURES = (
     ),
     Feature(
         "[optimizers](engine.md#optimizers-and-schedules)",
-        "any that steps each element by itself, by `optim.optimizer`; `Muon`, which orthogonalises each expert's "
-        "matrices by themselves",
-        "Adafactor, LBFGS, Rprop, SparseAdam; others that use a norm or a mean of a weight; states of 8 bits",
+        "`optim.optimizer`: every elementwise one; `Muon`, for each expert's matrices apart",
+        "Adafactor, LBFGS, Rprop, SparseAdam; others that use a norm or mean of a weight; 8-bit states",
         (
             "engine/optim/test_every_optimizer.py::"
             "test_every_accepted_optimizer_steps_as_on_the_plain_model_and_resumes_bit_for_bit",
@@ -253,9 +246,8 @@ FEATURES = (
     ),
     Feature(
         "[checkpoints](checkpoints.md)",
-        "resumed on any other mesh; saved in the background; Hugging Face models out (`hf_model`, `recipes.export`); "
-        "verl's fsdp2 checkpoints in (`recipes.import_fsdp2`), and FP8, INT4, MXFP4 and NVFP4 ones "
-        "(`recipes.dequantise`)",
+        "resume on any mesh; saves in the background; Hugging Face models out (`hf_model`, `recipes.export`); in: "
+        "verl's fsdp2 checkpoints (`recipes.import_fsdp2`), FP8, INT4, MXFP4, NVFP4 (`recipes.dequantise`)",
         "",
         (
             "engine/checkpoint/test_resume_matrix.py::test_resume_of_every_mesh_on_every_other_equals_an_uninterrupted_run",
@@ -279,10 +271,8 @@ FEATURES = (
     ),
     Feature(
         "[rollouts in FP8](weight_sync.md#rollouts-in-fp8)",
-        "`rollout.quantization=fp8`: slices of 32 families are quantised where they are, with the bits of vLLM's own "
-        "quantisation, and the trainer may compute with them (`engine.rollout_quantization_aware`); full tensors for "
-        "other families; slices in FP8 and INT8 by rows, as compressed-tensors makes them; all of it "
-        "to workers apart from the trainer too",
+        "`rollout.quantization=fp8`: slices of 32 families with vLLM's bits, full tensors of others; FP8 and INT8 by "
+        "rows (compressed-tensors); `engine.rollout_quantization_aware`; also to workers apart from the trainer",
         "tensor-parallel sizes that cut a block of 128 x 128; other kinds of compressed-tensors",
         (
             "rollout/quantise/test_quantise.py::test_quantise_of_slices_has_the_bits_that_vllm_makes_of_the_whole_weights",
@@ -317,9 +307,8 @@ FEATURES = (
     ),
     Feature(
         "[float16](engine.md#float16)",
-        "`dtype=float16` with parameters in float32 and a loss scale that adapts, is saved and resumed; a step that "
-        "overflows on one rank is skipped by all optimizers on all; with chunks, checkpointing, offload, shared rows, "
-        "LoRA and a critic; [what it changes](../benchmarks/results/dtypes.md)",
+        "`dtype=float16` with parameters in float32 and an adaptive loss scale, which is saved; all ranks skip a step "
+        "that overflows on one; [results](../benchmarks/results/dtypes.md)",
         "`model_dtype` or `reduce_dtype` in float16",
         (
             "engine/optim/test_loss_scale.py::test_scaled_loss_in_float32_gives_the_same_updates_bit_for_bit",
@@ -332,9 +321,8 @@ FEATURES = (
     ),
     Feature(
         "dense models",
-        "plain FSDP2 by the same recipe, as actor, critic or both; `ep_size` counts for the roles whose model has "
-        "experts, another one says so in a line",
-        "`ep_size` and other settings of experts where no trained model has any; models whose experts are elsewhere",
+        "plain FSDP2, as actor, critic or both; `ep_size` counts for roles whose model has experts",
+        "settings of experts if no trained model has any",
         (
             "engine/preflight/test_dense_models.py::test_check_training_of_a_dense_model_beside_experts_applies_no_ep_size",
             "engine/preflight/test_dense_models.py::test_setting_of_experts_for_a_dense_model_alone_is_refused",
@@ -344,9 +332,8 @@ FEATURES = (
     ),
     Feature(
         "models",
-        "every Mixture-of-Experts on transformers' experts interface, Llama 4, Granite and DBRX ([each](families.md))",
-        "experts outside that interface (jetmoe, longcat_flash, ...) that [nobody has added](new_family.md); liger; "
-        "tiled MLP; multi-token prediction",
+        "every Mixture-of-Experts on transformers' experts interface, Llama 4, Granite, DBRX ([each](families.md))",
+        "[other experts](new_family.md) (jetmoe, longcat_flash, ...); liger; tiled MLP; multi-token prediction",
         (
             "parity/test_parity.py::test_training_of_every_family_equals_the_plain_model",
             "engine/moe/test_refused_families.py::test_find_experts_of_a_family_outside_the_interface_refuses_with_a_reason",

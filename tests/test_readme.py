@@ -92,6 +92,9 @@ def test_generator_marks_long_tests_by_function_and_by_module():
     assert long["e2e/trainers/test_trainers.py::test_fully_async_trainer_trains"]
     assert not long["e2e/trainers/test_trainers.py::test_sft_trainer_lowers_the_loss"]
     assert long["e2e/trainers/test_dapo.py::test_dapo_run_filters_groups_and_punishes_long_answers"]
+    page = (ROOT / "docs/compatibility.md").read_text()
+    assert "*[dapo](../tests/e2e/trainers/test_dapo.py)*" in page, "all long"
+    assert ", [trainers](../tests/e2e/trainers/test_trainers.py), " in page, "one of them is not"
 
 
 def test_settings_page_has_a_row_for_every_setting():
@@ -109,6 +112,13 @@ def test_decisions_say_of_all_that_the_code_refuses_by_name_what_to_use_instead(
     section = (ROOT / "docs/decisions.md").read_text().partition("## What is refused")[2]
     titles = " ".join(re.findall(r"^\*\*(.+?)\*\*", section, flags=re.MULTILINE | re.DOTALL))
     assert set(re.findall(r"`(\w+)`", titles)) == refused
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/compatibility.md", "docs/tour.md"])
+def test_page_has_cells_of_at_most_forty_words(page):
+    lines = (ROOT / page).read_text().splitlines()
+    cells = [cell for line in lines if line.startswith("| ") for cell in re.sub(r"\]\([^)]*\)", "]", line).split("|")]
+    assert cells and [cell for cell in cells if len(cell.split()) > 40] == []
 
 
 def test_readme_says_of_the_experts_layer_what_a_gpu_measured():

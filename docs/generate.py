@@ -38,19 +38,19 @@ _target_: epfsdp2.engine.config.engine_config
 """
 _SETTINGS = f"""# Settings
 
-Generated from [engine/declared/engine_settings.py](../engine/declared/engine_settings.py), as
-[{_YAML}](../{_YAML}) is, by `python docs/generate.py`.
+Generated from [engine/declared/engine_settings.py](../engine/declared/engine_settings.py), as [{_YAML}](../{_YAML}) is,
+by `python docs/generate.py`.
 
-All stand under `engine.` on the command line: `engine.ep_size=8`. Those that verl's FSDP engine has, have its names
-and meaning. A value of the wrong kind, a key that does not exist and a combination that can't work end the run on the
-driver, before Ray starts, with one paragraph: the setting, its value, the rule, and a value that works.
+All are given under `engine.`: `engine.ep_size=8`. Settings that verl's FSDP engine has as well keep name and meaning.
+Wrong values, unknown keys and combinations that can't work end the run on the driver, before Ray starts. The message
+names the setting, its value, the rule, and a value that works.
 
 """
 _ROLES = """
 ## Settings of one role
 
-Actor, reference policy and critic follow the one top-level `engine` node, and each may have settings of its own. For
-a role they count in this order:
+Actor, reference policy and critic share the top-level `engine` node. Each may have settings of its own. The first that is given
+counts:
 
 | order | where it stands | example |
 |---|---|---|
@@ -59,28 +59,26 @@ a role they count in this order:
 | 2 | `engine`, for every role | `engine.param_offload=True` |
 | 3 | the default in the table above | |
 
-The two spellings of a role say the same thing: where they contradict each other the run is refused. verl's names are
+The two spellings of a role are equal: a run in which they contradict each other is refused. verl's names are
 `actor_rollout_ref.actor.fsdp_config.*`, `actor_rollout_ref.ref.fsdp_config.*`, `critic.fsdp.*` and
-`critic.model.fsdp_config.*`, and beside them `ulysses_sequence_parallel_size`, `pad_to_length`,
-`entropy_checkpointing`, `entropy_from_logits_with_chunking` and `entropy_from_logits_chunk_size` of the actor and the
-reference, with and without `+`. So verl's own example scripts run with two words added, e.g.
+`critic.model.fsdp_config.*`. Actor and reference also have `ulysses_sequence_parallel_size`, `pad_to_length`,
+`entropy_checkpointing`, `entropy_from_logits_with_chunking` and `entropy_from_logits_chunk_size`, with and without `+`.
+So verl's own example scripts run with two more words:
 
     bash examples/grpo_trainer/run_qwen3_30b_a3b_fsdp.sh engine=epfsdp2 engine.ep_size=8
 
-`strategy=fsdp2` in such a script does not count beside `engine=epfsdp2`. A key of verl's FSDP engine that has no use
-here (`wrap_policy`, `forward_prefetch`, `use_orig_params`) is taken with one line that says what happens instead; one
-whose meaning can't be kept is refused.
+`strategy=fsdp2` in such a script has no effect beside `engine=epfsdp2`. `wrap_policy`, `forward_prefetch` and
+`use_orig_params` of verl's FSDP engine have none either, and one line says what happens instead. A key whose meaning
+can't be kept is refused.
 
-`ep_size` and whatever else concerns experts counts for roles whose model has experts. A dense model, by itself or
-beside a Mixture-of-Experts (a dense critic, say), runs by the same recipe as plain FSDP2 and says so in one line; where
-no role's model has experts, such a setting is refused.
+Settings of experts, such as `ep_size`, count for roles whose model has experts. A dense model, e.g. a dense critic,
+runs as plain FSDP2 and says so in one line. If no role's model has experts, such a setting is refused.
 
 ## Optimizers
 
-They are verl's settings: `actor_rollout_ref.actor.optim.optimizer=...` is any of `torch.optim` that steps each element
-by itself, AdamW by default; Adafactor, LBFGS, Rprop and SparseAdam are refused.
-`optimizer=Muon` orthogonalises matrices, each expert and its gate and up projections apart, and steps the rest by
-AdamW:
+verl's settings choose them: `actor_rollout_ref.actor.optim.optimizer=...` is any elementwise optimizer of
+`torch.optim`, AdamW by default. Adafactor, LBFGS, Rprop and SparseAdam are refused. `optimizer=Muon` orthogonalises
+matrices, each expert and its gate and up projections apart, and steps the rest by AdamW:
 
     actor_rollout_ref.actor.optim.optimizer=Muon actor_rollout_ref.actor.optim.lr=2e-5 \\
         '+actor_rollout_ref.actor.optim.override_optimizer_config={momentum: 0.95, adamw: {eps: 1e-8}}'

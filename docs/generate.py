@@ -49,8 +49,8 @@ names the setting, its value, the rule, and a value that works.
 _ROLES = """
 ## Settings of one role
 
-Actor, reference policy and critic share the top-level `engine` node. Each may have settings of its own. The first that is given
-counts:
+Actor, reference policy and critic share the top-level `engine` node. Each may have its own settings; the first one
+given counts:
 
 | order | where it stands | example |
 |---|---|---|

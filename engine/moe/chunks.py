@@ -21,9 +21,9 @@ from .shared_experts import SharedExperts
 
 __all__ = ["DispatchSizes"]
 
-# An H100's rates, as recipes/plan/roofline.py has them by default.
+# An H100's rates, the links' as recipes/plan/roofline.py has them by default.
 _INSIDE, _BETWEEN = 400e9, 45e9  # bytes per second of a rank to others of its node, and of its network interface
-_FLOPS = 0.58 * 989e12
+_FLOPS = 0.58 * 989e12  # of the experts' products with the passes over memory around them
 _HALF_RATE_ROWS = 400  # of an expert, with which a product reaches half of its rate
 _MEMORY = 3.35e12  # bytes per second
 _NODE = 8  # GPUs

@@ -86,8 +86,8 @@ matrices, each expert and its gate and up projections apart, and steps the rest 
 _FEATURES = """# What of verl works
 
 Generated from [tests/features.py](../tests/features.py), which names the tests, by `python docs/generate.py`. The last
-column links to their files. `make test` runs some of the named tests of a file, or none if it is in italics: these are
-in `make test-long`. All ran on a CPU, with the versions of [stacks.md](../benchmarks/results/stacks.md). What is
+column has the names of their files below [tests](../tests), without `test_` and `.py`. Those in italics run by
+`make test-long` alone. All ran on a CPU, with the versions of [stacks.md](../benchmarks/results/stacks.md). What is
 refused ends the run on the driver, before Ray starts, with one paragraph.
 
 | feature | works | refused | shown by |
@@ -156,13 +156,12 @@ def is_long(test: str) -> bool | None:
 
 
 def _shown_by(tests: Iterable[str]) -> str:
-    """Return a link to each file of the tests, in italics where ``make test`` runs none of them."""
+    """Return the files of the tests without ``test_`` and ``.py``, in italics where ``make test`` runs none of them."""
     long: dict[str, bool] = {}
     for test in tests:
-        path = test.partition("::")[0]
-        long[path] = long.get(path, True) and bool(is_long(test))
-    links = {path: f"[{Path(path).stem.removeprefix('test_')}](../tests/{path})" for path in long}
-    return ", ".join(f"*{links[path]}*" if is_all else links[path] for path, is_all in long.items())
+        name = Path(test.partition("::")[0]).stem.removeprefix("test_")
+        long[name] = long.get(name, True) and bool(is_long(test))
+    return ", ".join(f"*{name}*" if is_all else name for name, is_all in long.items())
 
 
 PAGES = {

@@ -23,28 +23,11 @@ rooms below it in the table.** `tests/test_walls.py` checks this, and these rule
 
 [tour.md](tour.md) follows an update and a weight sync through these rooms.
 
-| room | content | files | lines |
-|---|---|---|---|
+| room | content | lines |
+|---|---|---|
 """
-_QUESTIONS = """
-## Two questions in detail
-
-### Where is the gradient of an expert divided, and by what?
-
-FSDP divides it by `world`, the number of all ranks, when it reduces the experts' unit.
-
-1. `engine/parallelize.py::parallelize` gives every unit one factor in step 6. Invariant 1 at the top of that file
-   proves it.
-2. `engine/fsdp/unit.py::Unit.divide_factor` is that factor.
-3. `engine/parallelize.py::divide_gradient` passes it to FSDP. With `ep == world` FSDP has nothing to reduce, and
-   `engine/fsdp/single_rank.py::keep_gradients` divides.
-
-The loss is a mean over `world` ranks. The backward of `engine/moe/dispatch.py::dispatch` brings the gradients of an EP
-group's tokens to the expert's rank, which sums them. FSDP's reduce-scatter sums over `world / ep` ranks, and by default
-divides by their number. Experts would come out `ep` times too large. `tests/engine/test_exactness.py` shows that the
-default factor fails by orders of magnitude.
-
-### How does a slice of `gate_up_proj` reach tensor-parallel rank 3?
+_EXAMPLE = """
+## How a slice of `gate_up_proj` reaches tensor-parallel rank 3
 
 The example is Qwen3-30B-A3B on 16 trainer ranks with `ep_size=8`, and a vLLM with tensor parallelism 4. A layer's
 `gate_up_proj` is `[128, 1536, 2048]`, gate above up.
@@ -73,10 +56,10 @@ def architecture() -> str:
         inside = [path for path in files if room_of(path) == room]
         about = _about(files[room if room.endswith(".py") else f"{room}/__init__.py"])
         lines = sum(len(files[path].splitlines()) for path in inside)
-        rows.append(f"| `{_shown(room)}` | {about} | {len(inside)} | {_hundreds(lines)} |")
+        rows.append(f"| `{_shown(room)}` | {about} | {_hundreds(lines)} |")
     total = sum(len(text.splitlines()) for text in files.values())
     end = f"\n{len(files)} files in {len(ROOMS)} rooms, {_hundreds(total)} lines.\n"
-    return _HEAD + "\n".join(rows) + "\n" + end + _QUESTIONS
+    return _HEAD + "\n".join(rows) + "\n" + end + _EXAMPLE
 
 
 def _hundreds(lines: int) -> str:

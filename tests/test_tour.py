@@ -1,4 +1,4 @@
-"""docs/tour.md, the questions of docs/architecture.md, the pictures and the packages' docstrings name what is there."""
+"""docs/tour.md, the example of docs/architecture.md, the pictures and the packages' docstrings name what is there."""
 
 import ast
 import importlib
@@ -18,7 +18,7 @@ from epfsdp2.rollout.servers import target_slices
 from tests.support.imports import ROOT
 
 PAGE = (ROOT / "docs" / "tour.md").read_text()
-QUESTIONS = (ROOT / "docs" / "architecture.md").read_text().partition("## Two questions in detail")[2]
+EXAMPLE = (ROOT / "docs" / "architecture.md").read_text().partition("## How a slice")[2]
 NAMED = re.compile(r"`([\w/]+)\.py::([\w.]+)`")
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
 HOPS = {
@@ -48,13 +48,13 @@ def _package(file: str) -> str:
     return f"epfsdp2.{file.replace('/', '.')}"
 
 
-@pytest.mark.parametrize(("file", "name"), dict.fromkeys(NAMED.findall(PAGE) + NAMED.findall(QUESTIONS)))
+@pytest.mark.parametrize(("file", "name"), dict.fromkeys(NAMED.findall(PAGE) + NAMED.findall(EXAMPLE)))
 def test_tour_names_are_where_it_says(file, name):
     assert found(file, name) is not None
 
 
 def test_tour_names_every_file_with_what_is_meant_in_it():
-    for page in (PAGE, QUESTIONS):
+    for page in (PAGE, EXAMPLE):
         assert not re.findall(r"`(?:engine|rollout|conf)/[\w/]+\.py`", page)
 
 
@@ -184,4 +184,4 @@ def test_architecture_example_of_a_slice_has_the_rows_that_the_page_says():
         (1344, 1536, 192),
     ]
     for rows in ("rows 576 to 768", "1344 to 1536", "rows 0 to 192 and 192 to 384"):
-        assert rows in QUESTIONS
+        assert rows in EXAMPLE

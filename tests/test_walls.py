@@ -107,8 +107,7 @@ OUTSIDE = {
     for path in sorted((ROOT / folder).rglob("*.py"))
     if "__pycache__" not in path.parts
 }
-# Parsed here, before any test has run: on Python 3.11 a finalizer that formats a traceback in the middle of ast.parse
-# breaks it ("AST constructor recursion depth mismatch", python/cpython#106905).
+# Parsed before any test runs: on Python 3.11 a finalizer in the middle of ast.parse breaks it (python/cpython#106905).
 IMPORTS = list(imports(SOURCES))
 OF_RECIPES_AND_BENCHMARKS = list(imports(OUTSIDE))
 TESTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "tests").rglob("*.py"))}

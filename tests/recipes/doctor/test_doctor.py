@@ -88,6 +88,7 @@ def test_doctor_goes_on_after_a_rank_that_raises_and_finds_gradients_that_are_di
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_doctor_under_ray_starts_the_ranks_itself(tmp_path):
     out = tmp_path / "machine.json"
     command = [sys.executable, "-W", "ignore", "-m", "epfsdp2.recipes.doctor", "--ray", "--ranks", "2"]

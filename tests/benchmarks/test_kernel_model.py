@@ -43,7 +43,9 @@ def test_kernel_model_of_every_kernel_and_gpu_compiles_within_its_budgets():
     rows = found["rows"]
     for arch, dtype in itertools.product(GPUS, ("bfloat16", "float16", "float32")):
         kernels = {row["kernel"] for row in rows if (row["arch"], row["dtype"]) == (arch, dtype)}
-        assert kernels >= {*GEMMS, "take", "gather_sum", "tile_table"}, (arch, dtype, kernels)
+        # In float32 the gate's backward is a pass of its own.
+        gemms = set(GEMMS) - ({"grouped_mm_gate_backward"} if dtype == "float32" else set())
+        assert kernels >= {*gemms, "take", "gather_sum", "tile_table"}, (arch, dtype, kernels)
     kernels = {row["kernel"] for row in rows}
     assert kernels >= {"sum_rows", "row_dot", "gate", "gate_backward"}
     # Where the grid's order is right, an operand comes from HBM hardly more often than once.

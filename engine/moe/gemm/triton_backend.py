@@ -189,13 +189,14 @@ class TritonBackend:
     def mm_gate_backward(self, grad, in_out, groups, pre, scale_R, gate):
         (experts, k, inner), (rows, index, has_index) = in_out.shape, _operand(grad)
         scale = pre if scale_R is None else scale_R.contiguous()
-        grad_scale, results = None, []
+        grad_scale, results = None, list[torch.Tensor]()
 
         def launch(tile):
             nonlocal grad_scale
             results.clear()  # two launches' results would take twice the memory
             if tile == _TWO_PASSES:
-                *results[:], grad_scale = self.activate_backward(pre, self.mm(grad, in_out, groups), scale_R, gate)
+                grad_pre, act, grad_scale = self.activate_backward(pre, self.mm(grad, in_out, groups), scale_R, gate)
+                results[:] = grad_pre, act
                 return
             tiles, blocks = tiles_of(groups, tile.m), triton.cdiv(inner, tile.n)
             results[:] = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
@@ -223,12 +224,12 @@ class TritonBackend:
             )
             grad_scale = None if scale_R is None else parts.sum(0)
 
-        # Both ways sum the gradient of scale_R, each in its order: where runs have to be equal, times must not choose.
+        # Each way sums the gradient of scale_R in an order of its own: where runs have to be equal, none is measured.
         is_fixed = torch.are_deterministic_algorithms_enabled()
-        choices = (_TWO_PASSES, *(() if is_fixed else gate_backward_tiles(pre.dtype, inner, k)))
+        measured = () if is_fixed else gate_backward_tiles(pre.dtype, inner, k)
         layout = in_out.stride(2) == 1, gate.is_interleaved, has_index, scale_R is not None
         key = (pre.dtype, k, inner, *layout, is_fixed)
-        launch_fastest("mm and gate's backward", key, choices, groups, launch, results)
+        launch_fastest("mm and gate's backward", key, (_TWO_PASSES, *measured), groups, launch, results)
         return *results, grad_scale
 
     def up_gate(self, rows, in_out, groups, bias, gate):

@@ -140,13 +140,13 @@ def in_epilogue(kernels, monkeypatch):
 
 @pytest.mark.parametrize(
     ("gate", "dtype", "counts"),
-    [(gate, torch.float32, RAGGED) for gate in GATES]
-    + [(GATES[1], torch.bfloat16, RAGGED), (GATES[2], torch.float16, RAGGED)]
+    [(gate, torch.float32, [5, 0, 1, 16, 0, 18]) for gate in GATES]
+    + [(gate, dtype, [2, 0, 17]) for gate, dtype in zip(GATES[1:], (torch.bfloat16, torch.float16), strict=True)]
     + [(GATES[0], torch.float32, counts) for counts in ([0, 1], [0, 0])],
     ids=str,
 )
 def test_triton_gemm_with_the_gates_backward_equals_two_passes_bit_for_bit(kernels, in_epilogue, gate, dtype, counts):
-    ours, total, experts, (hidden, inner) = kernels.TritonBackend(), sum(counts), len(counts), (24, 84)
+    ours, total, experts, (hidden, inner) = kernels.TritonBackend(), sum(counts), len(counts), (24, 36)
     groups, x = Groups(torch.tensor(counts), total), integers(11, hidden, dtype=dtype)
     rows = ours.indexed(x, torch.randint(11, (total,), generator=torch.Generator().manual_seed(5)))
     pre, scale = drawn(total, 2 * inner, dtype=dtype), drawn(total, seed=3)
@@ -156,7 +156,7 @@ def test_triton_gemm_with_the_gates_backward_equals_two_passes_bit_for_bit(kerne
         for r, w, s in ((rows, down, scale), (ours.take(x, rows.index_R), down.mT.contiguous().mT, None))
     ]
     wanted = [call() for call in calls]
-    for columns in (16, 64):  # one piece of a tile, and several of two tiles
+    for columns in (16, 32):  # a tile is one piece, or two
         launched = in_epilogue(columns)
         for call, want in zip(calls, wanted, strict=True):
             got = call()
@@ -177,21 +177,28 @@ def test_triton_experts_with_the_gates_backward_in_an_epilogue_equal_plain_opera
     assert len(launched) == (0 if family == "no gate" else 2)
 
 
-def test_triton_gemm_with_the_gates_backward_is_measured_unless_runs_have_to_be_equal(kernels, monkeypatch):
-    ours, offered = kernels.TritonBackend(), []
-
-    def note(what, key, choices, groups, launch, results):
-        offered.append((key, choices))
-        launch(choices[0])
-
-    monkeypatch.setattr(kernels, "launch_fastest", lambda *args: note(*args) if "backward" in args[0] else None)
-    monkeypatch.setattr(kernels, "gate_backward_tiles", lambda *sizes: ("tile",))
-    groups, rows, pre = Groups(torch.tensor([3]), 3), drawn(3, 16), drawn(3, 32)
-    for is_fixed in (False, True):
+def test_triton_gemm_with_the_gates_backward_is_taken_if_faster_unless_runs_have_to_be_equal(
+    kernels, monkeypatch, capsys
+):
+    tiles, ours, passes = importlib.import_module("epfsdp2.engine.moe.gemm.triton_tiles"), kernels.TritonBackend(), []
+    activate_backward = ours.activate_backward
+    monkeypatch.setattr(ours, "activate_backward", lambda *args: passes.append(1) or activate_backward(*args))
+    monkeypatch.setattr(kernels, "gate_backward_tiles", lambda *sizes: (tiles.Tile(16, 32, 16),))
+    monkeypatch.setattr(tiles, "_fastest", {})
+    monkeypatch.setattr(tiles, "_milliseconds", lambda launch: launch() or 1.0 + isinstance(launch.args[0], str))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    groups, grad, pre, down = Groups(torch.tensor([64]), 64), drawn(64, 16), drawn(64, 64), drawn(1, 16, 32)
+    found, launched = [], []
+    for is_fixed in (True, False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda is_fixed=is_fixed: is_fixed)
-        ours.mm_gate_backward(rows, drawn(1, 16, 16), groups, pre, None, GATES[0])
-    (key, choices), (fixed_key, fixed) = offered
-    assert (choices, fixed) == (("two passes", "tile"), ("two passes",)) and key != fixed_key
+        found.append(ours.mm_gate_backward(grad, down, groups, pre, drawn(64), GATES[0]))
+        launched.append(len(passes))
+    assert launched == [1, 2, 3]  # the second of them was measured
+    for fixed, taken, again in zip(*found, strict=True):
+        assert torch.equal(fixed, again) and relative_error(taken, fixed) < 1e-6
+    assert torch.equal(found[0][0], found[1][0])
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "two passes 2.000 ms, 16x32x16 with 3 stages 1.000 ms (taken)" in said
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The experts' operators in Triton; tests compare them with ``backends.TorchBackend``.
 
 No kernel uses atomics, so results are deterministic; nothing waits for the device, but for the first launch of a GEMM,
-which measures a few tiles. GEMMs accumulate in float32. With ``TRITON_INTERPRET=1``, set before this file is imported,
-the kernels run on a CPU, for tests.
+which measures a few tiles. These have the same bits, but for the gradient of ``scale_R`` in ``mm_gate_backward``, where
+torch's deterministic algorithms leave no choice. GEMMs accumulate in float32. With ``TRITON_INTERPRET=1``, set before
+this file is imported, the kernels run on a CPU, for tests.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Which tiles the Triton GEMMs have: a short list for each, of which the fastest is measured once on the GPU.
 
-Tiles of a list differ in nothing that changes a bit of the result: a GEMM adds along ``k`` in the same order with each,
-and the columns that are reduced over are as many.
+Tiles of a list differ in nothing that changes a bit of the result: a GEMM adds along ``k`` in the same order with each.
+Only ``grouped_mm_gate_backward`` also adds along the columns, in blocks of the tile's.
 """
 
 import functools
@@ -86,16 +86,14 @@ def gate_tiles(dtype: torch.dtype, k: int, persistent: bool = False) -> Sequence
 
 
 def gate_backward_tiles(dtype: torch.dtype, n: int, k: int) -> Sequence[Tile]:
-    """Return those of ``grouped_mm_gate_backward`` with ``n`` columns over ``k``: its epilogue fits into the registers.
+    """Return those of ``grouped_mm_gate_backward`` with ``n`` columns over ``k``.
 
-    None where it is not worth measuring beside a GEMM and a pass of its own.
+    None where arithmetic already prefers a GEMM and a pass of its own: on older GPUs one CTA of it fits on an SM.
     """
-    if INTERPRETED or dtype == torch.float32 or n <= 64:
+    if INTERPRETED or dtype == torch.float32 or n <= 64 or _capability() < (9, 0):
         return ()
-    first = Tile(128, 128, _fitting(k, 64))
-    if _capability() >= (9, 0):
-        return (first._replace(registers=_HALF), first._replace(n=256, stages=4))
-    return (first,)
+    depth = _fitting(k, 64)
+    return (Tile(128, 128, depth, registers=_HALF), Tile(128, 256, depth, stages=4))
 
 
 def outer_tiles(dtype: torch.dtype, m: int, n: int, indexed: bool) -> Sequence[Tile]:

@@ -170,7 +170,7 @@ class Backend(Protocol):
         scale_R: torch.Tensor | None,
         gate: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return ``activate_backward(pre, mm(grad, in_out, groups), scale_R, gate)``."""
+        """Return ``activate_backward(pre, mm(grad, in_out, groups), scale_R, gate)``, which one kernel may compute."""
         ...
 
     def up_gate(

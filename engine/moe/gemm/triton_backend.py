@@ -225,7 +225,7 @@ class TritonBackend:
             )
             grad_scale = None if scale_R is None else parts.sum(0)
 
-        # Each way sums the gradient of scale_R in an order of its own: where runs have to be equal, none is measured.
+        # Both ways sum the gradient of scale_R, in different orders: times must not choose where runs have to be equal.
         is_fixed = torch.are_deterministic_algorithms_enabled()
         measured = () if is_fixed else gate_backward_tiles(pre.dtype, inner, k)
         layout = in_out.stride(2) == 1, gate.is_interleaved, has_index, scale_R is not None

@@ -177,6 +177,26 @@ def test_triton_experts_with_the_gates_backward_in_an_epilogue_equal_plain_opera
     assert len(launched) == (0 if family == "no gate" else 2)
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "inner", "wanted"),
+    [
+        ((9, 0), torch.bfloat16, 768, 2),
+        ((10, 0), torch.float16, 768, 2),
+        ((8, 0), torch.bfloat16, 768, 0),
+        ((9, 0), torch.float32, 768, 0),
+        ((9, 0), torch.bfloat16, 64, 0),
+    ],
+)
+def test_triton_gemm_with_the_gates_backward_has_tiles_where_its_epilogue_fits(
+    kernels, monkeypatch, capability, dtype, inner, wanted
+):
+    tiles = importlib.import_module("epfsdp2.engine.moe.gemm.triton_tiles")
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert len(kernels.gate_backward_tiles(dtype, inner, 2048)) == wanted
+
+
 def test_triton_gemm_with_the_gates_backward_is_taken_if_faster_unless_runs_have_to_be_equal(
     kernels, monkeypatch, capsys
 ):

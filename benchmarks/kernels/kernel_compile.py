@@ -56,7 +56,7 @@ def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterat
     """Make it look as if there were a GPU of ``arch``: launches are compiled and appended, none runs.
 
     Args:
-        every_tile: compile a GEMM with each tile of its list; else with the first, and the persistent kernel.
+        every_tile: compile a GEMM with each tile of its list; else with the first of each kernel.
 
     Raises:
         RuntimeError: Triton interprets its kernels in this process.
@@ -85,7 +85,7 @@ def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterat
         nonlocal is_first
         for i, tile in enumerate(tiles):
             is_first = i == 0
-            if is_first or every_tile or tile.is_persistent:
+            if is_first or every_tile or isinstance(tiles[i - 1], str) or tile.is_persistent:
                 launch(tile)
         is_first = True
 

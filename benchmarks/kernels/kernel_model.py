@@ -58,7 +58,7 @@ GPUS = {
     100: Gpu("B200", 148, 2250e12, 75e12, 7.2e12, 126e6, 148 * 128 * 1.85e9),
 }
 # For over_budget.
-GEMMS = ("grouped_mm", "grouped_mm_gate", "grouped_outer")
+GEMMS = ("grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer")
 _EPILOGUE_STACK = 64  # bytes of a thread that may be spilled where a tile is finished
 _PRODUCTS = (re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b"), re.compile(r"\bFFMA\b"))  # in half precision, in float32
 _STACK = re.compile(r"\b(STL|LDL)\b")
@@ -351,7 +351,7 @@ def work_of(launch: Launch, routing: Routing, gpu: Gpu) -> Work:
         columns, sources = twice * n * k * size / blocks, tokens if launch.indexed else ()
         read = _mm_reads(tiles, blocks, k * size, columns, at_a_time, gpu.l2, sources)
         flops, padded = 2.0 * twice * rows * k * n, 2.0 * twice * len(tiles) * bm * blocks * bn * math.ceil(k / bk) * bk
-        per_row = {"grouped_mm": n, "grouped_mm_gate": 3 * n}
+        per_row = {"grouped_mm": n, "grouped_mm_gate": 3 * n, "grouped_mm_gate_backward": 5 * n}
         operands, written = (rows * k + twice * experts * k * n) * size, rows * per_row[launch.compiled.kernel] * size
     return Work(flops, padded, index + operands + written, index + read + written, written)
 

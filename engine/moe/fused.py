@@ -90,10 +90,14 @@ class _Experts:
             grad: the gradient of the output, or with ``scale_R`` that of the output times ``scale_R``.
         """
         gate = self.backend.gate(self.module)
-        grad_act = self.down.grad_rows(self.backend, grad, groups)
-        if gate is not None:
+        if gate is not None and self.down.lora_A is None:
+            out_in = self.down.in_out.mT
+            grad_pre, act, grad_scale = self.backend.mm_gate_backward(grad, out_in, groups, pre, scale_R, gate)
+        elif gate is not None:
+            grad_act = self.down.grad_rows(self.backend, grad, groups)
             grad_pre, act, grad_scale = self.backend.activate_backward(pre, grad_act, scale_R, gate)
         else:
+            grad_act = self.down.grad_rows(self.backend, grad, groups)
             with torch.enable_grad(), ambient:
                 leaf = pre.detach().requires_grad_()
                 act = self.activation(leaf)

@@ -43,7 +43,11 @@ def test_kernel_model_of_every_kernel_and_gpu_compiles_within_its_budgets():
     rows = found["rows"]
     for arch, dtype in itertools.product(GPUS, ("bfloat16", "float16", "float32")):
         kernels = {row["kernel"] for row in rows if (row["arch"], row["dtype"]) == (arch, dtype)}
-        assert kernels >= {*GEMMS, "take", "gather_sum", "tile_table"}, (arch, dtype, kernels)
+        # In float32, and before sm_90, the gate's backward is a pass of its own alone.
+        has_both = arch >= 90 and dtype != "float32"
+        gemms = {name for name in GEMMS if has_both or name != "grouped_mm_gate_backward"}
+        assert ("grouped_mm_gate_backward" in kernels) == has_both
+        assert kernels >= {*gemms, "take", "gather_sum", "tile_table"}, (arch, dtype, kernels)
     kernels = {row["kernel"] for row in rows}
     assert kernels >= {"sum_rows", "row_dot", "gate", "gate_backward"}
     # Where the grid's order is right, an operand comes from HBM hardly more often than once.

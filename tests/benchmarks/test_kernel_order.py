@@ -45,6 +45,12 @@ def test_kernel_programs_run_in_the_order_that_their_bytes_are_counted_by(kernel
     sizes = (*table, 2, 32, 16, *up.stride(), *gate)
     found = _written(gemms.grouped_mm_gate, out, rows, rows, up, up, pre, out, *sizes, **constants, **gated)
     assert found == wanted
+    down = drawn(2, 16, 32)
+    sizes = (*table, 2, 32, 16, 48, *down.stride(), *gate)
+    operands = rows, rows, down, pre, pre, torch.empty_like(pre), out, out
+    constants |= {"SCALED": False, **gated}
+    del constants["HAS_BIAS"]
+    assert _written(gemms.grouped_mm_gate_backward, out, *operands, *sizes, **constants) == wanted
     out = torch.empty(2, 48, 32)
     a, b = drawn(48, 48), drawn(48, 32)
     unindexed = {"A_INDEXED": False, "B_INDEXED": False}

@@ -161,6 +161,18 @@ class Backend(Protocol):
         """
         ...
 
+    def mm_gate_backward(
+        self,
+        grad: Rows,
+        in_out: torch.Tensor,
+        groups: Groups,
+        pre: torch.Tensor,
+        scale_R: torch.Tensor | None,
+        gate: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return ``activate_backward(pre, mm(grad, in_out, groups), scale_R, gate)``, which one kernel may compute."""
+        ...
+
     def up_gate(
         self, rows: Rows, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None, gate: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -235,6 +247,9 @@ class TorchBackend:
     gate = staticmethod(gate_of)
     activate = staticmethod(activate)
     activate_backward = staticmethod(activate_backward)
+
+    def mm_gate_backward(self, grad, in_out, groups, pre, scale_R, gate):
+        return self.activate_backward(pre, self.mm(grad, in_out, groups), scale_R, gate)
 
     def up_gate(self, rows, in_out, groups, bias, gate):
         return self.mm(rows, in_out, groups, bias), None

@@ -1,8 +1,9 @@
 """The experts' operators in Triton; tests compare them with ``backends.TorchBackend``.
 
 No kernel uses atomics, so results are deterministic; nothing waits for the device, but for the first launch of a GEMM,
-which measures a few tiles. GEMMs accumulate in float32. With ``TRITON_INTERPRET=1``, set before this file is imported,
-the kernels run on a CPU, for tests.
+which measures a few tiles. These have the same bits, but for the gradient of ``scale_R`` in ``mm_gate_backward``, where
+torch's deterministic algorithms leave no choice. GEMMs accumulate in float32. With ``TRITON_INTERPRET=1``, set before
+this file is imported, the kernels run on a CPU, for tests.
 """
 
 import torch
@@ -11,13 +12,14 @@ import triton
 from . import persistent_launch, triton_gemms, triton_rows
 from .backends import MOST_BY_INDEX, IndexedRows, Rows
 from .gate import gate_of
-from .triton_tiles import INTERPRETED, gate_tiles, launch_fastest, mm_tiles, outer_tiles, tiles_of
+from .triton_tiles import INTERPRETED, gate_backward_tiles, gate_tiles, launch_fastest, mm_tiles, outer_tiles, tiles_of
 
 __all__ = ["TritonBackend"]
 
 _TAKEN = (4, 16) if INTERPRETED else (8, 256)  # rows and columns that one program copies
 _WIDEST = 16 if INTERPRETED else 1024  # columns of a row that one program sums
 _ROWS, _COLUMNS = (4, 16) if INTERPRETED else (4, 256)  # of an activation that one program computes at a time
+_TWO_PASSES = "two passes"  # a GEMM and the gate's backward, beside the tiles of the kernel that is both
 _SEGMENT = 16 if INTERPRETED else 128  # rows that one program sums
 
 
@@ -184,6 +186,52 @@ class TritonBackend:
                 BLOCK=block,
             )
         return grad_pre, grad, grad_scale
+
+    def mm_gate_backward(self, grad, in_out, groups, pre, scale_R, gate):
+        (experts, k, inner), (rows, index, has_index) = in_out.shape, _operand(grad)
+        scale = pre if scale_R is None else scale_R.contiguous()
+        grad_scale, results = None, list[torch.Tensor]()
+
+        def launch(tile):
+            nonlocal grad_scale
+            results.clear()  # two launches' results would take twice the memory
+            if tile == _TWO_PASSES:
+                grad_pre, act, grad_scale = self.activate_backward(pre, self.mm(grad, in_out, groups), scale_R, gate)
+                results[:] = grad_pre, act
+                return
+            tiles, blocks = tiles_of(groups, tile.m), triton.cdiv(inner, tile.n)
+            results[:] = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
+            parts = pre.new_empty(blocks, groups.rows, dtype=torch.float32)
+            triton_gemms.grouped_mm_gate_backward[(len(tiles.expert) * blocks,)](
+                rows,
+                index,
+                in_out,
+                pre,
+                scale,
+                *results,
+                parts,
+                *tiles.table,
+                experts,
+                inner,
+                k,
+                groups.rows,
+                *in_out.stride(),
+                *gate[:3],
+                HAS_INDEX=has_index,
+                SCALED=scale_R is not None,
+                **gate.constants(),
+                EVEN_K=k % tile.k == 0,
+                **tile.constants(pre.dtype),
+            )
+            grad_scale = None if scale_R is None else parts.sum(0)
+
+        # Both ways sum the gradient of scale_R, in different orders: times must not choose where runs have to be equal.
+        is_fixed = torch.are_deterministic_algorithms_enabled()
+        measured = () if is_fixed else gate_backward_tiles(pre.dtype, inner, k)
+        layout = in_out.stride(2) == 1, gate.is_interleaved, has_index, scale_R is not None
+        key = (pre.dtype, k, inner, *layout, is_fixed)
+        launch_fastest("mm and gate's backward", key, (_TWO_PASSES, *measured), groups, launch, results)
+        return *results, grad_scale
 
     def up_gate(self, rows, in_out, groups, bias, gate):
         (experts, k, n), (rows, index, has_index) = in_out.shape, _operand(rows)

@@ -1,4 +1,4 @@
-"""Grouped GEMMs in Triton: rows by their experts' matrices, also with a gated activation, and sums of outer products.
+"""Grouped GEMMs in Triton: rows by experts' matrices, also with a gate or its backward, and sums of outer products.
 
 Accumulators are float32, and no kernel uses atomics. A program has one tile of the result. Programs that are next to
 each other share the tile of rows (``grouped_mm*``) or the expert (``grouped_outer``): those that run at the same time
@@ -12,9 +12,9 @@ part of it once, before they sum along ``k``, and ``grouped_outer``, which sums 
 import triton
 import triton.language as tl
 
-from .triton_rows import activation, store_halves, store_rows
+from .triton_rows import activation, gate_gradients, load_halves, store_halves, store_rows, sum_columns
 
-__all__ = ["columns_halved", "dot", "grouped_mm", "grouped_mm_gate", "grouped_outer"]
+__all__ = ["columns_halved", "dot", "grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer"]
 
 
 @triton.jit
@@ -196,6 +196,146 @@ def grouped_mm_gate(
             store_halves(pre, g, u, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 2)
             out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
             store_rows(act, out, rows, in_rows, at, INNER, BN // 2)
+
+
+@triton.jit
+def _gate_backward(
+    d,
+    total,
+    by,
+    pre,
+    grad_pre,
+    act,
+    rows,
+    in_rows,
+    begin,
+    INNER,
+    alpha,
+    beta,
+    limit,
+    SCALED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    PIECE: tl.constexpr = 16,
+):
+    """Store what ``gate_backward`` stores, for a tile's gradient ``d``; return ``total`` plus each row's ``d * act``.
+
+    By pieces of ``PIECE`` columns, so that their values fit into the registers beside the tile's.
+    """
+    if BN > PIECE:
+        halves = columns_halved(d, BM, BN)
+        for half in tl.static_range(2):
+            at = begin + half * (BN // 2)
+            total = _gate_backward(
+                halves[half],
+                total,
+                by,
+                pre,
+                grad_pre,
+                act,
+                rows,
+                in_rows,
+                at,
+                INNER,
+                alpha,
+                beta,
+                limit,
+                SCALED,
+                INTERLEAVED,
+                LIMITED,
+                BM,
+                BN // 2,
+            )
+    else:
+        # Rounded as the GEMM alone would store it, so that both ways have the same bits.
+        d = d.to(act.dtype.element_ty).to(tl.float32)
+        g, u = load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED, BM, BN)
+        out = activation(g, u, alpha, beta, limit, LIMITED)
+        if SCALED:
+            total += sum_columns(d * out)
+            d, out = d * by, out * by
+        store_rows(act, out, rows, in_rows, begin, INNER, BN)
+        d_gate, d_up = gate_gradients(d, g, u, alpha, beta, limit, LIMITED)
+        store_halves(grad_pre, d_gate, d_up, rows, in_rows, begin, INNER, INTERLEAVED, BM, BN)
+    return total
+
+
+@triton.jit(do_not_specialize=["R"], do_not_specialize_on_alignment=["index"])
+def grouped_mm_gate_backward(
+    grad,
+    index,
+    b,
+    pre,
+    scale,
+    grad_pre,
+    act,
+    parts,
+    expert_of,
+    first_of,
+    end_of,
+    EXPERTS,
+    INNER,
+    K,
+    R,
+    se,
+    sk,
+    sn,
+    alpha,
+    beta,
+    limit,
+    HAS_INDEX: tl.constexpr,
+    SCALED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``grouped_mm`` of ``grad`` ``(R, K)`` by ``b`` ``(e, K, INNER)``, and ``gate_backward`` of the product.
+
+    Each block of columns stores its part of the gradient of ``scale`` in a row of ``parts``.
+    """
+    expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, INNER, BM, BN)
+    if expert < EXPERTS:
+        begin = block * BN
+        columns = begin + tl.arange(0, BN)
+        own, in_columns, d = b + expert * se, columns < INNER, tl.full((BM, BN), 0.0, tl.float32)
+        d = _product(
+            grad, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, d, BK, HAS_INDEX, EVEN_K, UPCAST
+        )
+        by = tl.full((BM, 1), 1.0, tl.float32)
+        if SCALED:
+            by = tl.load(scale + first + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
+        pre += first * 2 * INNER
+        grad_pre += first * 2 * INNER
+        act += first * INNER
+        total = tl.full((BM,), 0.0, tl.float32)
+        total = _gate_backward(
+            d,
+            total,
+            by,
+            pre,
+            grad_pre,
+            act,
+            rows,
+            in_rows,
+            begin,
+            INNER,
+            alpha,
+            beta,
+            limit,
+            SCALED,
+            INTERLEAVED,
+            LIMITED,
+            BM,
+            BN,
+        )
+        if SCALED:
+            tl.store(parts + block.to(tl.int64) * R + first + rows, total, mask=in_rows)
 
 
 @triton.jit(do_not_specialize_on_alignment=["a_index", "b_index"])

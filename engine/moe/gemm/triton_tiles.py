@@ -1,7 +1,7 @@
 """Which tiles the Triton GEMMs have: a short list for each, of which the fastest is measured once on the GPU.
 
-Tiles of a list differ in nothing that changes a bit of the result: a GEMM adds along ``k`` in the same order with each,
-and the columns that are reduced over are as many.
+Tiles of a list differ in nothing that changes a bit of the result: a GEMM adds along ``k`` in the same order with each.
+Only ``grouped_mm_gate_backward`` also adds along the columns, in blocks of the tile's.
 """
 
 import functools
@@ -14,13 +14,23 @@ import triton
 from . import triton_rows
 from .backends import Groups
 
-__all__ = ["INTERPRETED", "Tile", "Tiles", "gate_tiles", "launch_fastest", "mm_tiles", "outer_tiles", "tiles_of"]
+__all__ = [
+    "INTERPRETED",
+    "Tile",
+    "Tiles",
+    "gate_backward_tiles",
+    "gate_tiles",
+    "launch_fastest",
+    "mm_tiles",
+    "outer_tiles",
+    "tiles_of",
+]
 
 INTERPRETED = triton.knobs.runtime.interpret
 _HALF = 128  # registers of a thread, with which two CTAs of eight warps fit on an SM
 _TIMES = 5  # launches of a tile that are timed
 _LEAST_ROWS = 64  # of an expert: with fewer, a launch takes as long as what it computes
-_fastest: dict[tuple, "Tile"] = {}
+_fastest: dict[tuple, "Tile | str"] = {}
 
 
 class Tile(NamedTuple):
@@ -75,6 +85,17 @@ def gate_tiles(dtype: torch.dtype, k: int, persistent: bool = False) -> Sequence
     return tuple(tile._replace(n=tile.n // 2) for tile in _of_128_columns(k, persistent))
 
 
+def gate_backward_tiles(dtype: torch.dtype, n: int, k: int) -> Sequence[Tile]:
+    """Return those of ``grouped_mm_gate_backward`` with ``n`` columns over ``k``.
+
+    None where arithmetic already prefers a GEMM and a pass of its own: on older GPUs one CTA of it fits on an SM.
+    """
+    if INTERPRETED or dtype == torch.float32 or n <= 64 or _capability() < (9, 0):
+        return ()
+    depth = _fitting(k, 64)
+    return (Tile(128, 128, depth, registers=_HALF), Tile(128, 256, depth, stages=4))
+
+
 def outer_tiles(dtype: torch.dtype, m: int, n: int, indexed: bool) -> Sequence[Tile]:
     """Return those of ``grouped_outer`` for results of ``(m, n)``, of rows that are read through an index or not."""
     if INTERPRETED:
@@ -112,9 +133,9 @@ def _fitting(size: int, most: int) -> int:
 def launch_fastest(
     what: str,
     key: tuple,
-    tiles: Sequence[Tile],
+    tiles: Sequence[Tile | str],
     groups: Groups,
-    launch: Callable[[Tile], Any],
+    launch: Callable[[Any], Any],
     results: Sequence[torch.Tensor] = (),
 ) -> None:
     """Launch with the fastest of ``tiles``, measured and printed at the first launch of ``key`` with enough rows.
@@ -125,9 +146,10 @@ def launch_fastest(
     Args:
         what: the kernel, in the line that is printed.
         key: what the choice may depend on: sizes and dtype.
+        tiles: a string names another way than by one kernel.
         groups: the rows of the experts.
         launch: launches with a tile; a second launch writes the same results.
-        results: what it writes.
+        results: what it writes; a list may get other tensors in each launch.
     """
     key = (what, *key)
     has_enough = groups.rows >= _LEAST_ROWS * len(groups.counts_e)

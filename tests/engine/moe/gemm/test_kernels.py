@@ -121,6 +121,106 @@ def test_triton_gemm_with_a_fused_gate_equals_the_separate_gate_bit_for_bit(kern
         assert torch.equal(pre, ours.mm(rows, in_out, groups, b)) and torch.equal(act, ours.activate(pre, gate))
 
 
+@pytest.fixture
+def in_epilogue(kernels, monkeypatch):
+    """Return a function that has the gate's backward computed in the GEMM's epilogue; its calls are listed."""
+    tiles, launched = importlib.import_module("epfsdp2.engine.moe.gemm.triton_tiles"), []
+
+    def switch_on(columns=64):
+        def launch_it(what, key, choices, groups, launch, results=()):
+            is_both = what == "mm and gate's backward"
+            launch(tiles.Tile(16, columns, 16) if is_both else choices[0])
+            launched.extend([what] * is_both)
+
+        monkeypatch.setattr(kernels, "launch_fastest", launch_it)
+        return launched
+
+    return switch_on
+
+
+@pytest.mark.parametrize(
+    ("gate", "dtype", "counts"),
+    [(gate, torch.float32, [5, 0, 1, 16, 0, 18]) for gate in GATES]
+    + [(gate, dtype, [2, 0, 17]) for gate, dtype in zip(GATES[1:], (torch.bfloat16, torch.float16), strict=True)]
+    + [(GATES[0], torch.float32, counts) for counts in ([0, 1], [0, 0])],
+    ids=str,
+)
+def test_triton_gemm_with_the_gates_backward_equals_two_passes_bit_for_bit(kernels, in_epilogue, gate, dtype, counts):
+    ours, total, experts, (hidden, inner) = kernels.TritonBackend(), sum(counts), len(counts), (24, 36)
+    groups, x = Groups(torch.tensor(counts), total), integers(11, hidden, dtype=dtype)
+    rows = ours.indexed(x, torch.randint(11, (total,), generator=torch.Generator().manual_seed(5)))
+    pre, scale = drawn(total, 2 * inner, dtype=dtype), drawn(total, seed=3)
+    down = integers(experts, hidden, inner, dtype=dtype, seed=1)
+    calls = [
+        lambda r=r, w=w, s=s: ours.mm_gate_backward(r, w, groups, pre, s, gate)
+        for r, w, s in ((rows, down, scale), (ours.take(x, rows.index_R), down.mT.contiguous().mT, None))
+    ]
+    wanted = [call() for call in calls]
+    for columns in (16, 32):  # a tile is one piece, or two
+        launched = in_epilogue(columns)
+        for call, want in zip(calls, wanted, strict=True):
+            got = call()
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+            assert (got[2] is None) == (want[2] is None)
+            if got[2] is not None and total:  # a sum in another order
+                assert got[2].shape == want[2].shape and relative_error(got[2], want[2]) < 1e-6
+    assert len(launched) == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_triton_experts_with_the_gates_backward_in_an_epilogue_equal_plain_operators(kernels, in_epilogue, family):
+    module, inputs, launched = make(family), routed(), in_epilogue()
+    assert_equal(tokens_with(module, "triton", *inputs), tokens_with(module, "reference", *inputs))
+    counts_e = torch.tensor([18, 0, 4, 0, 1, 3])
+    rows = drawn(int(counts_e.sum()), D)
+    assert_equal(rows_with(module, "triton", rows, counts_e), rows_with(module, "reference", rows, counts_e))
+    assert len(launched) == (0 if family == "no gate" else 2)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "inner", "wanted"),
+    [
+        ((9, 0), torch.bfloat16, 768, 2),
+        ((10, 0), torch.float16, 768, 2),
+        ((8, 0), torch.bfloat16, 768, 0),
+        ((9, 0), torch.float32, 768, 0),
+        ((9, 0), torch.bfloat16, 64, 0),
+    ],
+)
+def test_triton_gemm_with_the_gates_backward_has_tiles_where_its_epilogue_fits(
+    kernels, monkeypatch, capability, dtype, inner, wanted
+):
+    tiles = importlib.import_module("epfsdp2.engine.moe.gemm.triton_tiles")
+    monkeypatch.setattr(tiles, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert len(kernels.gate_backward_tiles(dtype, inner, 2048)) == wanted
+
+
+def test_triton_gemm_with_the_gates_backward_is_taken_if_faster_unless_runs_have_to_be_equal(
+    kernels, monkeypatch, capsys
+):
+    tiles, ours, passes = importlib.import_module("epfsdp2.engine.moe.gemm.triton_tiles"), kernels.TritonBackend(), []
+    activate_backward = ours.activate_backward
+    monkeypatch.setattr(ours, "activate_backward", lambda *args: passes.append(1) or activate_backward(*args))
+    monkeypatch.setattr(kernels, "gate_backward_tiles", lambda *sizes: (tiles.Tile(16, 32, 16),))
+    monkeypatch.setattr(tiles, "_fastest", {})
+    monkeypatch.setattr(tiles, "_milliseconds", lambda launch: launch() or 1.0 + isinstance(launch.args[0], str))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    groups, grad, pre, down = Groups(torch.tensor([64]), 64), drawn(64, 16), drawn(64, 64), drawn(1, 16, 32)
+    found, launched = [], []
+    for is_fixed in (True, False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda is_fixed=is_fixed: is_fixed)
+        found.append(ours.mm_gate_backward(grad, down, groups, pre, drawn(64), GATES[0]))
+        launched.append(len(passes))
+    assert launched == [1, 2, 3]  # the second of them was measured
+    for fixed, taken, again in zip(*found, strict=True):
+        assert torch.equal(fixed, again) and relative_error(taken, fixed) < 1e-6
+    assert torch.equal(found[0][0], found[1][0])
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "two passes 2.000 ms, 16x32x16 with 3 stages 1.000 ms (taken)" in said
+
+
 @pytest.mark.parametrize(
     ("dtype", "counts"),
     [(torch.float32, RAGGED), (torch.bfloat16, RAGGED), (torch.float16, RAGGED)]

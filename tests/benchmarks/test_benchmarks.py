@@ -156,6 +156,7 @@ def test_step_of_few_large_experts_is_on_the_mesh_that_the_plan_recommends(tmp_p
     assert (best.ep, best.etp, best.ep_fsdp) == (step.FEW["num_experts"], 2, 1)
 
 
+@pytest.mark.long
 def test_packing_benchmark_times_a_mask_of_the_row_and_padded_batches_too():
     linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16}
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}

@@ -163,8 +163,10 @@ def test_validate_config_sees_all_that_decides_on_the_stream(model, override, na
 @pytest.mark.parametrize(
     "override, words",
     [
-        # One that a check of a run refuses, and one that Hydra is given by the engine's config.
-        ("engine.ep_size=3", "engine.ep_size=3: has to divide the number of ranks, 2"),
+        # Checks of a run refuse one, as they do a damaged file below, and the engine's config refuses the other.
+        pytest.param(
+            "engine.ep_size=3", "engine.ep_size=3: has to divide the number of ranks, 2", marks=pytest.mark.long
+        ),
         ("engine.epsize=2", "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
         pytest.param(
             f"{MODEL}.path=/no/such/model",

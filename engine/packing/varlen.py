@@ -50,11 +50,13 @@ def available() -> dict[str, _Kernel]:
     taken = set(inspect.signature(varlen_attn).parameters)
     if {"scale", "window_size"} <= taken:
         # Without the flag (torch 2.11) it takes fewer heads of keys as they are.
-        found["torch"] = functools.partial(_by_torch, varlen_attn, {"enable_gqa", "num_splits"} & taken)
+        own = {"scale", "window_size"} | {"enable_gqa", "num_splits"} & taken
+        found["torch"] = functools.partial(_call, varlen_attn, own)
     with contextlib.suppress(ImportError):
         from flash_attn_interface import flash_attn_varlen_func
 
-        found["fa3"] = functools.partial(_by_fa3, flash_attn_varlen_func)
+        own = {"softmax_scale", "causal", "window_size", "num_splits", "deterministic"}
+        found["fa3"] = functools.partial(_call, flash_attn_varlen_func, own)
     return found
 
 
@@ -135,9 +137,9 @@ def _tokens_first(heads: torch.Tensor) -> torch.Tensor:
     return tokens if tokens.stride(-1) == 1 else tokens.contiguous()
 
 
-def _by_torch(
-    varlen_attn: Callable[..., Any],
-    flags: set[str],
+def _call(
+    function: Callable[..., Any],
+    own: set[str],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -146,22 +148,15 @@ def _by_torch(
     scale: float | None,
     before: int,
 ) -> torch.Tensor:
-    values = {"enable_gqa": query.shape[1] != key.shape[1], "num_splits": 1}
-    own = {"scale": scale, "window_size": (before, 0)} | {name: values[name] for name in flags}
-    return varlen_attn(query, key, value, ends, ends, longest, longest, **own)
-
-
-def _by_fa3(
-    flash_attn_varlen_func: Callable[..., Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    scale: float | None,
-    before: int,
-) -> torch.Tensor:
-    own = {"softmax_scale": scale, "causal": True, "window_size": (before, 0), "num_splits": 1}
-    own["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    output = flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, **own)
-    return output[0] if isinstance(output, tuple) else output  # older ones return the logarithms of sums too
+    """Call a library's function as a ``_Kernel``; ``own`` names its arguments besides tensors and lengths."""
+    values = {
+        "scale": scale,
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size": (before, 0),
+        "enable_gqa": query.shape[1] != key.shape[1],
+        "num_splits": 1,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    output = function(query, key, value, ends, ends, longest, longest, **{name: values[name] for name in own})
+    return output[0] if isinstance(output, tuple) else output  # older FlashAttention 3 also returns the log-sum-exp

@@ -32,22 +32,23 @@ transformers, small and random, made from a seed.
   ([parity](../benchmarks/results/parity.md), [newest](../benchmarks/results/parity_newest.md)). Loading and export are
   tested of the same families ([test_round_trip.py](../tests/engine/checkpoint/test_round_trip.py)).
 * **packed**: sequences in one row are computed as if apart
-  ([test_packing.py](../tests/engine/packing/test_packing.py)), and on how many meshes the gradients of packed rows
-  equal those of one sequence per row
+  ([test_packing.py](../tests/engine/packing/test_packing.py)). The number counts the meshes on which the gradients of
+  packed rows equal those of one sequence per row
   ([packed](../benchmarks/results/parity_packed.md), [newest](../benchmarks/results/parity_newest_packed.md)).
 * **SP**: ranks share rows: by heads ([test_ulysses.py](../tests/engine/fsdp/test_ulysses.py)), or by sequences where
   a state is carried along them ([test_shared_mixers.py](../tests/engine/packing/test_shared_mixers.py)).
 * **images**: updates on images ([test_vision.py](../tests/engine/model/test_vision.py)).
 * **LoRA** ([test_lora_families.py](../tests/engine/lora/test_lora_families.py)), **replay** of routes
   ([test_router_replay.py](../tests/engine/moe/router/test_router_replay.py)).
-* **weight sync**: three syncs into vLLM, each compared bit for bit with an engine started on the same weights: of full
-  tensors ([test_families.py](../tests/rollout/test_families.py)), of slices with tensor parallelism 1 and 2 and with
-  expert parallelism ([test_vllm_families.py](../tests/rollout/vllm_workers/test_vllm_families.py)); parameters alone
-  with the latter, and where vLLM's CPU build can't compute a family ([weight_sync.md](weight_sync.md#families)).
+* **weight sync**: three syncs into vLLM, each compared bit for bit with an engine started on the same weights.
+  Full tensors: [test_families.py](../tests/rollout/test_families.py). Slices with TP 1 and 2 and with expert
+  parallelism: [test_vllm_families.py](../tests/rollout/vllm_workers/test_vllm_families.py). Parameters
+  alone are compared with expert parallelism, and where vLLM's CPU build can't compute a family
+  ([weight_sync.md](weight_sync.md#families)).
 * **end to end**: verl's trainer, Ray and vLLM ([tests/e2e](../tests/e2e)).
 
-Empty: no test has it. Refused: the driver ends the run with the reason. How to add a family:
-[new_family.md](new_family.md).
+Empty: no test has it. Refused: the driver ends the run with the reason. See [new_family.md](new_family.md) to add a
+family.
 
 """
 
@@ -101,7 +102,7 @@ def _names(test: Any) -> list[str]:
 
 
 def _parity(*results: str) -> dict[str, str]:
-    """Of each family, how many meshes it was exact on, by the last of the results that has it."""
+    """The number of meshes that each family was exact on, from the last of the results that has it."""
     found: dict[str, str] = {}
     for path in (ROOT / f"benchmarks/results/{result}.json" for result in results):
         good: dict[str, set[str]] = {}

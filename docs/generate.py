@@ -1,15 +1,14 @@
-"""Writes what is made from other files: conf/engine/epfsdp2.yaml, and of docs/ settings.md, compatibility.md,
-families.md, architecture.md and the pictures.
+"""Writes what is made from other files: conf/engine/epfsdp2.yaml, and of docs/ settings.md, families.md,
+architecture.md and the pictures.
 
 python docs/generate.py            # write them
 python docs/generate.py --check    # status 1 where one is not what would be written
 """
 
 import argparse
-import ast
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from room_table import architecture  # noqa: E402
 
 from epfsdp2.engine.declared.derived import as_yaml  # noqa: E402
 from epfsdp2.engine.declared.engine_settings import EngineSettings  # noqa: E402
-from tests.features import FEATURES, Feature  # noqa: E402
 
 _YAML = "conf/engine/epfsdp2.yaml"
 _NOT_SET = ("strategy", "forward_only")  # which no user sets
@@ -59,7 +57,7 @@ given counts:
 | 2 | `engine`, for every role | `engine.param_offload=True` |
 | 3 | the default in the table above | |
 
-The two spellings of a role are equal: a run in which they contradict each other is refused. verl's names are
+The two spellings of a role are equal; contradictions are refused. verl's names are
 `actor_rollout_ref.actor.fsdp_config.*`, `actor_rollout_ref.ref.fsdp_config.*`, `critic.fsdp.*` and
 `critic.model.fsdp_config.*`. Actor and reference also have `ulysses_sequence_parallel_size`, `pad_to_length`,
 `entropy_checkpointing`, `entropy_from_logits_with_chunking` and `entropy_from_logits_chunk_size`, with and without `+`.
@@ -82,16 +80,6 @@ matrices, each expert and its gate and up projections apart, and steps the rest 
 
     actor_rollout_ref.actor.optim.optimizer=Muon actor_rollout_ref.actor.optim.lr=2e-5 \\
         '+actor_rollout_ref.actor.optim.override_optimizer_config={momentum: 0.95, adamw: {eps: 1e-8}}'
-"""
-_FEATURES = """# What of verl works
-
-Generated from [tests/features.py](../tests/features.py), which names the tests, by `python docs/generate.py`. The last
-column has the names of their files below [tests](../tests), without `test_` and `.py`; `make test-long` alone runs
-those in italics. All ran on a CPU, with the versions of [stacks.md](../benchmarks/results/stacks.md). What is
-refused ends the run on the driver, before Ray starts, with one paragraph.
-
-| feature | works | refused | shown by |
-|---|---|---|---|
 """
 
 
@@ -131,43 +119,9 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*")
 
 
-def features_page() -> str:
-    rows = [f"| {f.name} | {f.works} | {f.refused} | {_shown_by(f.tests)} |" for f in FEATURES]
-    return _FEATURES + "\n".join(rows) + "\n"
-
-
-def missing_tests(features: tuple[Feature, ...] = FEATURES) -> list[str]:
-    """Of the tests that are named, those that are not there."""
-    return [test for feature in features for test in feature.tests if is_long(test) is None]
-
-
-def is_long(test: str) -> bool | None:
-    """Whether it is left out of ``make test``; None where there is no such test."""
-    path, _, name = test.partition("::")
-    file = ROOT / "tests" / path
-    tree = ast.parse(file.read_text() if file.is_file() else "")
-    function = next((n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name), None)
-    if function is None:
-        return None
-    of_module = [
-        n for n in tree.body if isinstance(n, ast.Assign) and any(ast.unparse(t) == "pytestmark" for t in n.targets)
-    ]
-    return any("mark.long" in ast.unparse(n) for n in [*of_module, *function.decorator_list])
-
-
-def _shown_by(tests: Iterable[str]) -> str:
-    """Return the files of the tests without ``test_`` and ``.py``, in italics where ``make test`` runs none of them."""
-    long: dict[str, bool] = {}
-    for test in tests:
-        name = Path(test.partition("::")[0]).stem.removeprefix("test_")
-        long[name] = long.get(name, True) and bool(is_long(test))
-    return ", ".join(f"*{name}*" if is_all else name for name, is_all in long.items())
-
-
 PAGES = {
     _YAML: settings_yaml,
     "docs/settings.md": settings_page,
-    "docs/compatibility.md": features_page,
     "docs/families.md": families_page,
     "docs/architecture.md": architecture,
     "docs/loop.svg": loop,
@@ -180,9 +134,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; say which pages are not up to date")
     arguments = parser.parse_args()
-    if gone := missing_tests():
-        print("tests/features.py names tests that are not there:", *gone, sep="\n  ")
-        return 1
     stale = []
     for name, page in PAGES.items():
         path = ROOT / name

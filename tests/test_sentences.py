@@ -11,16 +11,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_WORDS = 25
-FOLDERS = ("engine", "rollout", "conf", "recipes", "benchmarks", "tests", "docs")
+FOLDERS = ("engine", "rollout", "conf", "recipes", "benchmarks", "tests", "docs", "README.md", "AGENTS.md")
 # A relative clause in place of a noun, an inverted order, a verb that the field does not use for this.
 OPENINGS = re.compile(r"(What|Of|That of|Those of|Which|Tell|Say|Have|Hand|Take what|How) ")
-# Ends of sentences. A paragraph, an item of a list and a row of a table end one too.
-_END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`*(\[\"'0-9])")
-_NOT_PROSE = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|\[([^\]]*)\]\([^)]*\)")
+# A paragraph, an item of a list and a row of a table end a sentence too.
+_END = re.compile(r"(?<!e\.g\.)(?<!i\.e\.)(?<=[.!?])\s+|(?<=[:;])\s+(?=[A-Z`*(\[\"'0-9])")
+_CODE = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|\[([^\]]*)\]\([^)]*\)")
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Sentences of prose; code blocks (indented or fenced) and tables are left out."""
+    """Yield sentences of prose, without code blocks (indented or fenced) and tables."""
     text = re.sub(r"```.*?```", "", text, flags=re.S)
     for paragraph in re.split(r"\n\s*\n|\n\s*(?=[-*] |\d+\. |\w+(?: \([^)]*\))?: )", text):
         lines = [line for line in paragraph.splitlines() if not line.lstrip().startswith(("|", "#", ">>>", "!["))]
@@ -29,24 +29,22 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def words(sentence: str) -> int:
-    """Words of a sentence; code in backticks counts as one, signs count as none."""
-    plain = _NOT_PROSE.sub(lambda found: found[1] or "code", sentence)
+    """Count words; code in backticks is one, signs are none."""
+    plain = _CODE.sub(lambda found: found[1] or "code", sentence)
     return sum(any(sign.isalnum() for sign in word) for word in plain.split())
 
 
-def broken(path: Path) -> Iterator[str]:
-    """Sentences of a file that break a rule, as ``path:line: sentence``."""
-    for line, text in _texts(path):
-        for sentence in sentences(text):
-            if words(sentence) > MOST_WORDS or OPENINGS.match(sentence):
-                yield f"{path.relative_to(ROOT)}:{line}: ({words(sentence)}) {sentence}"
+def broken(text: str) -> list[str]:
+    """Return the sentences of a text that break a rule, with their number of words."""
+    return [f"({words(one)}) {one}" for one in sentences(text) if words(one) > MOST_WORDS or OPENINGS.match(one)]
 
 
-def _texts(path: Path) -> Iterator[tuple[int, str]]:
-    if path.suffix == ".md":
-        yield 1, path.read_text()
-        return
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of a page, or of each docstring and comment of a Python file."""
     text = path.read_text()
+    if path.suffix == ".md":
+        yield 1, text
+        return
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if (doc := ast.get_docstring(node)) is not None:
@@ -55,12 +53,28 @@ def _texts(path: Path) -> Iterator[tuple[int, str]]:
         yield text[: found.start()].count("\n") + 1, re.sub(r"^[ \t]*# ?", "", found[0], flags=re.M)
 
 
-def files(folder: str) -> list[Path]:
+def broken_below(folder: str) -> list[str]:
+    """Return ``path:line: sentence`` of all that break a rule below a folder; results of benchmarks are left out."""
     below = ROOT / folder
-    found = [below] if below.is_file() else [*below.rglob("*.py"), *below.rglob("*.md")]
-    return sorted(path for path in found if "__pycache__" not in path.parts and "results" not in path.parts)
+    files = [below] if below.is_file() else sorted([*below.rglob("*.py"), *below.rglob("*.md")])
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {sentence}"
+        for path in files
+        if not {"__pycache__", "results"} & set(path.parts)
+        for line, text in texts(path)
+        for sentence in broken(text)
+    ]
+
+
+def test_sentences_of_every_file_are_short_and_begin_with_their_subject():
+    assert [line for folder in FOLDERS for line in broken_below(folder)] == []
+
+
+def test_sentence_that_is_long_or_begins_with_a_clause_is_found():
+    long = "A rank sends " + "and sends " * 12 + "rows."
+    assert broken(f"Short one. {long}\n\nWhat it holds.\n") == [f"(28) {long}", "(3) What it holds."]
 
 
 if __name__ == "__main__":
-    found = [line for folder in sys.argv[1:] or FOLDERS for path in files(folder) for line in broken(path)]
+    found = [line for folder in sys.argv[1:] or FOLDERS for line in broken_below(folder)]
     print(*found, f"{len(found)} sentences", sep="\n")

@@ -32,7 +32,8 @@ FAST = (
     "tests/rollout/layout/test_transfer_plan.py",
     "tests/rollout/transport/test_full.py",
     "tests/test_ranks.py",
-    "tests/test_readme.py",
+    "tests/test_docs.py",
+    "tests/test_sentences.py",
     "tests/test_walls.py",
 )
 LEFT_OUT = (

@@ -52,16 +52,7 @@ def reduce_rows(logits, scale, labels, sums, COLUMNS, TOKENS, WITH_ENTROPY: tl.c
 
 @triton.jit
 def write_gradients(
-    logits,
-    scale,
-    labels,
-    lse,
-    common,
-    of_entropy,
-    of_label,
-    COLUMNS,
-    WITH_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, scale, labels, lse, common, of_entropy, of_label, COLUMNS, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

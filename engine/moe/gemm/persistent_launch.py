@@ -11,11 +11,11 @@ from .backends import Groups
 from .gate import Gate
 from .triton_tiles import INTERPRETED, Tile, tiles_of
 
-__all__ = ["GPUS", "mm", "takes", "up_gate"]
+__all__ = ["mm", "takes", "up_gate"]
 
-# Major compute capabilities of the kernels; on the second Triton specializes warps. On the first it would need
-# descriptors made on the device, and does not compile these (3.7 and 3.9).
-GPUS = _, _SPECIALIZES = (9, 10)
+# Major compute capability on which Triton specializes warps. On 9 it would need descriptors made on the device, and
+# does not compile these (3.7 and 3.9).
+_SPECIALIZES = 10
 
 
 def takes(rows: torch.Tensor, in_out: torch.Tensor, bias: torch.Tensor | None, gates: int = 1) -> bool:

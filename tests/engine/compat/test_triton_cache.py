@@ -108,7 +108,7 @@ def test_wait_for_a_compile_that_does_not_end_ends_itself_with_a_line(cache, mon
     first, second = get_cache_manager(KEY), get_cache_manager(KEY)
     assert first.get_file("launcher.so") is None and not caplog.records
     assert second.get_file("launcher.so") is None
-    assert "compiled here too, for another process has not ended it in time" in caplog.text
+    assert "compiled here too, because another process did not finish in time" in caplog.text
     put = first.put(b"code", "launcher.so")
     assert second.get_file("launcher.so") == get_cache_manager(KEY).get_file("launcher.so") == put
 

@@ -9,7 +9,7 @@ import torch
 
 from epfsdp2.engine.moe import forward
 from epfsdp2.engine.moe.gemm import backends
-from epfsdp2.engine.moe.gemm.backends import Groups, IndexedRows, TorchBackend
+from epfsdp2.engine.moe.gemm.backends import Backend, Groups, IndexedRows
 from epfsdp2.engine.moe.gemm.gate import Gate
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
@@ -41,7 +41,7 @@ def kernels():
 def test_torch_outer_of_experts_without_rows_is_zero_where_the_kernel_leaves_garbage(monkeypatch):
     """As CUTLASS on compute capability 10.x (pytorch#172439)."""
     groups, rows = Groups(torch.tensor(COUNTS), sum(COUNTS)), drawn(sum(COUNTS), 16)
-    want = TorchBackend().outer(rows, rows, groups)
+    want = Backend().outer(rows, rows, groups)
     grouped_mm, asked = backends.torch_grouped_mm, []
 
     def leaves_garbage(a, b, offs):
@@ -54,7 +54,7 @@ def test_torch_outer_of_experts_without_rows_is_zero_where_the_kernel_leaves_gar
     monkeypatch.setattr(backends, "_on_cpu", lambda tensor: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert relative_error(TorchBackend().outer(rows, rows, groups), want) < 1e-6 and len(asked) == 1
+    assert relative_error(Backend().outer(rows, rows, groups), want) < 1e-6 and len(asked) == 1
     weight = drawn(len(COUNTS), 16, 16).requires_grad_()
     forward.grouped_linear(rows, weight, groups.counts_e, None, False).sum().backward()
     assert len(asked) == 1, "autograd would compute the weight's gradient with it"
@@ -62,7 +62,7 @@ def test_torch_outer_of_experts_without_rows_is_zero_where_the_kernel_leaves_gar
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, BFLOAT16), (torch.float16, 1e-3)])
 def test_triton_operators_equal_torch(kernels, dtype, bound):
-    ours, twin = kernels.TritonBackend(), TorchBackend()
+    ours, twin = kernels.TritonBackend(), Backend()
     x, tokens = drawn(7, 19, dtype=dtype), torch.tensor([6, 0, 3, 3, 5])
     assert torch.equal(ours.take(x, tokens), twin.take(x, tokens))
     slots = torch.tensor([[0, 4, 6], [1, 1, 2]])
@@ -92,7 +92,7 @@ def test_triton_gemms_and_sums_accumulate_in_float32(kernels):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_triton_operators_on_small_integers_are_torchs_bit_for_bit(kernels, dtype):
-    ours, twin, total = kernels.TritonBackend(), TorchBackend(), sum(RAGGED)
+    ours, twin, total = kernels.TritonBackend(), Backend(), sum(RAGGED)
     groups, whole = Groups(torch.tensor(RAGGED), total), partial(integers, dtype=dtype)
     rows, weight, bias, other = whole(total, 37), whole(6, 37, 23, seed=1), whole(6, 23, seed=2), whole(total, 18)
     scale = 2.0 ** whole(total, seed=3).float()
@@ -232,7 +232,7 @@ def test_triton_gemm_of_rows_read_through_an_index_equals_that_of_their_copy_bit
     groups, x = Groups(torch.tensor(counts), total), drawn(11, hidden, dtype=dtype)
     index = torch.randint(11, (total + 1,), generator=torch.Generator().manual_seed(5))[1:]  # of another alignment
     rows, copied = ours.indexed(x, index), ours.take(x, index)
-    assert isinstance(rows, IndexedRows) and torch.equal(copied, TorchBackend().indexed(x, index))
+    assert isinstance(rows, IndexedRows) and torch.equal(copied, Backend().indexed(x, index))
     scale, other = drawn(total, seed=3), drawn(total, inner, dtype=dtype, seed=1)
     up, bias = drawn(experts, hidden, 2 * inner, dtype=dtype), drawn(experts, 2 * inner, dtype=dtype, seed=2)
     vectors = drawn(experts, hidden, dtype=dtype)

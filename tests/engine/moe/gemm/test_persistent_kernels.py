@@ -183,7 +183,7 @@ def test_parallelize_with_reserved_sms_passes_them_to_the_gemms(tmp_path):
     run_ranks(_leaves_sms, 1, save_qwen3_moe(tmp_path))
 
 
-def test_persistent_kernels_take_no_operands_that_tma_does_not(kernels, monkeypatch):
+def test_persistent_kernels_take_no_operands_that_tma_does_not(kernels):
     takes, rows, weight = kernels.persistent_launch.takes, drawn(4, 40), drawn(2, 40, 24)
     assert takes(rows, weight, None) and takes(rows, weight.mT.contiguous().mT, None)
     assert not takes(rows, weight, drawn(2, 24))  # a bias
@@ -191,5 +191,3 @@ def test_persistent_kernels_take_no_operands_that_tma_does_not(kernels, monkeypa
     assert not takes(drawn(4, 38), drawn(2, 38, 24), None)  # rows of 152 bytes
     assert not takes(drawn(161)[1:].view(4, 40), weight, None)  # 4 bytes behind an aligned address
     assert not takes(rows, weight, None, gates=2) and takes(rows, weight.mT.contiguous().mT, None, gates=2)
-    monkeypatch.setattr(kernels.persistent_launch, "_HAS_DESCRIPTORS", False)  # a Triton without them
-    assert not takes(rows, weight, None)

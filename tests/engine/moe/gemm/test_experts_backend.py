@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import math
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -223,15 +224,6 @@ def test_fused_experts_on_two_ranks_save_nothing_on_the_source_rank():
     run_ranks(_kept_of_rows_sent, 2, 8, 64, 24, 2)
 
 
-class _Counting(Backend):
-    def __init__(self):
-        self.products = 0
-
-    def mm(self, *args):
-        self.products += 1
-        return super().mm(*args)
-
-
 def test_fused_experts_backward_runs_twice_and_its_first_linear_not_alone():
     module, (hidden, ids, weights) = make("plain"), routed()
     attach(module, ExpertsRuntime(E, None))
@@ -243,17 +235,16 @@ def test_fused_experts_backward_runs_twice_and_its_first_linear_not_alone():
         between.sum().backward()
 
 
-def test_fused_experts_when_recomputed_stop_before_the_down_projection(monkeypatch):
+def test_fused_experts_when_recomputed_stop_before_the_down_projection():
     """Forward runs 2 grouped GEMMs, recomputation the first one, backward one for each."""
-    backend, module, (hidden, ids, weights) = _Counting(), make("plain"), routed()
+    module, (hidden, ids, weights) = make("plain"), routed()
     attach(module, ExpertsRuntime(E, None))
-    monkeypatch.setattr("epfsdp2.engine.moe.forward.backend_named", lambda name: backend)
     hidden.requires_grad_()
-    out = checkpoint(experts_forward, module, hidden, ids, weights, use_reentrant=False)
-    assert backend.products == 2
-    seed = torch.linspace(-1, 1, out.numel()).view_as(out)
-    out.backward(seed)
-    assert backend.products == 5
+    with mock.patch.object(Backend, "mm", autospec=True, side_effect=Backend.mm) as product:
+        out = checkpoint(experts_forward, module, hidden, ids, weights, use_reentrant=False)
+        assert product.call_count == 2
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
+        assert product.call_count == 5
     want = tokens_with(module, "reference", hidden.detach(), ids, weights)
     assert_equal({"out": out, "hidden": hidden.grad} | grads_of(module), {k: want[k] for k in want if k != "weights"})
 
@@ -314,22 +305,16 @@ def test_fused_experts_of_rows_in_the_order_received_equal_those_of_grouped_rows
     assert all(relative_error(one, other) < RELATIVE for one, other in zip(*found, strict=True))
 
 
-class _Calls(TorchFunctionMode):
-    """Lists the torch functions at which the mode is called."""
-
-    def __init__(self):
-        super().__init__()
-        self.functions = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.functions.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-def test_experts_forward_asks_no_function_mode():
+def test_experts_forward_calls_no_function_mode():
     """Modes that override the router's choice would run at each of its calls."""
-    module, (hidden, ids, weights) = make("plain"), routed()
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            functions.append(func)
+            return func(*args, **(kwargs or {}))
+
+    functions, module, (hidden, ids, weights) = [], make("plain"), routed()
     attach(module, ExpertsRuntime(E, None, backend="torch"))
-    with _Calls() as calls:
+    with Calls():
         experts_forward(module, hidden.add(1), ids, weights)
-    assert calls.functions == [torch.Tensor.add]
+    assert functions == [torch.Tensor.add]

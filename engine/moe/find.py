@@ -78,6 +78,11 @@ class ExpertsInfo:
     """Parameter name in the module -> its dim that counts the experts; parameters without one are left out."""
 
     @property
+    def block(self) -> str:
+        """Name in the model of the block that calls the experts."""
+        return self.fqn.rpartition(".")[0]
+
+    @property
     def etp_dims(self) -> dict[str, EtpDim]:
         """Parameter name in the module -> its dim that expert tensor parallelism shards.
 

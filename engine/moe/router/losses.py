@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...wrap_forward import wrap_forward
 from ..find import ExpertsInfo, UnsupportedModelError, experts_by_layer
-from ..forward import experts_shared_by, rows_computed
+from ..forward import runtime_of
 
 __all__ = ["RouterLosses", "check_router_logits"]
 
@@ -58,9 +58,10 @@ class _Layer:
     by_sigmoid: bool = False
     rows_before: int = 0
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.ids = self.logits = None
-        self.rows_before = rows_computed(self.info.module) or 0
+        runtime = runtime_of(self.info.module)
+        self.rows_before = 0 if runtime is None else runtime.rows_computed
 
     def load(self, is_token: torch.Tensor) -> torch.Tensor:
         """Count the tokens of each expert, int64 ``[E]``."""
@@ -69,15 +70,11 @@ class _Layer:
         counts = torch.zeros(self.info.num_experts, dtype=torch.long, device=ids.device)
         return counts.scatter_add_(0, ids.reshape(-1), is_token[:, None].expand_as(ids).reshape(-1).long())
 
-    def routed(self) -> int:
-        """Count the assignments of all rows, padding included."""
+    def assignments(self) -> tuple[int, int]:
+        """Count the assignments that this rank's tokens have, padding included, and those its experts have computed."""
         assert self.ids is not None
-        return self.ids.numel()
-
-    def computed(self) -> int:
-        """Count those that this rank's experts have computed, whichever rank they came from."""
-        computed = rows_computed(self.info.module)
-        return self.routed() if computed is None else computed - self.rows_before
+        routed, runtime = self.ids.numel(), runtime_of(self.info.module)
+        return routed, routed if runtime is None else runtime.rows_computed - self.rows_before
 
 
 @dataclass
@@ -114,7 +111,7 @@ class RouterLosses:
         for layer in self._layers:
             layer.info.module.register_forward_pre_hook(functools.partial(self._arrive, layer), with_kwargs=True)
             if self._has_loss:
-                block = model.get_submodule(layer.info.fqn.rpartition(".")[0])
+                block = model.get_submodule(layer.info.block)
                 wrap_forward(block, "router_losses", functools.partial(self._block, layer.info.num_experts))
 
     @property
@@ -133,7 +130,7 @@ class RouterLosses:
         """Record the routing of the next forward."""
         self._watching = True
         for layer in self._layers:
-            layer.forget()
+            layer.reset()
 
     def loss(self, is_token: torch.Tensor) -> torch.Tensor | None:
         """Return the router loss of the forward, to be added to this rank's loss; collective.
@@ -163,20 +160,22 @@ class RouterLosses:
         self._sums.dropped = self._sums.dropped + dropped
         added = self._added(loads / tokens, is_token) if self._has_loss else None
         for layer in self._layers:
-            layer.forget()
+            layer.reset()
         return added
 
     def _dropped(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a number whose sum over all ranks is that of the assignments that no expert has computed; collective
-        over the ranks that share experts.
+        """Return this rank's part of the number of assignments that no expert has computed: the sum over all ranks is
+        that number. Collective over the ranks that share experts.
 
-        An assignment is computed where all of these ranks have computed their parts of it. Of each layer they agree on
-        the fewest that one of them has, and the first of them counts it.
+        A shared expert has computed an assignment once each of its ranks has computed a part. So these ranks take the
+        minimum of their counts for each layer, and the first of them subtracts it.
         """
-        # Numbers that the host knows are filled in: a copy from its memory would wait for the device.
-        routed = like.new_full((), sum(layer.routed() for layer in self._layers))
-        computed = torch.stack([like.new_full((), layer.computed()) for layer in self._layers])
-        sharing = experts_shared_by(self._layers[0].info.module)
+        # ``new_full``, because a copy from the host's memory would wait for the device.
+        counts = [layer.assignments() for layer in self._layers]
+        routed = like.new_full((), sum(routed for routed, _ in counts))
+        computed = torch.stack([like.new_full((), computed) for _, computed in counts])
+        runtime = runtime_of(self._layers[0].info.module)
+        sharing = None if runtime is None else runtime.etp_group
         if sharing is None:
             return routed - computed.sum()
         dist.all_reduce(computed, dist.ReduceOp.MIN, group=sharing)

@@ -62,7 +62,7 @@ class RouterReplay:
         for index, info in experts_by_layer(experts, num_layers).items():
             self._layers[index] = layer = _Layer(index, info.fqn, info.num_experts)
             info.module.register_forward_pre_hook(functools.partial(self._arrive, layer), with_kwargs=True)
-            block = model.get_submodule(info.fqn.rpartition(".")[0])
+            block = model.get_submodule(info.block)
             call = functools.partial(self._block, layer)
             if chooses_by_maximum(block):
                 call = functools.partial(self._block_by_maximum, layer, block)

@@ -77,8 +77,8 @@ class ExpertsRuntime:
         backend: name of a ``backends.BackendChoice``.
         exchange: replaces the synchronous all-to-alls, where the settings ask for it.
         etp_group: the ranks that share each expert, ``None`` where this rank holds its experts whole.
-        rows_computed: (token, expert) pairs that this rank's experts have computed so far, recomputations included;
-            each rank of ``etp_group`` counts the pairs of which it computes a part.
+        rows_computed: (token, expert) pairs that this rank's experts have computed so far, recomputations included.
+            Each rank of ``etp_group`` counts a pair.
     """
 
     num_experts: int
@@ -93,14 +93,6 @@ class Adapters(Protocol):
     """The switch of low-rank adapters (``lora/adapters.py``)."""
 
     enabled: bool
-
-
-@dataclass(frozen=True)
-class _Adapted:
-    """The adapters of an experts module, and the scaling of each adapted weight."""
-
-    adapters: Adapters
-    scalings: dict[str, float]
 
 
 def install_experts_forward(
@@ -154,17 +146,16 @@ def runtime_of(module: nn.Module) -> ExpertsRuntime | None:
 
 def adapt_experts(module: nn.Module, adapters: Adapters, weight: str, scaling: float) -> None:
     """Add a weight's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` in the forward."""
-    adapted: _Adapted = getattr(module, _ADAPTERS, None) or _Adapted(adapters, {})
-    adapted.scalings[weight] = scaling
-    setattr(module, _ADAPTERS, adapted)
+    module.__dict__.setdefault(_ADAPTERS, {})[weight] = adapters, scaling
 
 
 def _scaling(module: nn.Module, weight: str) -> float | None:
     """Return the scaling of a weight's adapter; ``None`` without one, or where adapters are disabled."""
-    adapted: _Adapted | None = getattr(module, _ADAPTERS, None)
-    return adapted.scalings.get(weight) if adapted is not None and adapted.adapters.enabled else None
+    adapters, scaling = getattr(module, _ADAPTERS, {}).get(weight, (None, None))
+    return scaling if adapters is not None and adapters.enabled else None
 
 
+@without_function_modes()  # the modes that override a router ignore these calls, and would slow down each of them
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -179,18 +170,7 @@ def experts_forward(
     Returns:
         ``(T, D)`` in the dtype of ``hidden_states``.
     """
-    # Modes that override a router (router/override.py) ignore these calls, and would slow down each of them.
-    with without_function_modes():
-        return _experts_forward(self, getattr(self, _HANDLE), hidden_states, top_k_index, top_k_weights)
-
-
-def _experts_forward(
-    self: Any,
-    runtime: ExpertsRuntime,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
+    runtime: ExpertsRuntime = getattr(self, _HANDLE)
     # FSDP gathers back to the parameter's type before sharding: a DTensor over ``ep`` alone.
     own = self.named_parameters(recurse=False)
     weight = {name: param.to_local() if isinstance(param, DTensor) else param for name, param in own}
@@ -298,18 +278,15 @@ def grouped_linear(
     in_out = weight if is_transposed else weight.transpose(-2, -1)
     offsets = torch.cumsum(counts_e, dim=0).to(torch.int32)
     with torch.autocast(rows.device.type, enabled=False):
-        # Under autocast an activation may return another dtype than it got.
-        out = _grouped_mm(rows.to(weight.dtype), in_out, offsets)
+        rows = rows.to(weight.dtype)  # under autocast an activation may return another dtype than it got
+        if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out) and zeroes_empty_groups():  # in backward
+            out = torch_grouped_mm(rows, in_out, offs=offsets)
+        else:
+            groups = rows.tensor_split(offsets[:-1].tolist())
+            out = torch.cat([group @ weight for group, weight in zip(groups, in_out.unbind(), strict=True)])
     if bias is not None:
         out = out + torch.repeat_interleave(bias, counts_e, dim=0, output_size=rows.shape[0])
     return out
-
-
-def _grouped_mm(rows: torch.Tensor, in_out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out) and zeroes_empty_groups():  # in backward
-        return torch_grouped_mm(rows, in_out, offs=offsets)
-    groups = rows.tensor_split(offsets[:-1].tolist())
-    return torch.cat([group @ weight for group, weight in zip(groups, in_out.unbind(), strict=True)])
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)

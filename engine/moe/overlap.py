@@ -6,7 +6,7 @@
 
 A layer's tokens are split into chunks. All dispatches start before anything computes, and only a chunk's own compute
 waits for its dispatch. A chunk's combine starts as soon as the chunk is computed. Autograd runs the latest nodes of a
-graph first: backward starts the gradient of every combine, then computes the chunks from the last to the first. It
+graph first. So backward starts the gradient of every combine, then computes the chunks from the last to the first. It
 starts the gradient of each dispatch after its chunk. The order of collectives depends on the settings alone.
 
 The source rank applies the routing weights after combine, as in ``dispatch.combine``, but saves no expert outputs for
@@ -48,9 +48,12 @@ def check_overlap(
         SettingError: custom experts, which dispatch their tokens themselves, would ignore a setting; or a block has no
             shared experts, or calls them before the experts.
     """
-    settings = {"dispatch_chunks": (chunks, chunks > 1), "overlap_shared_experts": (shared, shared)}
-    settings |= {"dispatcher": (dispatcher, dispatcher != "all_to_all")}
-    changed = [(f"engine.{name}", value) for name, (value, is_changed) in settings.items() if is_changed]
+    settings: list[tuple[str, object, bool]] = [
+        ("engine.dispatch_chunks", chunks, chunks > 1),
+        ("engine.overlap_shared_experts", shared, bool(shared)),
+        ("engine.dispatcher", dispatcher, dispatcher != "all_to_all"),
+    ]
+    changed = [(name, value) for name, value, is_changed in settings if is_changed]
     for info in experts if changed else ():
         if isinstance(info.module, CustomExperts):
             rule = f"{type(info.module).__name__} dispatches its tokens itself."

@@ -1,1 +1,1 @@
-"""What differs between versions of the libraries."""
+"""Private and version-dependent names of the libraries."""

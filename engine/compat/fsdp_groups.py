@@ -1,4 +1,4 @@
-"""Find the parameters that FSDP2 gathers together, which torch has under private names."""
+"""Find FSDP2's parameter groups, which torch keeps under private names."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from .private_names import MissingNameError, look_up
 
 __all__ = ["keeping_version", "parameter_groups"]
 
-# A context manager: writing to a tensor inside of it does not count as a change of what autograd has saved.
+# A context manager: autograd does not see writes to the tensor inside of it as changes of saved tensors.
 keeping_version = look_up("torch.autograd:_unsafe_preserve_version_counter", known="2.11 to 2.15")
-# What ``fsdp/single_rank.py`` and ``fsdp/after_gather.py`` wrap, call or read.
+# The attributes that ``fsdp/single_rank.py`` and ``fsdp/after_gather.py`` wrap, call or read.
 _GROUP = ("fsdp_params", "wait_for_unshard", "post_backward", "_all_gather_result", "reduce_grads", "is_sharded")
 _PARAM = (
     *("all_gather_outputs", "init_all_gather_outputs", "alloc_all_gather_outputs", "free_unsharded_param"),
@@ -21,10 +21,10 @@ _PARAM = (
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """Return the ``FSDPParamGroup``s that a module's forward gathers; none where it has no parameters of its own.
+    """Return the ``FSDPParamGroup``s that a module's forward gathers; none if it has no parameters of its own.
 
     Raises:
-        MissingNameError: this torch keeps them elsewhere, or has parts of them under other names.
+        MissingNameError: this torch has other names for them or their attributes.
     """
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # since torch 2.12
@@ -41,7 +41,7 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 
 def _check(part: Any, names: tuple[str, ...]) -> None:
     cls = type(part)
-    for name in names:  # on the class where they can be: some are set, or can be read, in a step alone
+    for name in names:  # on the class if possible: some are set, or readable, only during a step
         if not (name in cls.__annotations__ or hasattr(cls, name) or hasattr(part, name)):
             raise _missing(f"{cls.__name__}.{name}")
 

@@ -1,4 +1,4 @@
-"""Take torch's function modes (``TorchFunctionMode``) off for some calls; torch has no public name for it."""
+"""Disable torch's function modes (``TorchFunctionMode``) for a block; torch has no public name for it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _NAMES = ("_get_current_function_mode_stack", "_pop_mode", "_push_mode")
 
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Empty the stack of modes, which the compiler's guards read too, and fill it again at the end.
+    """Empty the stack of modes, which the compiler's guards also read, and restore it at the end.
 
     In a torch without these names the modes stay on, which changes no result.
     """

@@ -1,7 +1,4 @@
-"""Look up private names of libraries, which differ between versions.
-
-Only the compat files use it (``transformers_names.py``, ``rollout/vllm/compat.py``).
-"""
+"""Look up private names of libraries, which differ between versions; for the compat files."""
 
 import importlib
 import importlib.metadata
@@ -11,15 +8,15 @@ __all__ = ["MissingNameError", "look_up"]
 
 
 class MissingNameError(RuntimeError):
-    """A library has changed a private name that this package needs; not an ``ImportError``, which some swallow."""
+    """A library has changed a private name; not an ``ImportError``, which some callers swallow."""
 
 
 def look_up(*places: str, known: str, instead: str = "") -> Any:
-    """Return the first of several ``module:name`` that exists.
+    """Return the first existing ``module:name``.
 
     Args:
-        known: versions of the library that have one of them.
-        instead: what works with a version that has none.
+        known: versions of the library that have one.
+        instead: a setting that works with other versions.
 
     Raises:
         MissingNameError: none exists.

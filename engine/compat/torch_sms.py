@@ -1,4 +1,4 @@
-"""Set how many SMs of a GPU this process's GEMMs leave to other kernels: torch's private carve-out (2.11 to 2.13)."""
+"""The number of SMs that GEMMs leave to other kernels: torch's private carve-out (2.11 to 2.13)."""
 
 import torch
 
@@ -6,7 +6,7 @@ from .private_names import look_up
 
 __all__ = ["leave_sms", "sms_left"]
 
-_BESIDE_COLLECTIVES = 16  # NCCL's CTAs of an all-gather within a node of H100s
+_BESIDE_COLLECTIVES = 16  # NCCL's CTAs for an all-gather within a node of H100s
 
 
 def leave_sms(count: int, has_collectives: bool = False) -> None:
@@ -14,7 +14,7 @@ def leave_sms(count: int, has_collectives: bool = False) -> None:
 
     Args:
         count: -1 for 16 if ``has_collectives``, else 0.
-        has_collectives: whether kernels of collectives run beside the GEMMs.
+        has_collectives: whether collectives run beside the GEMMs.
 
     Raises:
         MissingNameError: this torch has no such setting.
@@ -27,6 +27,5 @@ def leave_sms(count: int, has_collectives: bool = False) -> None:
 
 
 def sms_left() -> int:
-    """Return how many SMs are left at present."""
-    left = getattr(torch._C, "_get_sm_carveout_experimental", lambda: None)()
-    return left or 0
+    """Return the number of SMs that GEMMs leave now."""
+    return getattr(torch._C, "_get_sm_carveout_experimental", lambda: None)() or 0

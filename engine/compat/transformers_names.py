@@ -1,7 +1,4 @@
-"""transformers' private names that loading and saving work with, looked up once.
-
-Read in transformers 5.9.0, 5.12.1 and 5.23.0.
-"""
+"""transformers' private names for loading and saving (read in 5.9.0, 5.12.1 and 5.23.0)."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,22 +49,22 @@ _rename_source_key = _find(f"{_LOADING}:rename_source_key")
 
 
 RENAMED = "_epfsdp2_renamed"
-"""Attribute of a model: the ends of its parameters' names by those that transformers gives them, where they differ."""
+"""Attribute of a model: the end of a parameter's own name, by the end of transformers' name, where they differ."""
 
 FLATTENED = "_epfsdp2_flattened"
-"""Attribute of a model: ``Flattened`` by the end of the name of a parameter that transformers has flattened."""
+"""Attribute of a model: ``Flattened`` by the end of the name of a flattened parameter."""
 
 _SUBMODELS: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Flattened:
-    """A stack of experts that transformers, and with it a checkpoint, holds as matrices ``[E * rows, D]``.
+    """A stack of experts that transformers and checkpoints hold as matrices ``[E * rows, D]``.
 
     Args:
         names: the ends of the matrices' names. The stack is ``[E, len(names) * rows, D]``, in their order.
-        rows: of each expert in a matrix.
-        is_transposed: whether the stack is ``[E, D, rows]``; of one matrix.
+        rows: rows per expert in a matrix.
+        is_transposed: whether the stack is ``[E, D, rows]``, for one matrix.
     """
 
     names: tuple[str, ...]
@@ -75,22 +72,22 @@ class Flattened:
     is_transposed: bool = False
 
     def stack(self, matrices: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return the stack of the matrices, which are in the order of their names."""
+        """Return the stack of the matrices, which are in the order of ``names``."""
         parts = [matrix.unflatten(0, (-1, self.rows)) for matrix in matrices]
         return parts[0].mT if self.is_transposed else torch.cat(parts, dim=1)
 
     def parts(self, stack: torch.Tensor) -> list[torch.Tensor]:
-        """Return the matrices of a stack, or of some of its experts, as views ``[E, rows, D]``."""
+        """Return the matrices of a stack, or of a slice of experts, as views ``[E, rows, D]``."""
         return [stack.mT] if self.is_transposed else list(stack.split(self.rows, dim=1))
 
     def flatten(self, stack: torch.Tensor) -> list[torch.Tensor]:
-        """Return the matrices of a stack, or of some of its experts; copies, if there are two experts or more."""
+        """Return the matrices of a stack, or of a slice of experts; copies, if there are two experts or more."""
         return [part.flatten(0, 1) for part in self.parts(stack)]
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
     ) -> dict[str, torch.Tensor]:
-        """Do as an operation of transformers' ``WeightConverter`` does."""
+        """Stack the matrices: the interface of operations of transformers' ``WeightConverter``."""
         return {target_patterns[0]: self.stack(input_dict[pattern][0] for pattern in source_patterns)}
 
 
@@ -100,15 +97,15 @@ def renamed(
     """Return the model's name of a checkpoint's tensor, and the source pattern of its converter; None without one.
 
     Args:
-        base_model_prefix: of the model; put before a name, or taken off, where that makes it one of ``known``.
-        known: the model's names; values that are not None.
+        base_model_prefix: added to a name or removed from it if the result is in ``known``.
+        known: the model's names; values are not None.
     """
     # By position: the fourth parameter is ``prefix`` up to 5.11 and ``base_model_prefix`` after.
     return _rename_source_key(key, renamings, converters, base_model_prefix, known)
 
 
 def own_name(model: nn.Module, name: str) -> str:
-    """Return the model's own name of the parameter that transformers gives this name."""
+    """Return the model's own name of a parameter, for transformers' name."""
     for plain, own in getattr(model, RENAMED, {}).items():
         if name.endswith(plain):
             return name.removesuffix(plain) + own
@@ -116,7 +113,7 @@ def own_name(model: nn.Module, name: str) -> str:
 
 
 def flattened_matrices(model: nn.Module, name: str) -> tuple[Flattened, list[str]] | None:
-    """Return how transformers has this stack of experts, and its matrices' names; None for any other parameter."""
+    """Return the ``Flattened`` of a stack of experts, and its matrices' names; None for any other parameter."""
     for end, of in getattr(model, FLATTENED, {}).items():
         if name.endswith(end):
             return of, [name.removesuffix(end) + own for own in of.names]
@@ -134,7 +131,7 @@ def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
 
 
 def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) -> None:
-    """Have a model's experts modules, which are on the interface, computed by the function registered as ``name``.
+    """Set the function registered as ``name`` as the forward of a model's experts modules.
 
     transformers 5.23 by itself leaves out a model whose source does not decorate a class (``moe/outside``).
     """
@@ -144,7 +141,7 @@ def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) ->
 
 
 def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert a model's tensors to those of a checkpoint; the model may be sharded."""
+    """Convert a model's tensors to a checkpoint's; the model may be sharded."""
     flattened: dict[str, torch.Tensor] = {}
     others = dict(state)
     for name in state:
@@ -158,10 +155,10 @@ def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -
 
 
 def _unsharded(model: nn.Module) -> nn.Module:
-    """Return a view of a model whose submodels have the classes that transformers knows; all else is shared.
+    """Return a view of a model whose submodels have their own classes; all else is shared.
 
-    Conversions are found by the name of a class, and from 5.20 on by the module that defines it; FSDP replaces both.
-    transformers looks for submodels among all modules at each conversion, so the view yields no others.
+    transformers finds conversions by the name of a class, and from 5.20 on by its module; FSDP replaces both. It walks
+    all modules at each conversion, so the view yields only submodels.
     """
     if not isinstance(model, PreTrainedModel):
         return model

@@ -1,7 +1,7 @@
-"""Compile each Triton kernel once per node: the ranks of a node share a cache, and all miss in it at the same time.
+"""Compile each Triton kernel once per node: the ranks of a node share a cache, and all miss at the same time.
 
 The first rank that misses locks the kernel's folder in Triton's cache. The others wait and find the kernel there. The
-lock is held during a compile alone, so it can't wait for a collective, and the system unlocks it if its holder dies.
+lock is held only during a compile, so it can't wait for a collective, and the system unlocks it if its holder dies.
 """
 
 import fcntl
@@ -22,16 +22,16 @@ _MOST_SECONDS, _PAUSE_SECONDS = 300.0, 0.02  # shorter than the time limit of NC
 
 
 def compile_once_per_node() -> None:
-    """Have this process wait for kernels that another one compiles, unless the user has set how Triton caches."""
+    """Let this process wait for kernels that another one compiles, unless the user has set up Triton's cache."""
     if triton.knobs.cache.manager_class is None and not triton.knobs.compilation.always_compile:
         triton.knobs.cache.manager_class = _SharedCache
 
 
 class _SharedCache(FileCacheManager):
-    """One kernel's folder in Triton's cache; Triton makes an object of it for each compile.
+    """One kernel's folder in Triton's cache, for one compile.
 
-    Triton compiles a kernel after ``get_group`` has found nothing, and C code of launchers after ``get_file`` has. When
-    the compile has ended or failed Triton drops the object, which closes the lock's file.
+    Triton compiles a kernel if ``get_group`` finds nothing, and a launcher's C code if ``get_file`` does. When the
+    compile has ended or failed, Triton drops the object, which closes the lock's file.
     """
 
     _lock: int | None = None
@@ -41,13 +41,13 @@ class _SharedCache(FileCacheManager):
         self._may_lock = not override and not dump
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        return super().get_group(filename) or self._after_others(super().get_group, filename)
+        return super().get_group(filename) or self._wait_and(super().get_group, filename)
 
     def get_file(self, filename: str) -> str | None:
-        return super().get_file(filename) or self._after_others(super().get_file, filename)
+        return super().get_file(filename) or self._wait_and(super().get_file, filename)
 
-    def _after_others(self, look_up: Callable[[str], Any], filename: str) -> Any:
-        """Return what another process has compiled; None if this one has to."""
+    def _wait_and(self, look_up: Callable[[str], Any], filename: str) -> Any:
+        """Return the result of another process; None if this one has to compile."""
         if self._may_lock:
             self._may_lock, self._lock = False, _locked(os.path.join(self.cache_dir, "lock"))
         return look_up(filename)
@@ -58,7 +58,7 @@ class _SharedCache(FileCacheManager):
 
 
 def _locked(path: str) -> int | None:
-    """Lock a file and return its descriptor; None if it can't be locked, or not in time."""
+    """Lock a file and return its descriptor; None if it can't be locked in time."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + _MOST_SECONDS
     while True:
@@ -69,7 +69,7 @@ def _locked(path: str) -> int | None:
             if time.monotonic() < deadline:
                 time.sleep(_PAUSE_SECONDS)
                 continue
-            logger.warning("epfsdp2: %s: compiled here too, for another process has not ended it in time", path)
+            logger.warning("epfsdp2: %s: compiled here too, because another process did not finish in time", path)
         except OSError:  # a file system without locks
             pass
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Which versions of what this package works with are installed, accepted, and tested."""
+"""The installed, accepted and tested versions of the libraries."""
 
 import importlib.metadata
 from functools import cache
@@ -7,17 +7,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = [
-    "TESTED",
-    "accepted",
-    "installed",
-    "is_accepted",
-    "tested",
-    "untested",
-    "vllm_in",
-]
+__all__ = ["TESTED", "accepted", "installed", "is_accepted", "tested", "untested", "vllm_in"]
 
-# Stack -> versions with which its tests passed: what benchmarks/results/stacks.json shows, and no more.
+# Stack -> versions with which its tests passed (benchmarks/results/stacks.json).
 TESTED: dict[str, dict[str, str]] = {
     "users": {"torch": "2.11.0", "transformers": "5.9.0", "vllm": "0.24.0", "verl": "0.9.1", "ray": "2.60.0"},
     "default": {"torch": "2.13.0", "transformers": "5.9.0", "vllm": "0.27.1", "verl": "0.9.1", "ray": "2.60.0"},
@@ -25,7 +17,7 @@ TESTED: dict[str, dict[str, str]] = {
     "sglang": {"sglang": "0.5.12"},
 }
 
-# verl's bounds. The other ranges are those that our distribution declares.
+# verl's bounds. Our distribution declares the other ranges.
 _RAY = ">=2.41,<3"
 
 
@@ -42,7 +34,7 @@ def installed(name: str) -> str | None:
 
 @cache
 def accepted() -> dict[str, SpecifierSet]:
-    """Return the range of versions of each distribution that the package declares to work with."""
+    """Return the range of versions that our distribution declares, by distribution."""
     ranges = {"ray": SpecifierSet(_RAY)}
     for line in importlib.metadata.requires("epfsdp2") or []:
         requirement = Requirement(line)
@@ -51,17 +43,17 @@ def accepted() -> dict[str, SpecifierSet]:
 
 
 def is_accepted(name: str, version: str) -> bool:
-    """Return whether a version is in the accepted range; a vendor's pre-release counts as its release."""
+    """Whether a version is in the accepted range; a vendor's pre-release counts as its release."""
     return accepted()[name].contains(Version(version).base_version)
 
 
 def tested(name: str) -> list[str]:
-    """Return the versions of a distribution with which the whole suite passed, oldest first."""
+    """Return a distribution's versions with which the whole suite passed, oldest first."""
     return sorted({versions[name] for versions in TESTED.values() if name in versions}, key=Version)
 
 
 def untested(name: str) -> str:
-    """Return a warning if the suite never ran with the installed version; empty if it did or nothing is installed."""
+    """Return a warning if the suite never passed with the installed version, else an empty string."""
     version = installed(name)
     if version is None or Version(version).public in tested(name):
         return ""
@@ -69,6 +61,6 @@ def untested(name: str) -> str:
 
 
 def vllm_in(releases: str) -> bool:
-    """Return whether the installed vLLM is one of ``releases``, e.g. ``>=0.27``; True if none is installed here."""
+    """Whether the installed vLLM is one of ``releases``, e.g. ``>=0.27``; True if none is installed."""
     version = installed("vllm")
     return version is None or SpecifierSet(releases).contains(Version(version).base_version)

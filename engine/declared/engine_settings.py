@@ -11,7 +11,7 @@ from typing import Any
 
 from ..fsdp.activation_checkpoint import CHECKPOINTING
 from ..moe.deepep import DISPATCHERS
-from ..moe.gemm.backends import BACKENDS, REGISTERED, TORCHAO
+from ..moe.gemm.backends import BACKENDS, REGISTERED
 from ..settings.roles import STRATEGY
 from ..settings.rules import (
     DTYPE,
@@ -105,14 +105,13 @@ class EngineSettings:
     experts_backend: str = setting(
         "auto",
         must(
-            lambda value: isinstance(value, str) and (value in BACKENDS or value.startswith((REGISTERED, TORCHAO))),
-            f"is {', '.join(BACKENDS)}, {TORCHAO}mxfp8 or {REGISTERED}NAME.",
+            lambda value: isinstance(value, str) and (value in BACKENDS or value.startswith(REGISTERED)),
+            f"is {', '.join(BACKENDS)} or {REGISTERED}NAME.",
             "auto",
         ),
         "What computes the experts: torch; triton, kernels for a GPU of compute capability 8.0 and up; auto, what "
         "is fastest of them for the machine and the dtype; reference, plain operators, which keep several times "
-        "as much for backward; torchao:mxfp8, products of values in MXFP8 by torchao, for a GPU of compute capability "
-        "10; transformers:NAME, the function of that name in transformers' ALL_EXPERTS_FUNCTIONS "
+        "as much for backward; transformers:NAME, the function of that name in transformers' ALL_EXPERTS_FUNCTIONS "
         "(grouped_mm, batched_mm, sonicmoe, ... or one of your own)",
         shards=True,
         of_experts=True,

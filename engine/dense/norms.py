@@ -1,8 +1,8 @@
 """RMSNorms of any family, each by one kernel in forward and one in backward.
 
-In eager mode an RMSNorm is some eight kernels, which pass over the activations as often: of a step of Qwen3-30B-A3B on
-H100s norms and rotary embeddings are a quarter. No list of names says which modules these are. A module with one vector
-is replaced if it computes an RMSNorm of random inputs, with the rounding that it has in bfloat16.
+An eager RMSNorm is some eight kernels. Norms and rotary embeddings take a quarter of a step of Qwen3-30B-A3B on H100s.
+There is no list of names: a module with one vector is replaced if it computes an RMSNorm of random inputs. In bfloat16
+its rounding has to be the same.
 """
 
 import copy
@@ -20,16 +20,16 @@ from ..wrap_forward import wrap_forward, wrapped_by
 
 __all__ = ["RmsNorm", "fuse_norms", "rms_norm_of"]
 
-_ROWS = 64  # of random inputs
+_ROWS = 64  # rows of random inputs
 
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """How a module computes ``x / sqrt(mean(x^2) + eps) * (weight + offset)``, in float32.
+    """An RMSNorm: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``, in float32.
 
     Args:
         offset: 1 where weights are stored as their difference from one (Gemma, Qwen3-Next).
-        rounds_first: whether values are rounded to their dtype before they are multiplied by the weight.
+        rounds_first: whether values are rounded to the dtype of ``x`` before the product with the weight.
     """
 
     eps: float
@@ -37,7 +37,7 @@ class RmsNorm:
     rounds_first: bool = False
 
     def plain(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Compute it by torch's operators, ``[..., N]`` by ``[N]``."""
+        """Compute it with torch's operators, ``[..., N]`` by ``[N]``."""
         values = x.float()
         values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
         if self.rounds_first:
@@ -45,7 +45,7 @@ class RmsNorm:
         return (values * (weight.float() + self.offset)).to(x.dtype)
 
     def fused(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Compute it by the kernels, with gradients; ``x`` and ``weight`` have one dtype. On meta see ``fuse.py``."""
+        """Compute it with the kernels, with gradients; ``x`` and ``weight`` share a dtype. For meta see ``fuse.py``."""
         return _Fused.apply(x, weight, self)  # type: ignore[no-any-return]
 
 
@@ -73,9 +73,9 @@ class _Fused(torch.autograd.Function):
 
 
 def rms_norm_of(module: nn.Module) -> RmsNorm | None:
-    """Return how a module computes an RMSNorm, found on random inputs; None for a module that does not compute one.
+    """Return the RMSNorm that a module computes, found on random inputs; None if it computes something else.
 
-    The module may be on the meta device: a copy of it is run on the CPU.
+    The module may be on the meta device: a copy runs on the CPU.
     """
     params = dict(module.named_parameters())
     if params.keys() != {"weight"} or params["weight"].dim() != 1 or any(True for _ in module.buffers()):
@@ -90,16 +90,16 @@ def rms_norm_of(module: nn.Module) -> RmsNorm | None:
 
 @torch.no_grad()
 def _exact_share(module: Any, norm: RmsNorm) -> float:
-    """Return the share of a module's results in bfloat16 that have the bits of a norm; 0 if some in float32 differ."""
+    """Return the share of a module's bfloat16 results with the bits of a norm; 0 if float32 results differ."""
     generator = torch.Generator("cpu").manual_seed(0)
     size, shares = len(module.weight), []
-    for dtype, scale in itertools.product((torch.float32, torch.bfloat16), (1.0, 1e-3)):  # of small ones eps counts
+    for dtype, scale in itertools.product((torch.float32, torch.bfloat16), (1.0, 1e-3)):  # eps matters for small inputs
         x = (torch.randn(2, _ROWS // 2, size, generator=generator, device="cpu") * scale).to(dtype)
         module.weight.data = torch.randn(size, generator=generator, device="cpu").to(dtype)
         wanted = norm.plain(x, module.weight)
         try:
             found = module(x)
-        except Exception:  # it takes something else, such as a gate
+        except Exception:  # the module takes other arguments, such as a gate
             return 0.0
         if type(found) is not torch.Tensor or found.dtype != dtype or found.shape != x.shape:
             return 0.0
@@ -111,7 +111,7 @@ def _exact_share(module: Any, norm: RmsNorm) -> float:
 
 
 def fuse_norms(model: nn.Module) -> Counter[str]:
-    """Replace the forwards of the model's RMSNorms; return how many there are of each class."""
+    """Replace the forwards of the model's RMSNorms; return their number by class."""
     known: dict[tuple, RmsNorm | None] = {}
     fused: Counter[str] = Counter()
     for module in model.modules():
@@ -120,7 +120,7 @@ def fuse_norms(model: nn.Module) -> Counter[str]:
         key = (type(module), module.weight.shape, tuple(v for v in vars(module).values() if isinstance(v, float)))
         if key not in known:
             known[key] = rms_norm_of(module)
-        if (norm := known[key]) is not None and not wrapped_by(module):  # a copy of its weight may be trained
+        if (norm := known[key]) is not None and not wrapped_by(module):  # LoRA may train a copy of its weight
             wrap_forward(module, "norm", functools.partial(_forward, module, norm))
             fused[type(module).__name__] += 1
     return fused

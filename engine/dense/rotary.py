@@ -1,9 +1,9 @@
-"""Rotary embeddings in one kernel for queries and one for keys, forward and backward.
+"""Rotary embeddings in one kernel for queries and one for keys, forward and backward; torch runs some ten each.
 
-Attention in transformers calls a function of its own file, where torch runs some ten kernels. There is no extension
-point, so the name is set to a function that computes the same on a GPU and calls the other elsewhere. Families rotate
-other pairs of columns, by tables of other layouts. No list says which: a function is replaced if, for one of the
-rotations that the kernel has, it has the same bits in bfloat16 on random inputs.
+Attention in transformers calls a function of its own file, and has no extension point. So the name is set to a function
+that runs the kernel on a GPU and calls the original elsewhere. Families rotate other pairs of columns, with tables of
+other layouts. There is no list: a function is replaced if one of the kernel's rotations has the same bits in bfloat16
+on random inputs.
 """
 
 import functools
@@ -20,23 +20,23 @@ from torch import nn
 __all__ = ["FusedRotary", "Rotation", "fuse_rotary", "replacements", "rotate"]
 
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb")
-_HEAD, _TOKENS = 16, 24  # of random inputs
+_HEAD, _TOKENS = 16, 24  # head dim and tokens of random inputs
 Arguments = Literal["q k cos sin", "x cos sin", "q k complex"]
 Table = Literal["halves", "neighbours", "one", "first half"]
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """How columns ``a`` and ``b`` of each pair become ``a cos - b sin`` and ``b cos + a sin``.
+    """A rotation of the columns ``a`` and ``b`` of each pair to ``a cos - b sin`` and ``b cos + a sin``.
 
-    Pair ``i`` of ``d`` columns are ``i`` and ``i + d / 2`` of its halves, or the neighbours ``2 i`` and ``2 i + 1``.
+    Pair ``i`` of ``d`` columns is ``i`` and ``i + d / 2`` (halves), or ``2 i`` and ``2 i + 1`` (neighbours).
 
     Args:
-        reads_neighbours, writes_neighbours: whether neighbours are a pair, rather than halves.
-        table: which of the tables' columns each of a pair has: its own of halves or of neighbours; or column ``i`` for
-            both, of a table of ``d / 2`` columns or of one whose second half is not read.
-        rounds_last: whether products are summed in float32 before they are rounded.
-        is_last: whether the last ``d`` columns are rotated where there are more, rather than the first.
+        reads_neighbours, writes_neighbours: whether input and output pairs are neighbours, rather than halves.
+        table: the columns of cos and sin for a pair: halves, neighbours, or column ``i`` for both. The last is "one"
+            for tables of ``d / 2`` columns, and "first half" for ``d``.
+        rounds_last: whether products are summed in float32 and rounded once.
+        is_last: whether the last ``d`` columns of a wider head are rotated, rather than the first.
     """
 
     reads_neighbours: bool = False
@@ -50,7 +50,7 @@ class Rotation:
         return 2 * width if self.table == "one" else width
 
     def plain(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate ``[B, H, T, D]`` by ``[B, T, width]`` with torch's operators."""
+        """Rotate ``[B, H, T, D]`` by tables ``[B, T, width]`` with torch's operators."""
         part = self.columns(cos.shape[-1])
         first = x.shape[-1] - part if self.is_last else 0
         a, b = (x[..., first + at] for at in _pairs(part, self.reads_neighbours))
@@ -71,16 +71,13 @@ def _pairs(columns: int, are_neighbours: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 class FusedRotary:
-    """Replaces a function that rotates queries and keys, or one tensor.
+    """Replaces ``plain``, a function that rotates queries and keys, or one tensor.
 
     Args:
-        plain: the function.
-        rotation: what it computes.
-        arguments: what it takes.
-        heads: dims of the heads that it was tried with: 1 in ``[B, H, T, D]``, 2 in ``[B, T, H, D]``. The first is the
-            default of its argument ``unsqueeze_dim``.
-        takes_parts: whether it leaves columns beside the tables' as they are.
-        device: type of the device on which it is replaced.
+        takes_parts: whether ``plain`` keeps the columns beyond the tables' width.
+        heads: tested dims of the heads: 1 in ``[B, H, T, D]``, 2 in ``[B, T, H, D]``. The first is the default of the
+            argument ``unsqueeze_dim``.
+        device: type of the device on which the kernel runs.
     """
 
     def __init__(
@@ -120,7 +117,7 @@ class FusedRotary:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Compute ``rotation.plain`` by the kernel, with the gradient of ``x``."""
+    """Compute ``rotation.plain`` with the kernel, and the gradient of ``x``."""
     return _Rotated.apply(x, cos, sin, rotation)  # type: ignore[no-any-return]
 
 
@@ -145,7 +142,7 @@ def _rotate(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _fused(plain: Callable[..., Any]) -> FusedRotary | None:
-    """Return what replaces a function, found on random inputs; None if it rotates in another way."""
+    """Return the replacement of a function, found on random inputs; None if no rotation of the kernel has its bits."""
     flags, tables = (False, True), get_args(Table)
     forms: tuple[tuple[Arguments, int], ...]
     forms = ("q k cos sin", 1), ("x cos sin", 1), ("q k complex", 1), ("q k complex", 2)
@@ -166,9 +163,9 @@ def _fused(plain: Callable[..., Any]) -> FusedRotary | None:
 def _computes(
     plain: Callable[..., Any], rotation: Rotation, arguments: str, heads: int, part: int, **kwargs: Any
 ) -> bool:
-    """Tell whether a function rotates ``part`` columns in this way, bit for bit in bfloat16 but for one in a hundred.
+    """Whether a function applies the rotation to ``part`` columns, with the same bits in 99 % of bfloat16 results.
 
-    Sums in float32 may differ in their last bit, by which few of them are rounded to another number.
+    Float32 sums may differ in the last bit, which changes the rounding of a few results.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     of_table = 2, _TOKENS, part // 2 if rotation.table == "one" else part
@@ -184,12 +181,12 @@ def _computes(
         found = found if isinstance(found, tuple) else (found,)
         pairs = [(y.transpose(1, heads), rotation.plain(x, cos, sin)) for x, y in zip(tensors, found, strict=True)]
         return all(y.dtype == torch.bfloat16 and (y == wanted).float().mean() > 0.99 for y, wanted in pairs)
-    except Exception:  # it takes other arguments
+    except Exception:  # the function takes other arguments
         return False
 
 
 def replacements(model: nn.Module) -> Iterator[tuple[ModuleType, str, Any, FusedRotary | None]]:
-    """Yield the functions that rotate in the files of the model's modules: file, name, function, its replacement."""
+    """Yield file, name, function and replacement of the rotary functions in the files of the model's modules."""
     for file in {sys.modules[type(module).__module__] for module in model.modules()}:
         for name in _NAMES:
             if (function := getattr(file, name, None)) is not None:
@@ -197,7 +194,7 @@ def replacements(model: nn.Module) -> Iterator[tuple[ModuleType, str, Any, Fused
 
 
 def fuse_rotary(model: nn.Module) -> dict[str, bool]:
-    """Replace the functions that rotate in the files of the model's modules; return of each whether it is replaced."""
+    """Replace the rotary functions in the files of the model's modules; return by name whether each is replaced."""
     found = {}
     for file, name, _, fused in replacements(model):
         if fused is not None:

@@ -1,4 +1,4 @@
-"""The kernels of ``norms.py``: each program has some rows in registers, and passes over them once.
+"""The kernels of ``norms.py``: a program keeps some rows in registers, and reads them once.
 
 No kernel uses atomics, and a row's result does not depend on the other rows.
 """
@@ -9,8 +9,8 @@ import triton.language as tl
 
 __all__ = ["backward", "forward"]
 
-_VALUES = 4096  # that a program has in registers at a time, but for wider rows
-_PROGRAMS = 512  # of the backward; each has a sum of the weight's gradient
+_VALUES = 4096  # values that a program has in registers at a time, unless one row is wider
+_PROGRAMS = 512  # programs of backward; each sums a part of the weight's gradient
 
 
 # Only builtins of Triton's language, as in ``moe/gemm/triton_rows.py``.
@@ -25,7 +25,7 @@ def _load(x, rows, columns, stride, R, N):
     return tl.load(x + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
-# The number of rows differs from one micro-batch to the next.
+# The number of rows differs between micro-batches.
 @triton.jit(do_not_specialize=["R"])
 def norm_rows(
     x,
@@ -41,7 +41,7 @@ def norm_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write normalised rows, and what each was multiplied by."""
+    """Store normalised rows, and each row's factor."""
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     values = _load(x, rows, columns, stride, R, N)
     by = 1.0 / tl.sqrt(tl.reduce(values * values, 1, _add) / N + eps)
@@ -72,7 +72,7 @@ def norm_rows_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the rows' gradients, and for each program a sum of the weight's."""
+    """Store the rows' gradients, and for each program a sum of the weight's gradient."""
     columns = tl.arange(0, BLOCK)
     factor = tl.load(weight + columns, mask=columns < N, other=0.0).to(tl.float32) + offset
     total = tl.full((BLOCK,), 0.0, tl.float32)
@@ -95,7 +95,7 @@ def norm_rows_backward(
 def forward(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, rounds_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the normalised rows of ``[..., N]``, contiguous, and what each was multiplied by, float32 ``[R]``."""
+    """Return the normalised rows of ``[..., N]``, contiguous, and each row's factor, float32 ``[R]``."""
     rows, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scale = torch.empty(len(rows), dtype=torch.float32, device=x.device)
     if out.numel():
@@ -108,12 +108,7 @@ def forward(
 
 
 def backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    offset: float,
-    rounds_first: bool,
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, offset: float, rounds_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of ``x`` and ``weight``."""
     rows, grads = _rows(x), _rows(grad)

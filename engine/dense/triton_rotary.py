@@ -8,17 +8,17 @@ from .rotary import Rotation
 
 __all__ = ["rotate"]
 
-_HEADS = 16  # that a program rotates
+_HEADS = 16  # heads that a program rotates
 
 
 # Only builtins of Triton's language, as in ``moe/gemm/triton_rows.py``.
 @triton.jit
 def _sum_of_products(a, b, c, d, dtype):
-    """``a b + c d``, each product rounded first."""
+    """Return ``a b + c d``, each product rounded first."""
     return ((a * b).to(dtype).to(tl.float32) + (c * d).to(dtype).to(tl.float32)).to(dtype)
 
 
-# The number of tokens differs from one micro-batch to the next.
+# The number of tokens differs between micro-batches.
 @triton.jit(do_not_specialize=["TOKENS"])
 def rotate_heads(
     x,
@@ -48,7 +48,7 @@ def rotate_heads(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Rotate pairs of the ``2 HALF`` columns from ``FIRST`` on; columns from ``REST_FIRST`` on are copied."""
+    """Rotate the ``2 HALF`` columns from ``FIRST`` on; copy the columns from ``REST_FIRST`` to ``REST_END``."""
     batch, token = (tl.program_id(0) // TOKENS).to(tl.int64), (tl.program_id(0) % TOKENS).to(tl.int64)
     heads, pair = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK)
     dtype = tl.float32 if ROUNDS_LAST else out.dtype.element_ty
@@ -91,7 +91,7 @@ def rotate_heads(
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation, is_backward: bool = False
 ) -> torch.Tensor:
-    """Rotate ``[B, H, T, D]`` by ``[B or 1, T, width]``, or the gradients of what was rotated; strides are kept."""
+    """Rotate ``[B, H, T, D]``, or the gradients of it, by tables ``[B or 1, T, width]``; strides are kept."""
     x = x if x.stride(3) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty_like(x)
@@ -101,17 +101,9 @@ def rotate(
         first, rest = (width - part, (0, width - part)) if rotation.is_last else (0, (part, width))
         neighbours = rotation.reads_neighbours, rotation.writes_neighbours
         strides = *x.stride()[:3], cos.stride(0) if len(cos) > 1 else 0, cos.stride(1), *out.stride()[:3]
+        sizes = tokens, heads, part // 2, first, *rest
         rotate_heads[(batches * tokens, triton.cdiv(heads, most))](
-            x,
-            cos,
-            sin,
-            out,
-            tokens,
-            heads,
-            part // 2,
-            first,
-            *rest,
-            *strides,
+            *(x, cos, sin, out, *sizes, *strides),
             FROM_NEIGHBOURS=neighbours[is_backward],
             TO_NEIGHBOURS=neighbours[not is_backward],
             TABLE=rotation.table,

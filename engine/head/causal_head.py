@@ -1,8 +1,8 @@
-"""A causal language model whose head returns log-probs and entropies where it is told the labels, in place of logits.
+"""A causal language model whose head returns log-probs and entropies of given labels, in place of logits.
 
-The forward of the head's module does it, so that FSDP gathers its weights as for any forward, once for each
-micro-batch, and what the family's own code does before the head stays. What that code does with logits after the head
-would be done to log-probs: where it does anything at all (``why_whole_logits``), logits stay whole.
+The forward of the head's module computes them, so FSDP gathers its weights once per micro-batch as for any forward. If
+the family's code changes logits after the head, the head keeps returning whole logits (``why_whole_logits``), because
+the code would change log-probs instead.
 """
 
 import functools
@@ -22,12 +22,12 @@ __all__ = ["CausalHead", "Wanted", "why_whole_logits"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of the head in the place of logits.
+    """Labels whose log-probs the head returns.
 
     Args:
         labels: a token for each position of the head's input, int64.
-        temperature: of each of them, positive.
-        with_entropy: whether entropies are wanted too.
+        temperature: for each position, positive.
+        with_entropy: whether entropies are returned too.
     """
 
     labels: torch.Tensor
@@ -36,10 +36,10 @@ class Wanted:
 
 
 class CausalHead:
-    """The head of a model for which ``why_whole_logits`` is empty, wrapped; before the model is sharded.
+    """Wraps the head of a model for which ``why_whole_logits`` is empty, before the model is sharded.
 
     Attributes:
-        wanted: of the next forward; None where it is to return logits.
+        wanted: labels of the next forward; None for logits.
     """
 
     def __init__(self, model: Any):
@@ -55,7 +55,7 @@ class CausalHead:
         if wanted.labels.numel() != hidden.shape[:-1].numel():
             raise RuntimeError(
                 f"the head got hidden states {tuple(hidden.shape)} for {wanted.labels.numel()} labels: the model's "
-                f"forward leaves positions out, which engine.chunked_logits=False allows."
+                f"forward leaves positions out. What works: engine.chunked_logits=False."
             )
         found = log_probs_and_entropy(
             hidden.flatten(0, -2),
@@ -69,19 +69,19 @@ class CausalHead:
         return self._found
 
     def take(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs and entropies of the last forward, float32, of the shape of the labels' positions.
+        """Return log-probs and entropies of the last forward, float32, in the shape of the positions.
 
         Args:
-            logits: what the model returned as such.
+            logits: the model's output.
 
         Raises:
-            RuntimeError: it is not what its head returned.
+            RuntimeError: ``logits`` are not the head's output.
         """
         wanted, found, self.wanted, self._found = self.wanted, self._found, None, None
         if wanted is None or found is None or logits is not found:
             raise RuntimeError(
-                "the model's forward changed what its head returned, which can't be log-probs then: "
-                "engine.chunked_logits=False has it return logits."
+                "the model's forward changed what its head returned, so the head can't return log-probs. What works: "
+                "engine.chunked_logits=False."
             )
         return found[..., 0], found[..., 1] if wanted.with_entropy else None
 
@@ -89,8 +89,8 @@ class CausalHead:
 def why_whole_logits(model: Any) -> str:
     """Return why a head can't return log-probs; empty if it can.
 
-    The model's own forward is run on the meta device with a base model that returns hidden states at once. Its logits
-    have to be what the head returned, the same tensor.
+    Run the model's own forward with a stub in place of the base model. Its logits have to be the same tensor that the
+    head returned.
 
     Args:
         model: on the meta device, not sharded.
@@ -122,7 +122,7 @@ def why_whole_logits(model: Any) -> str:
 
 
 class _Outputs:
-    """What a base model returns: hidden states, and nothing of all else."""
+    """The output of a base model: hidden states; any other field is None."""
 
     def __init__(self, hidden: torch.Tensor):
         self.last_hidden_state = hidden
@@ -136,7 +136,7 @@ class _Outputs:
 
 @contextmanager
 def _in_place_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Give a module another forward for the block; hooks still run."""
+    """Replace a module's forward inside the context; hooks still run."""
     before = vars(module).get("forward")
     module.forward = forward  # type: ignore[method-assign]
     try:

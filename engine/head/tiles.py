@@ -1,6 +1,6 @@
-"""What is computed of a tile of logits ``[n, k]``: reduced in forward, replaced by its gradient in backward.
+"""Reduce a tile of logits ``[n, k]`` in forward, and compute its gradient in backward.
 
-A GPU computes both by the kernels in ``triton_tiles.py``.
+A GPU runs the kernels in ``triton_tiles.py``.
 """
 
 import functools
@@ -11,8 +11,7 @@ import torch
 
 __all__ = ["LABEL", "MOST", "TOTAL", "WEIGHTED", "add_product", "gradient_of", "reduce_tile"]
 
-# Rows of what was reduced of each token so far, with its maximum m: m, the sum of e^(z - m), the sum of
-# e^(z - m) (z - m), and the label's z.
+# The rows of ``sums`` for a token with logits z and maximum m: m, sum e^(z - m), sum e^(z - m) (z - m), the label's z.
 MOST, TOTAL, WEIGHTED, LABEL = range(4)
 
 
@@ -28,12 +27,12 @@ def _kernels(device: str, dtype: torch.dtype) -> ModuleType | None:
 def reduce_tile(
     logits: torch.Tensor, scale: torch.Tensor, labels: torch.Tensor, sums: torch.Tensor, with_entropy: bool
 ) -> None:
-    """Add a tile to the sums of its tokens; it may be overwritten.
+    """Add a tile to the sums of its tokens; the tile may be overwritten.
 
     Args:
-        scale: ``[n]``, what the logits are multiplied by.
-        labels: ``[n]``, columns of the tile, where they are outside of it another tile's.
-        sums: ``[4, n]``, changed.
+        scale: ``[n]``, the factor of the logits.
+        labels: ``[n]``, columns relative to the tile; another tile has the others.
+        sums: ``[4, n]``, changed in place.
     """
     if (kernels := _kernels(logits.device.type, scale.dtype)) is not None:
         return kernels.reduce_tile(logits, scale, labels, sums, with_entropy)
@@ -78,12 +77,12 @@ def gradient_of(
         z.mul_(of_entropy[:, None]).add_(common[:, None]).mul_(p)
     inside, column = _columns(labels, z)
     rows = torch.arange(len(z), device=z.device)
-    z[rows, column] += torch.where(inside, of_label, 0)  # each row once, so that the order does not matter
+    z[rows, column] += torch.where(inside, of_label, 0)  # each row once, so the order does not matter
     return z.to(dtype)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add ``a @ b`` to ``total``; on a CPU a product of a lower dtype is rounded to it before it is added."""
+    """Add ``a @ b`` to ``total``; a CPU rounds a product of a lower dtype before it adds."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:
@@ -93,10 +92,10 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _scaled(logits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Scale in the dtype of the scale, which is the higher one."""
+    """Scale in the dtype of the scale, which is the wider one."""
     return logits.mul_(scale[:, None]) if logits.dtype == scale.dtype else logits * scale[:, None]
 
 
 def _columns(labels: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tell which labels are in the tile, and return a column of it for each."""
+    """Return a mask of the labels in the tile, and a valid column for each."""
     return (labels >= 0) & (labels < z.shape[1]), labels.clamp(0, z.shape[1] - 1)

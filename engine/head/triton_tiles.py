@@ -1,6 +1,6 @@
-"""``tiles.py`` on a GPU: forward reads a tile of logits once, and backward writes its gradient in its place.
+"""``tiles.py`` on a GPU: forward reads a tile of logits once, and backward overwrites it with its gradient.
 
-Torch's operators pass over a tile in float32 five times in forward and six times in backward.
+Torch's operators read a tile in float32 five times in forward and six times in backward.
 """
 
 import torch
@@ -23,10 +23,10 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-# The number of tokens differs from one micro-batch to the next.
+# The number of tokens differs between micro-batches.
 @triton.jit(do_not_specialize=["TOKENS"])
 def reduce_rows(logits, scale, labels, sums, COLUMNS, TOKENS, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
-    """Add a row of the tile to its sums: its maximum, and three more, ``TOKENS`` apart."""
+    """Add a row of the tile to its four sums, which are ``TOKENS`` apart."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * COLUMNS
     sums += row
@@ -38,7 +38,7 @@ def reduce_rows(logits, scale, labels, sums, COLUMNS, TOKENS, WITH_ENTROPY: tl.c
         larger = tl.maximum(most, tl.reduce(z, 0, _larger))
         z, less = z - larger, most - larger
         e, factor = tl.exp(z), tl.exp(less)
-        if WITH_ENTROPY:  # no summand where there is no column
+        if WITH_ENTROPY:  # columns past the end add nothing
             weighted = factor * (weighted + less * total) + tl.reduce(tl.where(e > 0.0, e * z, 0.0), 0, _add)
         total = factor * total + tl.reduce(e, 0, _add)
         most = larger
@@ -52,16 +52,7 @@ def reduce_rows(logits, scale, labels, sums, COLUMNS, TOKENS, WITH_ENTROPY: tl.c
 
 @triton.jit
 def write_gradients(
-    logits,
-    scale,
-    labels,
-    lse,
-    common,
-    of_entropy,
-    of_label,
-    COLUMNS,
-    WITH_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, scale, labels, lse, common, of_entropy, of_label, COLUMNS, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -77,7 +68,7 @@ def write_gradients(
 def reduce_tile(
     logits: torch.Tensor, scale: torch.Tensor, labels: torch.Tensor, sums: torch.Tensor, with_entropy: bool
 ) -> None:
-    """As ``tiles.reduce_tile``, of contiguous logits."""
+    """``tiles.reduce_tile`` for contiguous logits."""
     rows, columns = logits.shape
     block = min(_REDUCED, triton.next_power_of_2(columns))
     arguments = logits, scale, labels, sums, columns, sums.stride(0)
@@ -93,7 +84,7 @@ def gradient_of(
     of_entropy: torch.Tensor | None,
     of_label: torch.Tensor,
 ) -> torch.Tensor:
-    """As ``tiles.gradient_of``, of contiguous logits, which it overwrites."""
+    """``tiles.gradient_of`` for contiguous logits, which it overwrites."""
     rows, columns = logits.shape
     block, has_entropy = min(_WRITTEN, triton.next_power_of_2(columns)), of_entropy is not None
     of_rows = logits, scale, labels, lse, common, of_entropy if has_entropy else common, of_label

@@ -37,7 +37,6 @@ from .dispatch import combine, deferred_router_grad, dispatch, start_dispatch_pl
 from .find import CustomExperts, ExpertsInfo
 from .gemm.backends import (
     EXPERTS_IMPLEMENTATION,
-    TORCHAO,
     backend_named,
     has_backend,
     supports_grouped_mm,
@@ -45,7 +44,6 @@ from .gemm.backends import (
     zeroes_empty_groups,
 )
 from .gemm.linear import Linear
-from .gemm.torchao_gemm import mxfp8_linear
 from .registered import compute_registered
 from .shared_experts import SharedExperts
 
@@ -222,11 +220,10 @@ def compute(
         up, down = linears(module, weight)
         return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e, scale_R, order_R)
     assert order_R is None, f"{runtime.backend} reads no rows through an index"
-    if runtime.backend == "reference" or runtime.backend.startswith(TORCHAO):
-        product = grouped_linear if runtime.backend == "reference" else mxfp8_linear
-        h = _linear(module, rows_RD, _up_name(module), weight, counts_e, product)
+    if runtime.backend == "reference":
+        h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
         h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-        out = _linear(module, h, "down_proj", weight, counts_e, product)
+        out = _linear(module, h, "down_proj", weight, counts_e)
     else:
         out = compute_registered(runtime.backend, module, weight, rows_RD, counts_e)
     return out if scale_R is None else deferred_router_grad(out, scale_R)
@@ -244,15 +241,10 @@ def _up_name(module: Any) -> str:
 
 
 def _linear(
-    module: Any,
-    rows: torch.Tensor,
-    name: str,
-    weight: Mapping[str, torch.Tensor],
-    counts_e: torch.Tensor,
-    product: Callable[..., torch.Tensor],
+    module: Any, rows: torch.Tensor, name: str, weight: Mapping[str, torch.Tensor], counts_e: torch.Tensor
 ) -> torch.Tensor:
-    """Apply one of the experts' linears, with its adapter if it has one, by ``product`` (as ``grouped_linear``)."""
-    out = product(rows, weight[name], counts_e, weight.get(f"{name}_bias"), module.is_transposed)
+    """Apply one of the experts' linears, with its adapter if it has one, in plain operators."""
+    out = grouped_linear(rows, weight[name], counts_e, weight.get(f"{name}_bias"), module.is_transposed)
     scaling = _scaling(module, name)
     if scaling is None:
         return out

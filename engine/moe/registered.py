@@ -1,7 +1,7 @@
 """Local experts computed by a function that is registered with transformers (``engine.experts_backend``).
 
-Such a function computes all experts of a module for the tokens of one process. Here a token is a row that was
-dispatched, its one expert is among those of this rank, and its routing weight is 1: the weights are applied in combine.
+The function expects all experts and the tokens of one process. Here a token is a dispatched row, with one expert, local
+to this rank, and a routing weight of 1, because combine applies the weights.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ __all__ = ["compute_registered"]
 
 
 class _LocalExperts:
-    """An experts module that holds the experts of this rank; all else is the real module's."""
+    """A view of an experts module with this rank's experts."""
 
     def __init__(self, module: Any, weight: Mapping[str, torch.Tensor], num_experts: int):
         self._module, self._weight, self.num_experts = module, weight, num_experts
@@ -38,7 +38,7 @@ def compute_registered(
         counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
     """
     if rows_RD.shape[0] == 0:
-        # No function has to expect this. Gradients are dense: FSDP would skip a None on this rank only.
+        # A function may not expect this. Gradients are dense: FSDP would skip a None on this rank only.
         return rows_RD + sum(param.flatten()[:0].sum() for param in weight.values())
     function = ALL_EXPERTS_FUNCTIONS[backend.removeprefix(REGISTERED)]
     experts_R = torch.repeat_interleave(counts_e, output_size=rows_RD.shape[0])

@@ -13,7 +13,7 @@ from ..lora.rollout_names import has_form
 from ..lora.settings import LoraSettings
 from ..model.value_head import as_critic, value_head
 from ..moe.find import find_experts
-from ..moe.gemm.backends import REGISTERED, TORCHAO
+from ..moe.gemm.backends import REGISTERED
 from ..settings.values import ACTOR_MODEL, CHECKPOINT_BACKEND, get_setting
 from ..topology.mesh import Topology
 from .cut_experts import check_cut_experts, check_experts
@@ -63,7 +63,7 @@ def check_lora(
         settings = replace(settings, value_head=value_head(facts.model.config))
     lora = Lora(facts.model, settings, engine.expert_plan)
     on_experts = [name for name, target in lora.targets.items() if target.experts is not None]
-    if on_experts and engine.experts_backend.startswith((REGISTERED, TORCHAO)):
+    if on_experts and engine.experts_backend.startswith(REGISTERED):
         rule = f"adds no adapter, and {on_experts[0]} gets one."
         raise SettingError("engine.experts_backend", engine.experts_backend, rule, "engine.experts_backend=auto")
     if settings.adapter is not None:

@@ -5,15 +5,13 @@ from typing import Any
 
 from ..errors import SettingError
 from ..moe.find import check_etp, find_experts
-from ..moe.gemm.backends import TORCHAO
-from ..moe.gemm.torchao_gemm import MXFP8_BLOCK
 from ..optim.settings import wants_muon
 from ..settings.values import CHECKPOINT_BACKEND, OPTIMIZERS
 from ..topology.expert_placement import check_experts_divide, ep_fsdp_dim
 from ..topology.mesh import Topology
 from .model_facts import ModelFacts
 
-__all__ = ["check_cut_experts", "check_cut_experts_sync", "check_experts", "check_mxfp8"]
+__all__ = ["check_cut_experts", "check_cut_experts_sync", "check_experts"]
 
 
 def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = "auto") -> None:
@@ -53,26 +51,6 @@ def check_cut_experts(engine: Any, topology: Topology, facts: ModelFacts, optim:
                 f"over ep_fsdp={topology.ep_fsdp} too (engine.expert_shard_dim={shard_dim}).",
                 f"{name}=AdamW; or engine.expert_shard_dim=0 where ep_fsdp divides the experts of a rank",
             )
-
-
-def check_mxfp8(engine: Any, topology: Topology, facts: ModelFacts) -> None:
-    """Check that the dims of the experts' products are of whole blocks of MXFP8 on a rank.
-
-    Raises:
-        SettingError: for the backend.
-    """
-    if not engine.experts_backend.startswith(TORCHAO):
-        return
-    for shape, ep_dim, etp_dim in facts.stacked:
-        if len(shape) < 3:
-            continue
-        for dim, size in enumerate(shape):
-            own = size // (topology.etp if etp_dim is not None and dim == etp_dim.dim else 1)
-            if dim != ep_dim and own % MXFP8_BLOCK:
-                rule = f"{MXFP8_BLOCK} values share a scale, and a rank of {facts.name} has {own} of {list(shape)}."
-                raise SettingError(
-                    "engine.experts_backend", engine.experts_backend, rule, "engine.experts_backend=auto"
-                )
 
 
 def check_cut_experts_sync(engine: Any, rollout: Mapping[str, Any]) -> None:

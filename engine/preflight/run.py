@@ -25,7 +25,7 @@ from ..optim.settings import check_optimizer
 from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, plain
 from ..topology.mesh import Topology
 from .adapters import check_adapters_alone, check_lora, with_value_head
-from .cut_experts import check_cut_experts, check_cut_experts_sync, check_experts, check_mxfp8
+from .cut_experts import check_cut_experts, check_cut_experts_sync, check_experts
 from .dense_models import check_alone, without_experts
 from .features import (
     check_activation_offload,
@@ -162,7 +162,6 @@ def check_training(
     if facts is not None:
         check_experts(topology, facts, engine.expert_shard_dim)
         check_cut_experts(engine, topology, facts, optim, setting)
-        check_mxfp8(engine, topology, facts)
         check_routers(engine, model, facts)
         experts = find_experts(facts.model, engine.expert_plan)
         check_overlap(engine.dispatch_chunks, engine.overlap_shared_experts, engine.dispatcher, facts.model, experts)

@@ -1,7 +1,6 @@
 """The operators of the experts' compute, in torch, and the choice of a backend for a machine.
 
-Tests compare the Triton kernels (``triton_backend.py``) with ``TorchBackend``. The settings ``reference``,
-``torchao:NAME`` and ``transformers:NAME`` have no ``Backend``: autograd goes through plain operators
+The settings ``reference`` and ``transformers:NAME`` have no ``Backend``: autograd goes through plain operators
 (``moe/forward.py``), or through a function that is registered with transformers (``moe/registered.py``).
 
 Shapes: ``R`` rows grouped by expert, ``e`` experts, ``T`` tokens, ``K`` experts per token.
@@ -12,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from ...compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from ...errors import SettingError
 from .gate import activate, activate_backward, gate_of
-from .torchao_gemm import check_torchao
 
 __all__ = [
     "BACKENDS",
@@ -28,13 +26,11 @@ __all__ = [
     "MOST_BY_INDEX",
     "REGISTERED",
     "TORCH",
-    "TORCHAO",
     "Backend",
     "BackendChoice",
     "Groups",
     "IndexedRows",
     "Rows",
-    "TorchBackend",
     "backend_named",
     "choose_backend",
     "has_backend",
@@ -45,18 +41,19 @@ __all__ = [
 ]
 
 BACKENDS = ("auto", "torch", "triton", "reference")
-REGISTERED, TORCHAO = "transformers:", "torchao:"
-EXPERTS_IMPLEMENTATION = "epfsdp2"  # what calls all of them is registered with transformers by this name
-MOST_BY_INDEX = 1024  # columns that are beside the rows of an index in an outer product; for more, rows are copied
+REGISTERED = "transformers:"
+EXPERTS_IMPLEMENTATION = "epfsdp2"  # the name under which ``experts_forward`` is registered with transformers
+MOST_BY_INDEX = 1024  # an outer product with more columns copies the rows of an index
 _SETTING = "engine.experts_backend"
-_WIDTH = 8  # a vector is a GEMM operand of this width: rows have at least 16 bytes in every dtype
-_OLDEST = (8, 0)  # compute capability that the Triton kernels are written for
-_COMPILED = (8, 9, 10)  # the major ones that tests compile them for
-_LEAVES_GARBAGE = 10  # where a product over no rows is what its memory was (pytorch#172439, CUTLASS#2674)
+_WIDTH = 8  # a vector becomes a GEMM operand of this width: rows have at least 16 bytes in every dtype
+_OLDEST = (8, 0)  # compute capability that the Triton kernels need
+_COMPILED = (8, 9, 10)  # major compute capabilities for which tests compile them
+_LEAVES_GARBAGE = 10  # where a product over no rows leaves its memory as it was (pytorch#172439, CUTLASS#2674)
+torch_grouped_mm = F.grouped_mm
 
 
 class Groups:
-    """How rows are grouped by expert; derived values are computed once and cached.
+    """Rows grouped by expert; derived values are computed once.
 
     Args:
         counts_e: int64 ``(e,)``, rows per expert; entries may be 0.
@@ -72,16 +69,12 @@ class Groups:
     def _ends(self) -> list[int]:
         return self.offsets_e.tolist()  # a host sync; only the loop over experts needs it
 
-    def spans(self) -> Iterator[tuple[int, int, int]]:
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
         """Iterate over ``(expert, first row, row after the last)`` of all experts."""
         begin = 0
         for expert, end in enumerate(self._ends):
             yield expert, begin, end
             begin = end
-
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        """Iterate over the spans of the experts that have rows."""
-        return (span for span in self.spans() if span[2] > span[1])
 
 
 @dataclass(frozen=True)
@@ -95,26 +88,37 @@ class IndexedRows:
 Rows = torch.Tensor | IndexedRows
 
 
-class Backend(Protocol):
-    """The operators of ``moe/fused.py``; none is differentiable. GEMMs and sums accumulate in float32."""
+class Backend:
+    """The operators of ``moe/fused.py`` in torch, which ``TritonBackend`` replaces. None is differentiable.
 
-    name: str
-    reads_index: bool
-    """Whether the GEMMs read rows through an index."""
+    GEMMs and sums accumulate in float32. GEMMs use torch's grouped GEMM where that supports the operands, else a loop
+    over experts. ``reads_index``: whether GEMMs read rows through an index.
+    """
+
+    name = "torch"
+    reads_index = False
 
     def indexed(self, x: torch.Tensor, index_R: torch.Tensor) -> Rows:
-        """Return ``x[index_R]`` as an operand of this backend: without a copy, if its GEMMs read through an index."""
-        ...
+        """Return ``x[index_R]`` as an operand: without a copy if ``reads_index``."""
+        return self.take(x, index_R)
 
     def take(self, x_TD: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
         """Return ``x_TD[tokens_S]``."""
-        ...
+        return x_TD.index_select(0, tokens_S)
 
     def gather_sum(
         self, rows_SD: torch.Tensor, slots_TK: torch.Tensor, weights_TK: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return ``sum_k weights[t, k] * rows[slots[t, k]]``, ``(T, D)`` in ``dtype``; ``None`` means weights of 1."""
-        ...
+        tokens, k = slots_TK.shape
+        if slots_TK.numel() == 0:
+            return rows_SD.new_zeros(tokens, rows_SD.shape[1], dtype=dtype)
+        if weights_TK is None or weights_TK.dtype == rows_SD.dtype:
+            return F.embedding_bag(slots_TK, rows_SD, mode="sum", per_sample_weights=weights_TK).to(dtype)
+        total = rows_SD.new_zeros(tokens, rows_SD.shape[1], dtype=torch.promote_types(rows_SD.dtype, weights_TK.dtype))
+        for i in range(k):  # temporaries are no larger than the result
+            total.add_(rows_SD.index_select(0, slots_TK[:, i]) * weights_TK[:, i, None])
+        return total.to(dtype)
 
     def mm(
         self,
@@ -126,40 +130,61 @@ class Backend(Protocol):
     ) -> torch.Tensor:
         """Multiply rows ``(R, in)`` by their experts' ``(e, in, out)``, any strides, and add the bias ``(e, out)``.
 
-        With a permutation ``order_R`` the ``i``-th result becomes row ``order_R[i]`` of what is returned.
+        With a permutation ``order_R`` the ``i``-th result becomes row ``order_R[i]`` of the output.
         """
-        ...
+        assert isinstance(rows, torch.Tensor)
+        if supports_grouped_mm(rows, in_out):
+            out = torch_grouped_mm(rows, in_out, offs=groups.offsets_e)
+            if bias is not None:
+                out.add_(torch.repeat_interleave(bias, groups.counts_e, dim=0, output_size=groups.rows))
+        else:
+            out = rows.new_empty(groups.rows, in_out.shape[2])
+            for expert, begin, end in groups:
+                if bias is None:
+                    torch.mm(rows[begin:end], in_out[expert], out=out[begin:end])
+                else:
+                    torch.addmm(bias[expert], rows[begin:end], in_out[expert], out=out[begin:end])
+        return out if order_R is None else self.take(out, inverse(order_R))
 
     def outer(self, a: Rows, b: Rows, groups: Groups) -> torch.Tensor:
         """Return ``a.T @ b`` of each expert's rows: ``(R, m)``, ``(R, n)`` -> ``(e, m, n)``, zero without rows."""
-        ...
+        assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        if supports_grouped_mm(a, b) and not _on_cpu(a):
+            out = torch_grouped_mm(a.t(), b, offs=groups.offsets_e)
+            return out if zeroes_empty_groups() else out.masked_fill_((groups.counts_e == 0)[:, None, None], 0)
+        out = a.new_empty((groups.counts_e.shape[0], a.shape[1], b.shape[1]))
+        for expert, begin, end in groups:
+            torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])
+        return out
 
     def segment_sum(self, rows: Rows, groups: Groups, scale_R: torch.Tensor | None = None) -> torch.Tensor:
         """Sum each expert's rows, times ``scale_R``: ``(R, n)`` -> ``(e, n)``, zero without rows."""
-        ...
+        assert isinstance(rows, torch.Tensor)
+        ones = rows.new_ones(groups.rows) if scale_R is None else scale_R.to(rows.dtype)
+        return self.outer(_columns(ones), rows, groups)[:, 0]
 
     def row_dot(self, rows: Rows, vectors: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Multiply rows ``(R, n)`` by their experts' vectors ``(e, n)``: ``(R,)``."""
-        ...
+        return self.mm(rows, _columns(vectors), groups)[:, 0]
 
     def gate(self, module: Any) -> Any:
-        """Describe the module's activation for the operators below; ``None`` if this backend does not compute it."""
-        ...
+        """Return the module's activation as a ``Gate``; ``None`` if no ``Gate`` computes it."""
+        return gate_of(module)
 
     def activate(self, pre: torch.Tensor, gate: Any) -> torch.Tensor:
         """Compute the gated activation: ``(R, 2 * I)`` -> ``(R, I)``."""
-        ...
+        return activate(pre, gate)
 
     def activate_backward(
         self, pre: torch.Tensor, grad: torch.Tensor, scale_R: torch.Tensor | None, gate: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``activate``'s backward for ``grad`` ``(R, I)``, which with ``scale_R`` is that of the scaled activation.
+        """Compute the backward of the activation times ``scale_R`` (1 if ``None``) for its gradient ``(R, I)``.
 
         Returns:
             The pre-activation's gradient ``(R, 2 * I)`` and the activation ``(R, I)``, both times ``scale_R``; and the
-            gradient of ``scale_R`` in float32, ``None`` without one. ``grad`` may be written to.
+            gradient of ``scale_R`` in float32, ``None`` without one. ``grad`` may be overwritten.
         """
-        ...
+        return activate_backward(pre, grad, scale_R, gate)
 
     def mm_gate_backward(
         self,
@@ -171,91 +196,16 @@ class Backend(Protocol):
         gate: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return ``activate_backward(pre, mm(grad, in_out, groups), scale_R, gate)``, which one kernel may compute."""
-        ...
+        return self.activate_backward(pre, self.mm(grad, in_out, groups), scale_R, gate)
 
     def up_gate(
         self, rows: Rows, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None, gate: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``mm`` with the gated activation fused into the epilogue.
-
-        Returns:
-            The pre-activation ``(R, 2 * I)`` and the activation ``(R, I)``, ``None`` if it is not fused.
-        """
-        ...
-
-
-class TorchBackend:
-    """Torch's operators: its grouped GEMM where that supports the operands, else a loop over experts."""
-
-    name = "torch"
-    reads_index = False
-
-    def indexed(self, x, index_R):
-        return self.take(x, index_R)
-
-    def take(self, x_TD, tokens_S):
-        return x_TD.index_select(0, tokens_S)
-
-    def gather_sum(self, rows_SD, slots_TK, weights_TK, dtype):
-        tokens, k = slots_TK.shape
-        if slots_TK.numel() == 0:
-            return rows_SD.new_zeros(tokens, rows_SD.shape[1], dtype=dtype)
-        if weights_TK is None or weights_TK.dtype == rows_SD.dtype:
-            return F.embedding_bag(slots_TK, rows_SD, mode="sum", per_sample_weights=weights_TK).to(dtype)
-        total = rows_SD.new_zeros(tokens, rows_SD.shape[1], dtype=torch.promote_types(rows_SD.dtype, weights_TK.dtype))
-        for i in range(k):  # so that temporaries are no larger than the result
-            total.add_(rows_SD.index_select(0, slots_TK[:, i]) * weights_TK[:, i, None])
-        return total.to(dtype)
-
-    def mm(self, rows, in_out, groups, bias=None, order_R=None):
-        out = self._mm(rows, in_out, groups, bias)
-        return out if order_R is None else self.take(out, inverse(order_R))
-
-    def _mm(self, rows, in_out, groups, bias):
-        if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out):
-            out = torch_grouped_mm(rows, in_out, offs=groups.offsets_e)
-            if bias is not None:
-                out.add_(torch.repeat_interleave(bias, groups.counts_e, dim=0, output_size=groups.rows))
-            return out
-        out = rows.new_empty(groups.rows, in_out.shape[2])
-        for expert, begin, end in groups:
-            if bias is None:
-                torch.mm(rows[begin:end], in_out[expert], out=out[begin:end])
-            else:
-                torch.addmm(bias[expert], rows[begin:end], in_out[expert], out=out[begin:end])
-        return out
-
-    def outer(self, a, b, groups):
-        if torch_grouped_mm is not None and supports_grouped_mm(a, b) and not _on_cpu(a):
-            out = torch_grouped_mm(a.t(), b, offs=groups.offsets_e)
-            return out if zeroes_empty_groups() else out.masked_fill_((groups.counts_e == 0)[:, None, None], 0)
-        out = a.new_empty((groups.counts_e.shape[0], a.shape[1], b.shape[1]))
-        for expert, begin, end in groups.spans():
-            if end > begin:
-                torch.mm(a[begin:end].t(), b[begin:end], out=out[expert])
-            else:
-                out[expert].zero_()
-        return out
-
-    def segment_sum(self, rows, groups, scale_R=None):
-        ones = rows.new_ones(groups.rows) if scale_R is None else scale_R.to(rows.dtype)
-        return self.outer(_columns(ones), rows, groups)[:, 0]
-
-    def row_dot(self, rows, vectors, groups):
-        return self.mm(rows, _columns(vectors), groups)[:, 0]
-
-    gate = staticmethod(gate_of)
-    activate = staticmethod(activate)
-    activate_backward = staticmethod(activate_backward)
-
-    def mm_gate_backward(self, grad, in_out, groups, pre, scale_R, gate):
-        return self.activate_backward(pre, self.mm(grad, in_out, groups), scale_R, gate)
-
-    def up_gate(self, rows, in_out, groups, bias, gate):
+        """Return ``mm``, the pre-activation ``(R, 2 * I)``, and the activation ``(R, I)`` if it is fused, else None."""
         return self.mm(rows, in_out, groups, bias), None
 
 
-TORCH: Backend = TorchBackend()
+TORCH = Backend()
 
 
 def inverse(order: torch.Tensor) -> torch.Tensor:
@@ -273,25 +223,22 @@ def _on_cpu(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-torch_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-
-
 def supports_grouped_mm(rows: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether torch's grouped GEMM takes these: some rows, 16-byte aligned, in a dtype that it has there."""
+    """Whether torch's grouped GEMM supports the operands: some rows, aligned to 16 bytes, in a dtype of the device."""
     sizes = (rows.shape[1], *other.shape[-2:]) if other.dim() == 3 else (rows.shape[1], other.shape[1])
     aligned = all(size * rows.element_size() % 16 == 0 for size in sizes)
-    taken = rows.dtype == torch.bfloat16 or (rows.device.type == "cpu" and rows.dtype != torch.float64)
-    return aligned and rows.shape[0] > 0 and taken
+    has_dtype = rows.dtype == torch.bfloat16 or (rows.device.type == "cpu" and rows.dtype != torch.float64)
+    return aligned and rows.shape[0] > 0 and has_dtype
 
 
 def zeroes_empty_groups() -> bool:
-    """Return whether torch's grouped GEMM makes the weights' gradient of an expert without rows zero."""
+    """Whether the weights' gradient of torch's grouped GEMM is zero for experts without rows."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _LEAVES_GARBAGE
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend that computes; ``line`` is for the log: ``auto`` could not take Triton, or the GPU is a new one."""
+    """The backend that computes, and a line for the log if Triton can't run or was not compiled for this GPU."""
 
     name: str
     line: str | None = None
@@ -301,12 +248,11 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Backend
     """Choose the backend that ``engine.experts_backend`` means on this machine.
 
     Args:
-        wanted: one of ``BACKENDS``, ``torchao:NAME`` or ``transformers:NAME``.
-        device_type: ``cpu``, ``cuda``, ...
-        dtype: that the experts compute in.
+        wanted: one of ``BACKENDS``, or ``transformers:NAME``.
+        dtype: the experts' compute dtype.
 
     Raises:
-        SettingError: there is no such backend, or a backend that the setting names can't run here.
+        SettingError: there is no such backend, or it can't run here.
     """
     if wanted.startswith(REGISTERED):
         names = sorted(set(ALL_EXPERTS_FUNCTIONS.valid_keys()) - {EXPERTS_IMPLEMENTATION})
@@ -315,49 +261,41 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> Backend
             works = "import the module that registers it in every process, by VERL_USE_EXTERNAL_MODULES=MODULE"
             raise SettingError(_SETTING, wanted, rule, works)
         return BackendChoice(wanted)
-    if wanted.startswith(TORCHAO):
-        return BackendChoice(wanted, check_torchao(wanted, device_type, dtype))
     if wanted not in BACKENDS:
         raise SettingError(_SETTING, wanted, f"is {', '.join(BACKENDS)} or {REGISTERED}NAME.", f"{_SETTING}=auto")
     if wanted in ("torch", "reference"):
         return BackendChoice(wanted)
     reason = _why_not_triton(device_type, dtype)
-    if wanted == "triton":
-        if reason is not None:
-            raise SettingError(_SETTING, wanted, reason, f"{_SETTING}=torch, or {_SETTING}=auto")
-        return BackendChoice("triton", _new_gpu())
+    if reason is not None and wanted == "triton":
+        raise SettingError(_SETTING, wanted, reason, f"{_SETTING}=torch, or {_SETTING}=auto")
     if reason is not None:
         return BackendChoice("torch", f"{_SETTING}=auto: torch computes the experts, because {reason}")
-    if device_type == "cpu":  # the interpreter is for tests, which name it
+    if wanted == "auto" and device_type == "cpu":  # the interpreter is for tests, which name it
         return BackendChoice("torch")
     return BackendChoice("triton", _new_gpu())
 
 
 def has_backend(setting: str) -> bool:
-    """Tell whether a setting means a ``Backend``, whose gradients are this package's own."""
-    return setting != "reference" and not setting.startswith((REGISTERED, TORCHAO))
+    """Whether a setting means a ``Backend``, whose gradients are this package's own."""
+    return setting != "reference" and not setting.startswith(REGISTERED)
 
 
 def backend_named(name: str) -> Backend:
-    """Return the backend that ``BackendChoice.name`` names; torch's where it has none, to move rows with."""
+    """Return the backend of ``BackendChoice.name``; ``reference`` and ``transformers:NAME`` move rows with torch's."""
     if name == "torch" or not has_backend(name):
         return TORCH
-    from . import triton_backend  # Triton need not be installed where it is not used
+    from . import triton_backend  # Triton is optional
 
     return triton_backend.TritonBackend()
 
 
 def _new_gpu() -> str | None:
-    """Say that nobody has compiled the Triton kernels for this machine's GPU, where that is so."""
+    """Return a line for the log if tests don't compile the Triton kernels for this machine's GPU."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     major, minor = torch.cuda.get_device_capability()
-    if major in _COMPILED:
-        return None
-    return (
-        f"{_SETTING}: the Triton kernels, which compute the experts, were compiled for compute capability 8, 9 and 10, "
-        f"and this GPU has {major}.{minor}"
-    )
+    compiled = f"{_SETTING}: the Triton kernels were compiled for compute capability 8, 9 and 10"
+    return None if major in _COMPILED else f"{compiled}, and this GPU has {major}.{minor}"
 
 
 def _why_not_triton(device_type: str, dtype: torch.dtype) -> str | None:

@@ -1,4 +1,4 @@
-"""The gated activations that the backends compute, in torch, and which of them an experts module has."""
+"""The gated activations that the backends compute, in torch, and the one of an experts module."""
 
 import itertools
 import math
@@ -11,14 +11,14 @@ from torch.nn import functional
 
 __all__ = ["Gate", "activate", "activate_backward", "gate_of"]
 
-_BLOCK, _LARGE_BLOCK = 2**17, 2**25  # elements of a pre-activation that are computed at once on a CPU, and elsewhere
+_BLOCK, _LARGE_BLOCK = 2**17, 2**25  # elements of a pre-activation per block, on a CPU and elsewhere
 
 
 class Gate(NamedTuple):
     """A gated activation: ``g * sigmoid(alpha * g) * (u + beta)``, ``g <= limit``, ``-limit <= u <= limit``.
 
     Args:
-        is_interleaved: gates are the even columns of the pre-activation and ups the odd; else its two halves.
+        is_interleaved: gates are the even columns of the pre-activation and ups the odd; else the two halves.
     """
 
     alpha: float
@@ -36,7 +36,7 @@ class Gate(NamedTuple):
         return (pre[..., ::2], pre[..., 1::2]) if self.is_interleaved else (pre[..., :inner], pre[..., inner:])
 
     def _inputs(self, g: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``alpha * g`` and ``u + beta``, both limited."""
+        """Return ``alpha * g`` and ``u + beta``, clamped to the limit."""
         if self.limit < math.inf:
             g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
         return self.alpha * g if self.alpha != 1 else g, u + self.beta if self.beta else u
@@ -58,7 +58,7 @@ class Gate(NamedTuple):
             grad_scale = (grad * act).sum(-1)
             grad, act = grad * scale, act.mul_(scale)
         torch.mul(grad, gated, out=to_u)
-        # The gradient of gated to g is that of silu(z) to z.
+        # d gated / d g = d silu(z) / d z.
         torch.ops.aten.silu_backward.grad_input(grad * u, z, grad_input=to_g)
         if self.limit < math.inf:
             to_g.masked_fill_(halves[0] > self.limit, 0)
@@ -66,7 +66,7 @@ class Gate(NamedTuple):
         return act, grad_scale
 
     def constants(self) -> dict[str, Any]:
-        """Return what a kernel that computes it is compiled for."""
+        """Return the constants of a Triton kernel that computes the activation."""
         return {"INTERLEAVED": self.is_interleaved, "LIMITED": self.limit < math.inf}
 
 
@@ -81,11 +81,9 @@ def activate(pre: torch.Tensor, gate: Gate) -> torch.Tensor:
 def activate_backward(
     pre: torch.Tensor, grad: torch.Tensor, scale_R: torch.Tensor | None, gate: Gate
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Compute what ``Backend.activate_backward`` returns, in float32 at least; it writes the activation to ``grad``."""
-    dtype = _promoted(pre)
-    grad_pre, grad_scale = torch.empty_like(pre), None
-    if scale_R is not None:
-        grad_scale = pre.new_empty(pre.shape[0], dtype=dtype)
+    """Compute ``Backend.activate_backward``, in float32 at least; write the activation to ``grad``."""
+    dtype, grad_pre = _promoted(pre), torch.empty_like(pre)
+    grad_scale = None if scale_R is None else pre.new_empty(pre.shape[0], dtype=dtype)
     for rows in _blocks(pre):
         scale = None if scale_R is None else scale_R[rows].to(dtype)
         out = grad_pre[rows] if pre.dtype == dtype else pre.new_empty(pre[rows].shape, dtype=dtype)
@@ -103,7 +101,7 @@ def _promoted(pre: torch.Tensor) -> torch.dtype:
 
 
 def _blocks(pre: torch.Tensor) -> Iterator[slice]:
-    """Yield rows to compute at once: on a CPU no more than a cache holds, elsewhere so that temporaries stay small."""
+    """Yield blocks of rows: on a CPU as many as a cache holds, elsewhere few enough for small temporaries."""
     count, width = pre.shape
     rows = max(1, (_BLOCK if pre.device.type == "cpu" else _LARGE_BLOCK) // width)
     yield from (slice(first, min(first + rows, count)) for first in range(0, count, rows))
@@ -113,14 +111,14 @@ _gates: "weakref.WeakKeyDictionary[Any, Gate | None]" = weakref.WeakKeyDictionar
 
 
 def gate_of(module: Any) -> Gate | None:
-    """Return the ``Gate`` that computes what the module's ``_apply_gate`` does, ``None`` if none does."""
+    """Return the ``Gate`` that equals the module's ``_apply_gate``; ``None`` if there is none."""
     if module not in _gates:
         _gates[module] = _known_gate(module) if module.has_gate else None
     return _gates[module]
 
 
 def _known_gate(module: Any) -> Gate | None:
-    """Find it by trying, also beyond its limit."""
+    """Compare ``_apply_gate`` with every ``Gate`` on random inputs, some of them beyond the limit."""
     limits = {math.inf, float(getattr(module, "limit", None) or math.inf)}
     alphas = {1.0, float(getattr(module, "alpha", None) or 1.0)}
     reach = 2 * max(limit for limit in (*limits, 4.0) if limit < math.inf)

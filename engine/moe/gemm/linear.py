@@ -1,4 +1,4 @@
-"""One linear of the experts, with its bias and its low-rank adapter: its output, and its gradients."""
+"""A linear of the experts, with bias and low-rank adapter: its output and its gradients."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +12,10 @@ __all__ = ["Linear"]
 
 @dataclass(frozen=True)
 class Linear:
-    """One of the experts' two linears, with its bias and its low-rank adapter if it has them.
+    """One of the experts' two linears.
 
     Args:
-        weight: ``(e, out, in)``, or ``(e, in, out)`` where ``is_transposed``.
+        weight: ``(e, out, in)``, or ``(e, in, out)`` if ``is_transposed``.
         bias: ``(e, out)``.
         lora_A: ``(e, r, in)``.
         lora_B: ``(e, out, r)``.
@@ -31,18 +31,16 @@ class Linear:
 
     @classmethod
     def of(cls, name: str, weight: Mapping[str, torch.Tensor], is_transposed: bool, scaling: float | None) -> "Linear":
-        """Make it from an experts module's parameters; ``scaling=None`` leaves adapters out, if there are any."""
-        if scaling is None:
-            return cls(weight[name], weight.get(f"{name}_bias"), None, None, 0.0, is_transposed)
-        a, b = (weight.get(f"{name}_lora_{half}") for half in "AB")
-        return cls(weight[name], weight.get(f"{name}_bias"), a, b, scaling, is_transposed)
+        """Build it from an experts module's parameters by name; ``scaling=None`` means no adapter."""
+        a, b = (None if scaling is None else weight.get(f"{name}_lora_{half}") for half in "AB")
+        return cls(weight[name], weight.get(f"{name}_bias"), a, b, scaling or 0.0, is_transposed)
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         return (self.weight, self.bias, self.lora_A, self.lora_B)
 
     def holding(self, tensors: Sequence[torch.Tensor | None]) -> "Linear":
-        """Return the same linear with other tensors, in the order of ``tensors``."""
+        """Return a copy with these ``tensors``."""
         return replace(self, **dict(zip(("weight", "bias", "lora_A", "lora_B"), tensors, strict=True)))  # type: ignore[arg-type]
 
     @property
@@ -62,7 +60,7 @@ class Linear:
     def grad_rows(
         self, backend: Backend, grad: Rows, groups: Groups, order_R: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the input's gradient for that of the output; ``order_R`` as in ``Backend.mm``."""
+        """Return the input's gradient; ``order_R`` as in ``Backend.mm``."""
         grad_rows = backend.mm(grad, self.in_out.mT, groups, None, order_R)
         if self.lora_A is not None and self.lora_B is not None:
             low = backend.mm(grad, self.lora_B, groups)
@@ -78,12 +76,11 @@ class Linear:
         needed: Sequence[bool],
         scale_R: torch.Tensor | None = None,
     ) -> list[torch.Tensor | None]:
-        """Compute the needed gradients of ``tensors``; dense, because FSDP would skip a ``None`` on this rank only.
+        """Return the needed gradients of ``tensors``; dense, because FSDP would skip a ``None`` on this rank only.
 
         Args:
-            rows: the input, times ``scale_R``.
-            grad: the gradient of the output.
-            scale_R: the routing weights that the output was scaled by.
+            rows: the input, times the routing weights ``scale_R`` of the output.
+            grad: the output's gradient.
         """
         grads: list[torch.Tensor | None] = [None] * 4
         if needed[0]:

@@ -1,28 +1,28 @@
-"""Launches the kernels of ``triton_persistent.py``, and says which operands they take."""
+"""Launches the kernels of ``triton_persistent.py``, and checks their operands."""
 
-import importlib.util
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...compat.torch_sms import sms_left
 from . import triton_persistent
+from .backends import Groups
 from .gate import Gate
 from .triton_tiles import INTERPRETED, Tile, tiles_of
 
-__all__ = ["GPUS", "mm", "takes", "up_gate"]
+__all__ = ["mm", "takes", "up_gate"]
 
-# Major compute capabilities that the kernels were compiled for; with the second Triton divides the work among warps.
-# On the first it does so with descriptors made on the device alone, and does not compile these (3.7 and 3.9).
-GPUS = _, _SPECIALIZES = (9, 10)
-_HAS_DESCRIPTORS = importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+# Major compute capability on which Triton specializes warps. On 9 it would need descriptors made on the device, and
+# does not compile these (3.7 and 3.9).
+_SPECIALIZES = 10
 
 
 def takes(rows: torch.Tensor, in_out: torch.Tensor, bias: torch.Tensor | None, gates: int = 1) -> bool:
-    """Return whether these operands can be described: 16-bit, aligned to 16 bytes, one of two dimensions contiguous.
+    """Whether TMA can load the operands: 16-bit, aligned to 16 bytes, one of the matrices' dims contiguous.
 
     Args:
-        gates: 2 for ``up_gate``, which takes matrices with ``in`` contiguous.
+        gates: 2 for ``up_gate``, whose matrices have ``in`` contiguous.
     """
     half = rows.dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     contiguous = (1,) if gates == 2 else (1, 2)
@@ -30,7 +30,7 @@ def takes(rows: torch.Tensor, in_out: torch.Tensor, bias: torch.Tensor | None, g
     strides = (*(in_out.stride(dim) for dim in range(3) if dim != inner), rows.shape[1], in_out.shape[2] // gates)
     aligned = all(stride * rows.element_size() % 16 == 0 for stride in strides)
     placed = rows.data_ptr() % 16 == in_out.data_ptr() % 16 == 0
-    return _HAS_DESCRIPTORS and half and bias is None and inner > 0 and aligned and placed
+    return half and bias is None and inner > 0 and aligned and placed
 
 
 def mm(
@@ -41,9 +41,9 @@ def mm(
     in_out: torch.Tensor,
     out: torch.Tensor,
     order: torch.Tensor | None,
-    groups,
+    groups: Groups,
 ) -> None:
-    """``TritonBackend.mm`` without a bias; ``index`` is any tensor where there is none."""
+    """``TritonBackend.mm`` without a bias; ``index`` is any tensor unless ``has_index``."""
     operands, how = _described(tile, rows, index, has_index, in_out)
     sizes = len(groups.counts_e), in_out.shape[2], in_out.shape[1]
     to = out if order is None else order
@@ -59,10 +59,10 @@ def up_gate(
     has_index: bool,
     in_out: torch.Tensor,
     results: tuple[torch.Tensor, ...],
-    groups,
+    groups: Groups,
     gate: Gate,
 ) -> None:
-    """``TritonBackend.up_gate`` without a bias, of gates above ups."""
+    """``TritonBackend.up_gate`` without a bias, for gates above ups."""
     operands, how = _described(tile, rows, index, has_index, in_out, gates=2)
     del how["K_INNERMOST"]
     sizes = len(groups.counts_e), in_out.shape[2] // 2, in_out.shape[1]
@@ -74,9 +74,7 @@ def up_gate(
 def _described(
     tile: Tile, rows: torch.Tensor, index: torch.Tensor, has_index: bool, in_out: torch.Tensor, gates: int = 1
 ) -> tuple[tuple, dict[str, Any]]:
-    """Return rows, index and the matrices as a kernel takes them, and its constants."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+    """Return a kernel's arguments for rows, index and matrices, and its constants."""
     specializes = not INTERPRETED and torch.cuda.get_device_capability()[0] == _SPECIALIZES
     gathers = has_index and (specializes or INTERPRETED)
     how = {"HAS_INDEX": has_index, "GATHERS": gathers, "SPECIALIZED": specializes}
@@ -91,14 +89,11 @@ def _described(
     return (described, index, TensorDescriptor.from_tensor(matrices, block)), how
 
 
-def _tiles(groups, tile: Tile) -> tuple[torch.Tensor, ...]:
+def _tiles(groups: Groups, tile: Tile) -> tuple[torch.Tensor, ...]:
     tiles = tiles_of(groups, tile.m)
     return *tiles.table, tiles.end_of_expert
 
 
 def _programs() -> int:
-    """Return how many programs run at a time, one on each SM but those that are left to collectives.
-
-    In the interpreter as many as have several tiles each.
-    """
+    """Return the number of programs: one for each SM that is not left to collectives."""
     return 3 if INTERPRETED else max(1, torch.cuda.get_device_properties().multi_processor_count - sms_left())

@@ -1,17 +1,16 @@
-"""The experts' operators in Triton; tests compare them with ``backends.TorchBackend``.
+"""The experts' operators in Triton; tests compare them with ``backends.Backend``.
 
-No kernel uses atomics, so results are deterministic; nothing waits for the device, but for the first launch of a GEMM,
-which measures a few tiles. These have the same bits, but for the gradient of ``scale_R`` in ``mm_gate_backward``, where
-torch's deterministic algorithms leave no choice. GEMMs accumulate in float32. With ``TRITON_INTERPRET=1``, set before
-this file is imported, the kernels run on a CPU, for tests.
+No kernel uses atomics, and nothing waits for the device except the first launch of a GEMM, which times a few tiles.
+Tiles give the same bits, except for the gradient of ``scale_R`` in ``mm_gate_backward``; torch's deterministic
+algorithms turn that choice off. GEMMs accumulate in float32. With ``TRITON_INTERPRET=1``, set before this file is
+imported, the kernels run on a CPU, for tests.
 """
 
 import torch
 import triton
 
 from . import persistent_launch, triton_gemms, triton_rows
-from .backends import MOST_BY_INDEX, IndexedRows, Rows
-from .gate import gate_of
+from .backends import MOST_BY_INDEX, Backend, IndexedRows, Rows
 from .triton_tiles import INTERPRETED, gate_backward_tiles, gate_tiles, launch_fastest, mm_tiles, outer_tiles, tiles_of
 
 __all__ = ["TritonBackend"]
@@ -19,11 +18,11 @@ __all__ = ["TritonBackend"]
 _TAKEN = (4, 16) if INTERPRETED else (8, 256)  # rows and columns that one program copies
 _WIDEST = 16 if INTERPRETED else 1024  # columns of a row that one program sums
 _ROWS, _COLUMNS = (4, 16) if INTERPRETED else (4, 256)  # of an activation that one program computes at a time
-_TWO_PASSES = "two passes"  # a GEMM and the gate's backward, beside the tiles of the kernel that is both
+_TWO_PASSES = "two passes"  # a GEMM and the gate's backward, beside the tiles of the fused kernel
 _SEGMENT = 16 if INTERPRETED else 128  # rows that one program sums
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """Launches the kernels of ``triton_rows.py`` and ``triton_gemms.py``."""
 
     name = "triton"
@@ -35,7 +34,7 @@ class TritonBackend:
     def take(self, x_TD, tokens_S):
         x_TD, width = x_TD.contiguous(), x_TD.shape[1]
         out = x_TD.new_empty(tokens_S.shape[0], width)
-        rows, block = out.shape[0], min(triton.next_power_of_2(width), _TAKEN[1])
+        rows, block = out.shape[0], _block(width, _TAKEN[1])
         if out.numel():
             grid = (triton.cdiv(rows, _TAKEN[0]), triton.cdiv(width, block))
             triton_rows.take[grid](x_TD, tokens_S, out, rows, width, ROWS=_TAKEN[0], BLOCK=block)
@@ -43,8 +42,7 @@ class TritonBackend:
 
     def gather_sum(self, rows_SD, slots_TK, weights_TK, dtype):
         (tokens, k), width = slots_TK.shape, rows_SD.shape[1]
-        out = rows_SD.new_empty(tokens, width, dtype=dtype)
-        block = min(triton.next_power_of_2(width), _WIDEST)
+        out, block = rows_SD.new_empty(tokens, width, dtype=dtype), _block(width, _WIDEST)
         weighted = weights_TK is not None
         if out.numel():
             weights = weights_TK.contiguous() if weighted else rows_SD
@@ -57,28 +55,16 @@ class TritonBackend:
         (experts, k, n), (rows, index, has_index) = in_out.shape, _operand(rows)
         out = rows.new_empty(groups.rows, n)
         bias = None if bias is None else bias.contiguous()
+        has = {"HAS_INDEX": has_index, "HAS_BIAS": bias is not None, "HAS_ORDER": order_R is not None}
 
         def launch(tile):
             if tile.is_persistent:
                 return persistent_launch.mm(tile, rows, index, has_index, in_out, out, order_R, groups)
             tiles = tiles_of(groups, tile.m)
+            operands = rows, index, in_out, in_out if bias is None else bias, out, out if order_R is None else order_R
+            sizes, constants = (experts, n, k, *in_out.stride()), tile.constants(rows.dtype)
             triton_gemms.grouped_mm[(len(tiles.expert) * triton.cdiv(n, tile.n),)](
-                rows,
-                index,
-                in_out,
-                in_out if bias is None else bias,
-                out,
-                out if order_R is None else order_R,
-                *tiles.table,
-                experts,
-                n,
-                k,
-                *in_out.stride(),
-                HAS_INDEX=has_index,
-                HAS_BIAS=bias is not None,
-                HAS_ORDER=order_R is not None,
-                EVEN_K=k % tile.k == 0,
-                **tile.constants(rows.dtype),
+                *operands, *tiles.table, *sizes, **has, EVEN_K=k % tile.k == 0, **constants
             )
 
         if out.numel():
@@ -89,7 +75,7 @@ class TritonBackend:
 
     def outer(self, a, b, groups):
         m, n = _width(a), _width(b)
-        a, b = self._to_be_read(a, n), self._to_be_read(b, m)
+        a, b = self._copied_if_wide(a, n), self._copied_if_wide(b, m)
         (a, a_index, a_indexed), (b, b_index, b_indexed) = _operand(a), _operand(b)
         experts = groups.counts_e.shape[0]
         out = a.new_empty(experts, m, n)
@@ -108,8 +94,8 @@ class TritonBackend:
         launch_fastest("outer", (a.dtype, m, n, a_indexed, b_indexed), choices, groups, launch, (out,))
         return out
 
-    def _to_be_read(self, rows, columns):
-        """Copy rows of an index, where many blocks of the other operand's columns would have them read through it."""
+    def _copied_if_wide(self, rows, columns):
+        """Copy the rows of an index if many blocks of the other operand's columns would read them through it."""
         if isinstance(rows, IndexedRows) and columns > MOST_BY_INDEX:
             return self.take(rows.x, rows.index_R)
         return rows
@@ -124,7 +110,7 @@ class TritonBackend:
         tiles = tiles_of(groups, _SEGMENT)
         parts = rows.new_empty(len(tiles.expert), width, dtype=torch.float32)
         scale = rows if scale_R is None else scale_R.contiguous()
-        sizes = {"AT_MOST": _SEGMENT, "ROWS": 16, "BLOCK": min(128, triton.next_power_of_2(width))}
+        sizes = {"AT_MOST": _SEGMENT, "ROWS": 16, "BLOCK": _block(width, 128)}
         blocks = triton.cdiv(width, sizes["BLOCK"])
         first = {"HAS_INDEX": has_index, "SCALED": scale_R is not None}
         triton_rows.sum_rows[(blocks, len(parts))](
@@ -140,26 +126,15 @@ class TritonBackend:
         out = rows.new_empty(groups.rows, dtype=torch.float32)
         if groups.rows:
             tiles = tiles_of(groups, _SEGMENT)
+            operands, sizes = (rows, index, vectors.contiguous(), out), {"ROWS": 16, "BLOCK": _block(width, 128)}
             triton_rows.row_dot[(_SEGMENT // 16, len(tiles.expert))](
-                rows,
-                index,
-                vectors.contiguous(),
-                out,
-                *tiles.table,
-                experts,
-                width,
-                HAS_INDEX=has_index,
-                ROWS=16,
-                BLOCK=min(128, triton.next_power_of_2(width)),
+                *operands, *tiles.table, experts, width, HAS_INDEX=has_index, **sizes
             )
         return out
 
-    def gate(self, module):
-        return gate_of(module)
-
     def activate(self, pre, gate):
         rows, inner = pre.shape[0], pre.shape[1] // 2
-        act, block = pre.new_empty(rows, inner), min(triton.next_power_of_2(inner), _COLUMNS)
+        act, block = pre.new_empty(rows, inner), _block(inner, _COLUMNS)
         if act.numel():
             grid = (triton.cdiv(rows, _ROWS), triton.cdiv(inner, block))
             triton_rows.gate[grid](pre, act, rows, inner, *gate[:3], **gate.constants(), ROWS=_ROWS, BLOCK=block)
@@ -167,29 +142,21 @@ class TritonBackend:
 
     def activate_backward(self, pre, grad, scale_R, gate):
         rows, inner = grad.shape
-        grad, grad_pre, block = grad.contiguous(), torch.empty_like(pre), min(triton.next_power_of_2(inner), _COLUMNS)
+        grad, grad_pre = grad.contiguous(), torch.empty_like(pre)
         grad_scale = None if scale_R is None else pre.new_empty(rows, dtype=torch.float32)
         if grad.numel():
+            scales = (pre, pre) if scale_R is None else (scale_R.contiguous(), grad_scale)
+            operands = pre, grad, scales[0], grad_pre, grad, scales[1]  # the activation overwrites its gradient
+            sizes = {"SCALED": scale_R is not None, "ROWS": _ROWS, "BLOCK": _block(inner, _COLUMNS)}
             triton_rows.gate_backward[(triton.cdiv(rows, _ROWS),)](
-                pre,
-                grad,
-                pre if scale_R is None else scale_R.contiguous(),
-                grad_pre,
-                grad,  # each block's activation takes the place of its gradient
-                pre if grad_scale is None else grad_scale,
-                rows,
-                inner,
-                *gate[:3],
-                **gate.constants(),
-                SCALED=scale_R is not None,
-                ROWS=_ROWS,
-                BLOCK=block,
+                *operands, rows, inner, *gate[:3], **gate.constants(), **sizes
             )
         return grad_pre, grad, grad_scale
 
     def mm_gate_backward(self, grad, in_out, groups, pre, scale_R, gate):
         (experts, k, inner), (rows, index, has_index) = in_out.shape, _operand(grad)
         scale = pre if scale_R is None else scale_R.contiguous()
+        has = {"HAS_INDEX": has_index, "SCALED": scale_R is not None, **gate.constants()}
         grad_scale, results = None, list[torch.Tensor]()
 
         def launch(tile):
@@ -202,30 +169,14 @@ class TritonBackend:
             tiles, blocks = tiles_of(groups, tile.m), triton.cdiv(inner, tile.n)
             results[:] = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
             parts = pre.new_empty(blocks, groups.rows, dtype=torch.float32)
+            operands = rows, index, in_out, pre, scale, *results, parts
+            sizes, constants = (experts, inner, k, groups.rows, *in_out.stride()), tile.constants(pre.dtype)
             triton_gemms.grouped_mm_gate_backward[(len(tiles.expert) * blocks,)](
-                rows,
-                index,
-                in_out,
-                pre,
-                scale,
-                *results,
-                parts,
-                *tiles.table,
-                experts,
-                inner,
-                k,
-                groups.rows,
-                *in_out.stride(),
-                *gate[:3],
-                HAS_INDEX=has_index,
-                SCALED=scale_R is not None,
-                **gate.constants(),
-                EVEN_K=k % tile.k == 0,
-                **tile.constants(pre.dtype),
+                *operands, *tiles.table, *sizes, *gate[:3], **has, EVEN_K=k % tile.k == 0, **constants
             )
             grad_scale = None if scale_R is None else parts.sum(0)
 
-        # Both ways sum the gradient of scale_R, in different orders: times must not choose where runs have to be equal.
+        # The two ways sum the gradient of scale_R in different orders: times must not choose if runs have to be equal.
         is_fixed = torch.are_deterministic_algorithms_enabled()
         measured = () if is_fixed else gate_backward_tiles(pre.dtype, inner, k)
         layout = in_out.stride(2) == 1, gate.is_interleaved, has_index, scale_R is not None
@@ -238,29 +189,16 @@ class TritonBackend:
         inner = n // 2
         pre, act = rows.new_empty(groups.rows, n), rows.new_empty(groups.rows, inner)
         bias = None if bias is None else bias.contiguous()
+        has = {"HAS_INDEX": has_index, "HAS_BIAS": bias is not None, **gate.constants()}
 
         def launch(tile):
             if tile.is_persistent:
                 return persistent_launch.up_gate(tile, rows, index, has_index, in_out, (pre, act), groups, gate)
             tiles = tiles_of(groups, tile.m)
+            operands = rows, index, in_out, in_out if bias is None else bias, pre, act
+            sizes, constants = (experts, inner, k, *in_out.stride()), tile.constants(rows.dtype)
             triton_gemms.grouped_mm_gate[(len(tiles.expert) * triton.cdiv(inner, tile.n),)](
-                rows,
-                index,
-                in_out,
-                in_out if bias is None else bias,
-                pre,
-                act,
-                *tiles.table,
-                experts,
-                inner,
-                k,
-                *in_out.stride(),
-                *gate[:3],
-                HAS_INDEX=has_index,
-                HAS_BIAS=bias is not None,
-                **gate.constants(),
-                EVEN_K=k % tile.k == 0,
-                **tile.constants(rows.dtype),
+                *operands, *tiles.table, *sizes, *gate[:3], **has, EVEN_K=k % tile.k == 0, **constants
             )
 
         if act.numel():
@@ -271,12 +209,17 @@ class TritonBackend:
         return pre, act
 
 
+def _block(width: int, most: int) -> int:
+    """Return the columns of a program: a power of two."""
+    return min(most, triton.next_power_of_2(width))
+
+
 def _width(rows: Rows) -> int:
     return (rows.x if isinstance(rows, IndexedRows) else rows).shape[1]
 
 
 def _operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return what a kernel is handed: the tensor, the index, for which the tensor stands where there is none."""
+    """Return a kernel's arguments for rows: tensor, index, and whether there is one; without one any tensor will do."""
     if isinstance(rows, IndexedRows):
         return rows.x.contiguous(), rows.index_R.contiguous(), True
     rows = rows.contiguous()

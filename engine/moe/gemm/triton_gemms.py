@@ -1,12 +1,11 @@
-"""Grouped GEMMs in Triton: rows by experts' matrices, also with a gate or its backward, and sums of outer products.
+"""Grouped GEMMs in Triton: rows by experts' matrices, optionally with a gate or its backward, and outer products.
 
-Accumulators are float32, and no kernel uses atomics. A program has one tile of the result. Programs that are next to
-each other share the tile of rows (``grouped_mm*``) or the expert (``grouped_outer``): those that run at the same time
-read the same operands, which stay in the L2 cache. An address is a 64-bit base of the tile, of the expert or of an
-indexed row, and a 32-bit offset.
+Accumulators are float32, and no kernel uses atomics. A program computes one tile of the result. Neighbouring programs
+share the tile of rows (``grouped_mm*``) or the expert (``grouped_outer``), so that their operands stay in the L2 cache.
+An address is a 64-bit base of the tile, expert or indexed row, and a 32-bit offset.
 
-Rows may be read through an index, row ``index[i]`` of the tensor as the ``i``-th: the ``grouped_mm*`` load a tile's
-part of it once, before they sum along ``k``, and ``grouped_outer``, which sums along the rows, with each block of them.
+Row ``i`` may be read through an index, as ``index[i]``. ``grouped_mm*`` load a tile's indices once, before the sum
+along ``k``; ``grouped_outer`` sums along the rows and loads them with each block.
 """
 
 import triton
@@ -26,7 +25,7 @@ def dot(a, b, total, UPCAST: tl.constexpr):
 
 @triton.jit
 def _tile(expert_of, first_of, end_of, N, BM: tl.constexpr, BN: tl.constexpr):
-    """Return a program's expert, first row, ``BM`` rows from there, which of them there are, and block of columns."""
+    """Return a program's expert, first row, offsets of ``BM`` rows, their mask, and block of columns."""
     blocks = (N + BN - 1) // BN
     tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     expert, first, rows = tl.load(expert_of + tile), tl.load(first_of + tile), tl.arange(0, BM)
@@ -53,7 +52,7 @@ def _product(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Multiply rows of ``a``, ``K`` wide, from ``first`` on, by columns of the matrix at ``b``; add it to ``total``."""
+    """Add to ``total`` the product of rows of ``a``, ``K`` wide, from ``first`` on, and columns of the matrix ``b``."""
     ks = tl.arange(0, BK)
     if HAS_INDEX:
         sources = tl.load(index + first + rows, mask=in_rows, other=0).to(tl.int64)
@@ -80,8 +79,8 @@ def columns_halved(x, BM: tl.constexpr, BN: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
-# The number of rows and where an index begins differ from one micro-batch to the next: specialising on them would
-# compile again in the middle of a run.
+# The number of rows and the alignment of an index differ between micro-batches. Specialising on them would recompile
+# during a run.
 @triton.jit(do_not_specialize_on_alignment=["index", "order"])
 def grouped_mm(
     a,
@@ -108,9 +107,9 @@ def grouped_mm(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)``, and the bias ``(e, N)``.
+    """Multiply rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)``, and add the bias ``(e, N)``.
 
-    With an order, the ``i``-th of the results is row ``order[i]`` of ``out``.
+    With an order, result ``i`` is stored in row ``order[i]`` of ``out``.
     """
     expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, N, BM, BN)
     if expert < EXPERTS:
@@ -160,7 +159,7 @@ def grouped_mm_gate(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """``grouped_mm`` and its activation; a tile has ``BN`` gates and their ups, which one product computes."""
+    """``grouped_mm`` and its activation; one product computes a tile's ``BN`` gates and their ups."""
     expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, INNER, BM, BN)
     if expert < EXPERTS:
         begin, both = block * BN, tl.arange(0, 2 * BN)
@@ -184,14 +183,14 @@ def grouped_mm_gate(
         else:
             g_all, u_all = columns_halved(total, BM, 2 * BN)
             gates, ups = columns_halved(g_all, BM, BN), columns_halved(u_all, BM, BN)
-        # By halves, so that their values fit into the registers.
+        # By halves, which fit into the registers.
         for half in tl.static_range(2):
             if INTERLEAVED:
                 g, u = tl.split(tl.reshape(halves[half], (BM, BN // 2, 2)))
             else:
                 g, u = gates[half], ups[half]
             at = begin + half * (BN // 2)
-            # Rounded as they are kept, so that backward sees the same.
+            # Round as stored, so that backward reads the same values.
             g, u = g.to(pre.dtype.element_ty), u.to(pre.dtype.element_ty)
             store_halves(pre, g, u, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 2)
             out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
@@ -220,9 +219,9 @@ def _gate_backward(
     BN: tl.constexpr,
     PIECE: tl.constexpr = 16,
 ):
-    """Store what ``gate_backward`` stores, for a tile's gradient ``d``; return ``total`` plus each row's ``d * act``.
+    """Compute ``gate_backward`` for a tile's gradient ``d``; return ``total`` plus each row's ``d * act``.
 
-    By pieces of ``PIECE`` columns, so that their values fit into the registers beside the tile's.
+    The recursion ends at pieces of ``PIECE`` columns, whose values fit into the registers beside the tile.
     """
     if BN > PIECE:
         halves = columns_halved(d, BM, BN)
@@ -249,7 +248,7 @@ def _gate_backward(
                 BN // 2,
             )
     else:
-        # Rounded as the GEMM alone would store it, so that both ways have the same bits.
+        # Round as the GEMM alone would store it, so that both ways give the same bits.
         d = d.to(act.dtype.element_ty).to(tl.float32)
         g, u = load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED, BM, BN)
         out = activation(g, u, alpha, beta, limit, LIMITED)
@@ -295,7 +294,7 @@ def grouped_mm_gate_backward(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """``grouped_mm`` of ``grad`` ``(R, K)`` by ``b`` ``(e, K, INNER)``, and ``gate_backward`` of the product.
+    """Multiply ``grad`` ``(R, K)`` by ``b`` ``(e, K, INNER)``, and apply ``gate_backward`` to the product.
 
     Each block of columns stores its part of the gradient of ``scale`` in a row of ``parts``.
     """
@@ -355,7 +354,7 @@ def grouped_outer(
     BK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """``a.T @ b`` over each expert's rows of ``a`` ``(R, M)`` and ``b`` ``(R, N)``; zero without rows."""
+    """Compute ``a.T @ b`` of each expert's rows of ``a`` ``(R, M)`` and ``b`` ``(R, N)``; zero without rows."""
     columns = (N + BN - 1) // BN
     blocks = (M + BM - 1) // BM * columns
     expert, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks

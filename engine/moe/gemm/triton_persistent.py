@@ -1,13 +1,13 @@
-"""The grouped GEMMs of rows by matrices for sm_90 and sm_100: persistent, with loads by tensor descriptors (TMA).
+"""Persistent grouped GEMMs of rows by matrices for sm_90 and sm_100, with loads by tensor descriptors (TMA).
 
-A program computes tile after tile, so that the first operands of the next tile are loaded while the last one is stored.
-The loop over tiles and that along ``k`` are one to the compiler (``flatten``). With ``SPECIALIZED`` other warps load
-and issue the products than finish a tile. Rows that are read through an index come by TMA's gather with ``GATHERS``,
-else by asynchronous copies; matrices always by TMA.
+A program computes several tiles, and loads the first operands of the next tile while it stores the last one. For that
+``flatten`` merges the loop over tiles with the loop along ``k``. With ``SPECIALIZED`` some warps load and issue
+products, others finish tiles. Rows of an index come by TMA's gather with ``GATHERS``, else by asynchronous copies.
+Matrices always come by TMA.
 
-Tiles, and the order of every sum, are those of ``triton_gemms.py``, so that results are the same bit for bit. A tile
-with fewer rows than ``BM`` also loads what comes after them, which reaches none of the rows that are stored. There is
-no bias: to begin a sum with one keeps the compiler from making one loop of the two.
+Tiles and the order of every sum equal those of ``triton_gemms.py``, so results have the same bits. A tile with fewer
+rows than ``BM`` also loads the rows after them, and does not store them. There is no bias, because a sum that starts
+with one keeps the compiler from merging the loops.
 """
 
 import triton
@@ -37,7 +37,7 @@ def _matrix_tile(b, expert, begin, k, K_INNERMOST: tl.constexpr, BN: tl.constexp
 
 @triton.jit
 def _rows_of(a, index, first, end, rows, K, HAS_INDEX: tl.constexpr, GATHERS: tl.constexpr):
-    """Return what ``_row_tile`` reads by: rows of ``a``, or where they begin; nothing without an index."""
+    """Return the ``sources`` of ``_row_tile``: indexed rows of ``a`` or pointers to them, else the first row."""
     sources = first
     if HAS_INDEX:
         sources = tl.load(index + first + rows, mask=rows < end - first, other=0)
@@ -85,7 +85,7 @@ def grouped_mm(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """``triton_gemms.grouped_mm`` without a bias; ``b`` describes ``(e, N, K)`` if ``K_INNERMOST``, else the other."""
+    """Compute ``grouped_mm`` without a bias; ``b`` describes ``(e, N, K)`` if ``K_INNERMOST``, else ``(e, K, N)``."""
     blocks, rows = (N + BN - 1) // BN, tl.arange(0, BM)
     tiles = tl.load(tile_ends + EXPERTS - 1)
     for number in tl.range(
@@ -132,7 +132,7 @@ def grouped_mm_gate(
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """``triton_gemms.grouped_mm_gate`` of gates above ups, which one load has: ``b`` describes ``(e, 2, INNER, K)``."""
+    """Compute ``grouped_mm_gate`` for gates above ups; ``b`` describes ``(e, 2, INNER, K)``, so one load gets both."""
     blocks, rows = (INNER + BN - 1) // BN, tl.arange(0, BM)
     tiles = tl.load(tile_ends + EXPERTS - 1)
     for number in tl.range(

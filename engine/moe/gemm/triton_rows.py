@@ -1,4 +1,4 @@
-"""Triton kernels that pass over rows once: gathers and sums of rows, the gated activation, and the table of tiles.
+"""Triton kernels that read rows once: gathers and sums of rows, the gated activation, and the table of tiles.
 
 No kernel uses atomics, so results are deterministic. Sums are in float32.
 """
@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 
-# Only builtins of Triton's language: its own jitted functions (zeros, sum, sigmoid) can only be interpreted if
-# TRITON_INTERPRET was set before anything imported Triton.
+# Kernels use only builtins of Triton's language. Its jitted functions (zeros, sum, sigmoid) are interpreted only if
+# TRITON_INTERPRET is set before the first import of Triton.
 @triton.jit
 def _add(a, b):
     return a + b
@@ -63,7 +63,7 @@ def gather_sum(rows, slots, weights, out, width, K: tl.constexpr, WEIGHTED: tl.c
 def tile_table(
     counts, expert_of, first_of, end_of, tile_first, tile_end, EXPERTS, SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Each program finds one tile's expert, first row, and its expert's end; the first also each expert's tiles."""
+    """Store a tile's expert, first row and end of the expert's rows; the first program stores each expert's tiles."""
     tile = tl.program_id(0)
     e = tl.arange(0, WIDTH)
     count = tl.load(counts + e, mask=e < EXPERTS, other=0).to(tl.int32)
@@ -75,7 +75,7 @@ def tile_table(
     expert = tl.reduce(tl.where((e < EXPERTS) & (tiles_end <= tile), 1, 0), 0, _add)
     first = rows_end - count + (tile - tiles_end + tiles) * SIZE
     tl.store(expert_of + tile, expert)
-    # Of a tile that is none, no row is before the end.
+    # Tiles past the last group are empty: first >= end.
     tl.store(first_of + tile, tl.reduce(tl.where(e == expert, first, 0), 0, _add))
     tl.store(end_of + tile, tl.reduce(tl.where(e == expert, rows_end, 0), 0, _add))
 
@@ -95,10 +95,7 @@ def sum_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum each segment's rows of ``x`` ``(R, N)``, at most so many, times ``scale``, into a row of ``out``.
-
-    With an index, rows are ``x[index]``.
-    """
+    """Sum each segment's rows of ``x`` ``(R, N)`` or ``x[index]``, times ``scale``, into a row of ``out``."""
     segment = tl.program_id(1)
     begin = tl.load(first_of + segment)
     end = tl.minimum(tl.load(end_of + segment), begin + AT_MOST)
@@ -131,7 +128,7 @@ def row_dot(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply each row of ``x`` ``(R, N)``, or ``x[index]``, by its expert's vector; a program has ``ROWS``."""
+    """Multiply each row of ``x`` ``(R, N)``, or ``x[index]``, by its expert's vector; ``ROWS`` rows per program."""
     tile = tl.program_id(1)
     expert = tl.load(expert_of + tile).to(tl.int64)
     if expert < EXPERTS:
@@ -167,7 +164,7 @@ def load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED: tl.constexpr, BM:
 
 @triton.jit
 def store_halves(pre, g, u, rows, in_rows, begin, INNER, INTERLEAVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Store what ``load_halves`` loads."""
+    """Store gates and ups where ``load_halves`` loads them."""
     g, u = g.to(pre.dtype.element_ty), u.to(pre.dtype.element_ty)
     if INTERLEAVED:
         n = 2 * begin + tl.arange(0, 2 * BN)
@@ -212,7 +209,7 @@ def gate_gradients(d, g_all, u_all, alpha, beta, limit, LIMITED: tl.constexpr):
     return d_gate, d_up
 
 
-# R differs from one micro-batch to the next: specialising on it would compile again in the middle of a run.
+# R differs between micro-batches; specialising on it would recompile during a run.
 @triton.jit(do_not_specialize=["R"])
 def gate(
     pre,
@@ -227,14 +224,13 @@ def gate(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The activation ``(R, INNER)`` of a pre-activation ``(R, 2 * INNER)``."""
+    """Compute the activation ``(R, INNER)`` of a pre-activation ``(R, 2 * INNER)``."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     rows, begin = tl.arange(0, ROWS), tl.program_id(1) * BLOCK
-    in_rows, n = rows < R - first, begin + tl.arange(0, BLOCK)
+    in_rows = rows < R - first
     g, u = load_halves(pre + first * 2 * INNER, rows, in_rows, begin, INNER, INTERLEAVED, ROWS, BLOCK)
-    out = activation(g, u, alpha, beta, limit, LIMITED).to(act.dtype.element_ty)
-    at = act + first * INNER + rows[:, None] * INNER + n[None, :]
-    tl.store(at, out, mask=in_rows[:, None] & (n < INNER)[None, :])
+    out = activation(g, u, alpha, beta, limit, LIMITED)
+    store_rows(act + first * INNER, out, rows, in_rows, begin, INNER, BLOCK)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -256,7 +252,7 @@ def gate_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """For the gradient of ``act``: that of ``pre``, and ``act``, both times ``scale``; and that of ``scale``."""
+    """Compute the gradient of ``pre``, and ``act``, both times ``scale``; and the gradient of ``scale``."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     rows = tl.arange(0, ROWS)
     in_rows = rows < R - first

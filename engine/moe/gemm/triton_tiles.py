@@ -1,7 +1,7 @@
-"""Which tiles the Triton GEMMs have: a short list for each, of which the fastest is measured once on the GPU.
+"""The tiles of the Triton GEMMs: a short list for each, of which the fastest is chosen once by time on the GPU.
 
-Tiles of a list differ in nothing that changes a bit of the result: a GEMM adds along ``k`` in the same order with each.
-Only ``grouped_mm_gate_backward`` also adds along the columns, in blocks of the tile's.
+All tiles of a list give the same bits, because a GEMM sums along ``k`` in the same order with each. Only
+``grouped_mm_gate_backward`` also sums along the columns, in blocks of the tile.
 """
 
 import functools
@@ -27,16 +27,16 @@ __all__ = [
 ]
 
 INTERPRETED = triton.knobs.runtime.interpret
-_HALF = 128  # registers of a thread, with which two CTAs of eight warps fit on an SM
-_TIMES = 5  # launches of a tile that are timed
-_LEAST_ROWS = 64  # of an expert: with fewer, a launch takes as long as what it computes
+_HALF = 128  # registers of a thread, so that two CTAs of eight warps fit on an SM
+_TIMES = 5  # timed launches of a tile
+_LEAST_ROWS = 64  # per expert: with fewer, launch overhead hides the difference between tiles
 _fastest: dict[tuple, "Tile | str"] = {}
 
 
 class Tile(NamedTuple):
-    """Sizes of a GEMM's tile, its warps, the stages of its pipeline of loads, and how many registers it may have.
+    """Sizes of a GEMM's tile, its warps, stages of loads, and registers of a thread at most.
 
-    ``is_persistent``: of the kernel in ``triton_persistent.py``.
+    ``is_persistent``: for the kernels in ``triton_persistent.py``.
     """
 
     m: int
@@ -52,7 +52,8 @@ class Tile(NamedTuple):
         return f"{self.m}x{self.n}x{self.k} with {self.stages} stages{kernel}"
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
-        # The interpreter (Triton 3.9) multiplies the bits of bfloat16 as integers.
+        """Return the constants of a kernel with this tile."""
+        # Triton 3.9's interpreter multiplies the bits of bfloat16 as integers.
         upcast = INTERPRETED and dtype == torch.bfloat16
         sizes = {"BM": self.m, "BN": self.n, "BK": self.k, "UPCAST": upcast}
         return sizes | {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
@@ -62,10 +63,10 @@ _SMALL = (Tile(16, 16, 16),)  # for the interpreter
 
 
 def mm_tiles(dtype: torch.dtype, n: int, k: int, persistent: bool = False) -> Sequence[Tile]:
-    """Return those of ``grouped_mm`` with ``n`` columns over ``k``, the first being what runs unmeasured.
+    """Return the tiles of ``grouped_mm`` for ``n`` columns over ``k``; the first runs until times are known.
 
     Args:
-        persistent: the operands are such that the persistent kernel takes them.
+        persistent: whether the persistent kernel supports the operands.
     """
     if INTERPRETED:
         return _SMALL
@@ -77,7 +78,7 @@ def mm_tiles(dtype: torch.dtype, n: int, k: int, persistent: bool = False) -> Se
 
 
 def gate_tiles(dtype: torch.dtype, k: int, persistent: bool = False) -> Sequence[Tile]:
-    """Return those of ``grouped_mm_gate``, which has ``n`` gates and their ups."""
+    """Return the tiles of ``grouped_mm_gate``, which have ``n`` gates and their ups."""
     if INTERPRETED:
         return _SMALL
     if dtype == torch.float32:
@@ -86,9 +87,9 @@ def gate_tiles(dtype: torch.dtype, k: int, persistent: bool = False) -> Sequence
 
 
 def gate_backward_tiles(dtype: torch.dtype, n: int, k: int) -> Sequence[Tile]:
-    """Return those of ``grouped_mm_gate_backward`` with ``n`` columns over ``k``.
+    """Return the tiles of ``grouped_mm_gate_backward`` for ``n`` columns over ``k``.
 
-    None where arithmetic already prefers a GEMM and a pass of its own: on older GPUs one CTA of it fits on an SM.
+    There are none on older GPUs, where a GEMM and a separate pass are faster, because one CTA fits on an SM.
     """
     if INTERPRETED or dtype == torch.float32 or n <= 64 or _capability() < (9, 0):
         return ()
@@ -97,7 +98,7 @@ def gate_backward_tiles(dtype: torch.dtype, n: int, k: int) -> Sequence[Tile]:
 
 
 def outer_tiles(dtype: torch.dtype, m: int, n: int, indexed: bool) -> Sequence[Tile]:
-    """Return those of ``grouped_outer`` for results of ``(m, n)``, of rows that are read through an index or not."""
+    """Return the tiles of ``grouped_outer`` for results ``(m, n)``, with rows read through an index or not."""
     if INTERPRETED:
         return _SMALL
     if dtype == torch.float32:
@@ -106,12 +107,12 @@ def outer_tiles(dtype: torch.dtype, m: int, n: int, indexed: bool) -> Sequence[T
         tiles = (Tile(64 if m <= 64 else 128, _fitting(n, 128), 64, 4),)
     else:
         tiles = _of_128_columns(64)
-    # Half of the stages are of the index, so that as many rows are on their way as without one.
+    # Half of the stages load the index, so that as many rows are in flight as without one.
     return [tile._replace(stages=2 * tile.stages - 1) for tile in tiles] if indexed else tiles
 
 
 def _of_128_columns(k: int, persistent: bool = False) -> Sequence[Tile]:
-    """Return tiles of 128 columns, two of which an SM holds, and larger ones."""
+    """Return tiles of 128 columns, two of which fit on an SM, and larger ones."""
     if _capability() >= (9, 0):
         depth = _fitting(k, 64)
         first, larger = Tile(128, 128, depth, registers=_HALF), Tile(128, 256, depth)
@@ -138,47 +139,46 @@ def launch_fastest(
     launch: Callable[[Any], Any],
     results: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Launch with the fastest of ``tiles``, measured and printed at the first launch of ``key`` with enough rows.
+    """Launch with the fastest of ``tiles``, which are timed at the first launch of ``key`` with enough rows.
 
-    A launch with few rows for each expert takes the first tile and leaves the choice open. A tile that does not compile
-    here, or whose results are not those of the first, bit for bit, is not taken.
+    A launch with few rows per expert uses the first tile and leaves the choice open. A tile that does not compile here,
+    or whose results differ from the first tile's in a bit, is not used. The times are printed.
 
     Args:
-        what: the kernel, in the line that is printed.
-        key: what the choice may depend on: sizes and dtype.
-        tiles: a string names another way than by one kernel.
-        groups: the rows of the experts.
-        launch: launches with a tile; a second launch writes the same results.
-        results: what it writes; a list may get other tensors in each launch.
+        what: the kernel, for the printed line.
+        key: the sizes, dtype and layout on which the choice depends.
+        tiles: a string names a way other than one kernel.
+        launch: launches with a tile; each launch writes the same results.
+        results: the outputs; each launch may put other tensors into a list.
     """
     key = (what, *key)
     has_enough = groups.rows >= _LEAST_ROWS * len(groups.counts_e)
     if len(tiles) > 1 and has_enough and key not in _fastest and not torch.cuda.is_current_stream_capturing():
-        times, said, wanted = {}, {}, None
+        times, notes, wanted = {}, {}, None
         for tile in tiles:
             try:
                 times[tile] = _milliseconds(functools.partial(launch, tile))
-            except Exception as error:  # Triton has no common class for what it can't compile
+            except Exception as error:  # Triton's errors of compilation have no common class
                 if tile == tiles[0]:
                     raise
                 why = str(error).strip().partition("\n")[0]
-                said[tile] = f"does not run here ({type(error).__name__}: {why})"
+                notes[tile] = f"does not run here ({type(error).__name__}: {why})"
                 continue
             found = [_sum_of_bits(x) for x in results]
             wanted = found if wanted is None else wanted
-            said[tile] = f"{times[tile]:.3f} ms"
+            notes[tile] = f"{times[tile]:.3f} ms"
             if found != wanted:
                 del times[tile]
-                said[tile] += ", not taken, for its results differ from the first's"
+                notes[tile] += ", not taken, for its results differ from the first's"
         _fastest[key] = min(times, key=times.__getitem__)
-        said[_fastest[key]] += " (taken)"
-        lines = ", ".join(f"{tile} {text}" for tile, text in said.items())
+        notes[_fastest[key]] += " (taken)"
+        lines = ", ".join(f"{tile} {text}" for tile, text in notes.items())
         print(f"engine.experts_backend: {what} {key[1:]}: {lines}", flush=True)
     launch(_fastest.get(key, tiles[0]))
 
 
 def _sum_of_bits(x: torch.Tensor) -> int:
-    """Return a checksum of a contiguous tensor; by parts, since integers are summed in a copy that is wider."""
+    """Return a checksum of a contiguous tensor, in parts, because torch sums integers in a wider copy."""
     bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32).view(-1)
     return sum(int(part.sum()) for part in bits.split(1 << 24))
 
@@ -195,9 +195,9 @@ def _milliseconds(launch: Callable[[], Any]) -> float:
 
 
 class Tiles(NamedTuple):
-    """Each tile's expert (the number of experts means no tile), its first row, and the end of the expert's rows.
+    """Each tile's expert (the number of experts for no tile), first row, and end of the expert's rows.
 
-    ``first_of_expert`` and ``end_of_expert`` are the range of each expert's tiles.
+    Expert ``i`` has the tiles from ``first_of_expert[i]`` to before ``end_of_expert[i]``.
     """
 
     expert: torch.Tensor
@@ -212,7 +212,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(groups: Groups, size: int) -> Tiles:
-    """Build ``R // size + e`` tiles, an upper bound, so that their number takes no host sync."""
+    """Build the table of ``R // size + e`` tiles, an upper bound that needs no host sync."""
     if size not in groups.tiles:
         experts = len(groups.counts_e)
         shapes = (groups.rows // size + experts,) * 3 + (experts,) * 2

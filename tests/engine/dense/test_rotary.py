@@ -1,4 +1,4 @@
-"""Fused rotary embeddings: the bits of transformers' own, forward and backward, in Triton's interpreter."""
+"""Fused rotary embeddings have the bits of transformers' own in Triton's interpreter."""
 
 import importlib
 import importlib.util
@@ -7,9 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
-from transformers.models.deepseek_v3 import modeling_deepseek_v3
-from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from epfsdp2.engine.dense import rotary
@@ -20,20 +17,25 @@ from tests.support.moe.interpreter import compiled_passes, drawn, interpreted_ke
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-HALVES, PARTS = modeling_qwen3_moe.apply_rotary_pos_emb, modeling_glm4_moe.apply_rotary_pos_emb
-NEIGHBOURS = modeling_deepseek_v3.apply_rotary_pos_emb_interleave
-# Of families with functions of their own: the columns of their tables for 24 columns of a head, and what they compute.
-OWN = {
-    "gpt_oss": (12, Rotation(table="one")),
-    "openai_privacy_filter": (12, Rotation(True, True, "one")),
-    "cohere2_moe": (24, Rotation(True, True, "neighbours", rounds_last=True)),
-    "ernie4_5_moe": (24, Rotation(True, True, "first half", rounds_last=True)),
-    "ernie4_5_vl_moe": (24, Rotation(True, True, "neighbours", rounds_last=True)),
-    "glm_moe_dsa": (24, Rotation()),
-    "gemma4": (24, Rotation()),
-    "deepseek_v4": (8, Rotation(True, True, "one", rounds_last=True, is_last=True)),
-    "deepseek_v2": (12, Rotation(True, True, "one", rounds_last=True)),
-    "llama4": (12, Rotation(True, True, "one", rounds_last=True)),
+HALVES = modeling_qwen3_moe.apply_rotary_pos_emb
+# Families -> batch and width of their tables for heads of 24 columns, and the rotation. The first have exact gradients.
+EXACT = {
+    "qwen3_moe": (1, 24, Rotation()),
+    "glm4_moe": (2, 24, Rotation()),
+    "glm4_moe parts": (1, 12, Rotation()),
+    "deepseek_v3": (2, 24, Rotation(reads_neighbours=True)),
+}
+FUNCTIONS = EXACT | {
+    "gpt_oss": (2, 12, Rotation(table="one")),
+    "openai_privacy_filter": (2, 12, Rotation(True, True, "one")),
+    "cohere2_moe": (2, 24, Rotation(True, True, "neighbours", rounds_last=True)),
+    "ernie4_5_moe": (2, 24, Rotation(True, True, "first half", rounds_last=True)),
+    "ernie4_5_vl_moe": (2, 24, Rotation(True, True, "neighbours", rounds_last=True)),
+    "glm_moe_dsa": (2, 24, Rotation()),
+    "gemma4": (2, 24, Rotation()),
+    "deepseek_v4": (2, 8, Rotation(True, True, "one", rounds_last=True, is_last=True)),
+    "deepseek_v2": (2, 12, Rotation(True, True, "one", rounds_last=True)),
+    "llama4": (2, 12, Rotation(True, True, "one", rounds_last=True)),
 }
 
 
@@ -49,75 +51,49 @@ def on_cpu(kernels, monkeypatch):
     monkeypatch.setattr(kernels, "_HEADS", 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(("plain", "part"), [(HALVES, 24), (PARTS, 24), (PARTS, 12), (NEIGHBOURS, 24)])
-def test_fused_rotary_has_the_bits_of_transformers_own(on_cpu, plain, part, dtype, batch):
-    fused = rotary._fused(plain)
-    cos, sin = (drawn(batch, 5, part, seed=seed, dtype=dtype) for seed in (2, 3))  # whose halves differ
-    # Queries are a view with heads inside of tokens, as projections make them; keys are a part of wider rows.
-    q, k = drawn(2, 5, 3, 24, dtype=dtype).transpose(1, 2), drawn(2, 1, 5, 40, dtype=dtype, seed=1)[..., 8:32]
-    found = {}
-    for function in (plain, fused):
-        leaves = [x.detach().requires_grad_() for x in (q, k)]
-        out = function(*leaves, cos, sin)
-        grads = [drawn(*y.shape, dtype=dtype, seed=4) for y in out]
-        found[function] = [*out, *torch.autograd.grad(out, leaves, grads)]
-    with mock.patch.object(FusedRotary, "plain", side_effect=AssertionError, create=True):
-        assert all(torch.equal(ours, wanted) for ours, wanted in zip(found[fused], found[plain], strict=True))
-
-
 def _function(family):
     file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    return next(getattr(file, name) for name in rotary._NAMES if hasattr(file, name))
+    names = ("apply_rotary_pos_emb_interleave",) if family == "deepseek_v3" else rotary._NAMES
+    return next(getattr(file, name) for name in names if hasattr(file, name))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", OWN)
-def test_fused_rotary_has_the_bits_of_families_own_functions_and_their_gradients_to_rounding(on_cpu, family, dtype):
-    plain, (width, rotation) = _function(family), OWN[family]
+@pytest.mark.parametrize("family", FUNCTIONS)
+def test_fused_rotary_has_the_bits_of_families_functions_and_their_gradients_to_rounding(on_cpu, family, dtype):
+    plain, (batch, width, rotation) = _function(family.partition(" ")[0]), FUNCTIONS[family]
     fused = rotary._fused(plain)
-    assert fused.rotation == rotation
-    heads = fused.heads[-1]  # also that of an argument
-    tables = [drawn(2, 5, width, seed=seed, dtype=dtype) for seed in (2, 3)]
+    assert fused.rotation == rotation and (family not in EXACT or fused.takes_parts == family.startswith("glm4"))
+    heads = fused.heads[0 if family in EXACT else -1]  # the last by the argument unsqueeze_dim, if there is one
+    tables = [drawn(batch, 5, width, seed=seed, dtype=dtype) for seed in (2, 3)]  # whose halves differ
     if fused.arguments == "q k complex":
         tables = [torch.complex(*(table.float() for table in tables))]
     elif rotation.rounds_last and family != "cohere2_moe":
         tables = [table.float() for table in tables]
+    # Queries are views of [B, T, H, D], like outputs of projections; keys are parts of wider rows.
     q, k = drawn(2, 5, 3, 24, dtype=dtype).transpose(1, heads % 2 + 1), drawn(2, 5, 40, dtype=dtype, seed=1)[..., 8:32]
     named = {} if heads == fused.heads[0] else {"unsqueeze_dim": heads}
     found = {}
-    for function in (plain, fused):
-        leaves = [x.detach().requires_grad_() for x in (q, k.unsqueeze(heads))]
-        if fused.arguments == "x cos sin":
-            out = [function(leaf, *tables, **named) for leaf in leaves]
-        else:
-            out = function(*leaves, *tables, **named)
-        grads = [drawn(*y.shape, dtype=dtype, seed=4) for y in out]
-        found[function] = out, torch.autograd.grad(out, leaves, grads)
+    with mock.patch.object(rotary._Rotated, "apply", wraps=rotary._Rotated.apply) as applied:
+        for function in (plain, fused):
+            leaves = [x.detach().requires_grad_() for x in (q, k.unsqueeze(heads))]
+            if fused.arguments == "x cos sin":
+                out = [function(leaf, *tables, **named) for leaf in leaves]
+            else:
+                out = function(*leaves, *tables, **named)
+            grads = [drawn(*y.shape, dtype=dtype, seed=4) for y in out]
+            found[function] = out, torch.autograd.grad(out, leaves, grads)
+    assert applied.call_count == 2
     bound = 1e-6 if dtype == torch.float32 else 1e-2
     for number, (ours, wanted) in enumerate(zip(*(sum(map(tuple, each), ()) for each in found.values()), strict=True)):
         assert ours.dtype == dtype and relative_error(ours, wanted) < bound
-        # A product of complex numbers in float32 may round its two products at once.
+        # A complex product in float32 may round its two products at once.
         is_exact = number < len(out) and (dtype == torch.bfloat16 or fused.arguments != "q k complex")
-        assert torch.equal(ours, wanted) or not is_exact
-    with mock.patch.object(rotary._Rotated, "apply", wraps=rotary._Rotated.apply) as applied:
-        fused(leaves[0], *([] if fused.arguments == "x cos sin" else leaves[1:]), *tables, **named)
-    assert applied.call_count == (1 if fused.arguments == "x cos sin" else 2)
+        assert torch.equal(ours, wanted) or not (is_exact or family in EXACT)
 
 
-def test_functions_are_found_by_how_they_rotate():
-    for plain, rotation, takes_parts in (
-        (HALVES, Rotation(), False),
-        (PARTS, Rotation(), True),
-        (NEIGHBOURS, Rotation(reads_neighbours=True), False),
-    ):
-        assert (rotary._fused(plain).rotation, rotary._fused(plain).takes_parts) == (rotation, takes_parts)
+def test_function_that_rotates_in_another_way_is_not_replaced(monkeypatch):
+    """Rotate backwards, only queries, or by another formula."""
     assert rotary._fused(lambda q, k, cos, sin: HALVES(q, k, cos, -sin)) is None
-
-
-def test_what_a_family_rotates_in_its_own_way_is_not_replaced(monkeypatch):
-    """Backwards, or only queries."""
     for other in (lambda q, k, cos, sin: (HALVES(q, k, cos, sin)[0], k), lambda x, cos, sin: x * cos + x * sin):
         monkeypatch.setattr(modeling_qwen3_moe, "apply_rotary_pos_emb", other)
         with torch.device("meta"):
@@ -126,7 +102,7 @@ def test_what_a_family_rotates_in_its_own_way_is_not_replaced(monkeypatch):
         assert modeling_qwen3_moe.apply_rotary_pos_emb is other
 
 
-def test_what_the_kernel_does_not_take_runs_as_it_was(on_cpu):
+def test_arguments_that_the_kernel_does_not_support_call_the_plain_function(on_cpu):
     plain = mock.Mock(side_effect=HALVES)
     fused = FusedRotary(plain, Rotation(), heads=(1, 2))
     q, k, cos, sin = drawn(1, 2, 3, 8), drawn(1, 1, 3, 8), drawn(1, 3, 8), drawn(1, 3, 8)
@@ -141,7 +117,7 @@ def test_what_the_kernel_does_not_take_runs_as_it_was(on_cpu):
 
 @pytest.fixture
 def restored():
-    """Set back what ``fuse_rotary`` replaces."""
+    """Restore the functions that ``fuse_rotary`` replaces."""
     yield
     for file in list(sys.modules.values()):
         for name in rotary._NAMES:
@@ -151,9 +127,8 @@ def restored():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_attention_of_every_family_calls_the_fused_rotary(restored, name):
-    family = FAMILIES[name]
     with torch.device("meta"):
-        model = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.sizes))
+        model = FAMILIES[name].build()
     found = fuse_rotary(model)
     assert fuse_rotary(model) == found
     assert found and all(found.values()), name
@@ -170,7 +145,7 @@ def test_model_with_fused_rotary_has_its_loss_and_gradients(on_cpu, restored, tm
     assert torch.equal(*losses)
     for loss in losses:
         loss.backward()
-    # Gradients of the projections have another layout, and so their products another order.
+    # Gradients of the projections have another layout, so their products sum in another order.
     for ours, wanted in zip(fused.parameters(), plain.parameters(), strict=True):
         assert relative_error(ours.grad, wanted.grad) < 1e-6
 

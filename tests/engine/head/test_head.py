@@ -1,4 +1,4 @@
-"""Log-probs and entropies from hidden states, a tile of the logits at a time: those of the plain model."""
+"""Log-probs and entropies from hidden states, a tile of the logits at a time, equal the plain model's."""
 
 import copy
 from dataclasses import replace
@@ -22,7 +22,7 @@ from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import PADDED, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
-# Beside those that scale logits: a model around another that has the head, and one without a head.
+# Models that scale logits, one around another that has the head, and one without a head.
 WHOLE = {*SCALED, "llama4", "openai_privacy_filter", "qwen3_omni_moe"}
 
 
@@ -45,19 +45,15 @@ def _error(found, wanted):
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_head_in_parts_has_the_values_and_gradients_of_whole_logits(small_tiles, dtype, with_entropy, has_bias):
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape):
-        return torch.randn(*shape, generator=generator, dtype=dtype)
-
-    hidden, weight, bias = drawn(23, 12), drawn(50, 12) * 3, drawn(50) * 9 if has_bias else None
-    labels = torch.randint(0, 50, (23,), generator=generator)
+    torch.manual_seed(0)
+    labels, temperature = torch.randint(0, 50, (23,)), torch.rand(23) + 0.5
     labels[:4] = torch.tensor([0, 15, 16, 49])  # at the edges of tiles
-    temperature, grad = torch.rand(23, generator=generator) + 0.5, drawn(23, 1 + with_entropy)
-    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    hidden, weight, grad = torch.randn(23, 12), torch.randn(50, 12) * 3, torch.randn(23, 1 + with_entropy).to(dtype)
+    tensors = [t.to(dtype) for t in (hidden, weight, *[torch.randn(50) * 9] * has_bias)]
+    leaves = [t.clone().requires_grad_() for t in tensors]
     found = log_probs.log_probs_and_entropy(*leaves[:2], [*leaves, None][2], labels, temperature, with_entropy)
     found.backward(grad)
-    plain = [t.double().requires_grad_() for t in (hidden, weight, bias) if t is not None]
+    plain = [t.double().requires_grad_() for t in tensors]
     wanted = _wanted(F.linear(*plain), labels, temperature.double())[:, : 1 + with_entropy]
     wanted.backward(grad.double())
     bound = 1e-5 if dtype == torch.float32 else 1e-12
@@ -81,27 +77,21 @@ def test_head_in_parts_with_bfloat16_logits_reduces_them_in_float32():
         assert ours.grad.dtype == torch.bfloat16 and _error(ours.grad, theirs.grad) < 2e-2
 
 
-class _Operators(TorchDispatchMode):
-    """Names of the operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def test_head_on_a_gpu_adds_products_in_bfloat16_to_a_sum_in_float32_in_one_operator():
     class OnGpu(torch.Tensor):
         is_cuda = True
 
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    names = []
     a, b = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((4, 3), (3, 5)))
     total = torch.empty(4, 5, device="meta").as_subclass(OnGpu)
-    with _Operators() as ran:
+    with Operators():
         add_product(total, a, b)
-    assert ran.names == ["aten::addmm.dtype_out"]
+    assert names == ["aten::addmm.dtype_out"]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +105,7 @@ def test_head_in_parts_of_every_family_is_exact_or_keeps_whole_logits(small_tile
     assert bool(why) == (name in WHOLE or "final_logit_softcapping" in sizes), why
     if why:
         return
-    with float64():  # float32's rounding is magnified by some of these, in the plain model as here
+    with float64():  # some families magnify float32's rounding
         _compare(family.build_random("eager").eval())
 
 
@@ -138,15 +128,11 @@ def _compare(plain):
     assert model(input_ids=ids, use_cache=False).logits.shape == (2, 7, plain.get_output_embeddings().out_features)
 
 
-def _qwen3(**sizes):
-    return FAMILIES["qwen3_moe"].build(**sizes).to("meta")
-
-
 def test_head_in_parts_with_adapters_or_an_unknown_forward_keeps_whole_logits():
-    model = _qwen3()
+    model = FAMILIES["qwen3_moe"].build().to("meta")
     model.lm_head.register_parameter("weight_lora_A", nn.Parameter(torch.empty(4, 48, device="meta")))
     assert why_whole_logits(model) == "its head has parameters besides weight and bias"
-    model = _qwen3()
+    model = FAMILIES["qwen3_moe"].build().to("meta")
     Lora(model, LoraSettings("model", 4, 8, "all-linear"))
     assert not why_whole_logits(model)
     model.model.forward = before = lambda *_, **__: None

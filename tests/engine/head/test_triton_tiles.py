@@ -20,7 +20,7 @@ def kernels():
 
 @pytest.fixture
 def small_tiles(kernels, monkeypatch):
-    """Tiles of several blocks of columns, of which none is a power of two."""
+    """Use tiles of several blocks of columns, none a power of two."""
     monkeypatch.setattr(kernels, "_REDUCED", 16)
     monkeypatch.setattr(kernels, "_WRITTEN", 8)
     monkeypatch.setattr(log_probs, "tile_sizes", lambda device: (5, 37))

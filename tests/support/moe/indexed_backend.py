@@ -1,7 +1,6 @@
-"""Operators in torch that allocate what the Triton kernels do, which on a CPU only run interpreted.
+"""Operators in torch that allocate as much as the Triton kernels, which a CPU only interprets.
 
-They read rows through an index, store them in an order, and fuse the activation, in pieces of a few rows, whose
-temporaries are small beside all rows.
+They read rows through an index, store them in an order, and fuse the activation. Temporaries have a few rows.
 """
 
 import os
@@ -10,14 +9,14 @@ from collections.abc import Iterator
 import torch
 
 from epfsdp2.engine.moe import forward
-from epfsdp2.engine.moe.gemm.backends import Groups, IndexedRows, Rows, TorchBackend
+from epfsdp2.engine.moe.gemm.backends import Backend, Groups, IndexedRows, Rows
 
 __all__ = ["IndexedBackend", "stand_in"]
 
 _ROWS = 32
 
 
-class IndexedBackend(TorchBackend):
+class IndexedBackend(Backend):
     name = "triton"
     reads_index = True
 
@@ -84,6 +83,6 @@ def _pieces(rows: Rows, groups: Groups) -> Iterator[tuple[int, slice, torch.Tens
 
 
 def stand_in() -> None:
-    """Have it compute in this process wherever Triton's backend is asked for."""
-    os.environ["TRITON_INTERPRET"] = "1"  # or the setting is refused on a CPU
+    """Replace Triton's backend by ``IndexedBackend`` in this process."""
+    os.environ["TRITON_INTERPRET"] = "1"  # a CPU refuses the setting otherwise
     forward.backend_named = lambda name: IndexedBackend()

@@ -1,9 +1,11 @@
-"""The fused experts are exact and save little, compared with autograd through plain operators."""
+"""The fused experts equal autograd through plain operators, and save less for backward."""
 
 import copy
 import importlib.util
 import itertools
 import math
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +16,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward, linears
 from epfsdp2.engine.moe.fused import on_rows
 from epfsdp2.engine.moe.gemm import gate as gate_module
-from epfsdp2.engine.moe.gemm.backends import BackendChoice, TorchBackend, choose_backend
+from epfsdp2.engine.moe.gemm.backends import Backend, BackendChoice, choose_backend
 from epfsdp2.engine.moe.gemm.gate import Gate, gate_of
 from tests.support.models.tiny import relative_error
 from tests.support.moe.experts import (
@@ -28,7 +29,6 @@ from tests.support.moe.experts import (
     FAMILIES,
     INNER,
     RELATIVE,
-    Config,
     D,
     E,
     T,
@@ -40,7 +40,7 @@ from tests.support.moe.experts import (
     tokens_with,
 )
 from tests.support.moe.indexed_backend import IndexedBackend
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 
 
 @pytest.mark.parametrize(("family", "tokens"), itertools.product(FAMILIES, (T, 0)))
@@ -57,7 +57,7 @@ def test_fused_experts_of_every_layout_equal_plain_operators(family, tokens):
 
 
 def _users_own(self, hidden_states, top_k_index, top_k_weights):
-    """Loop over experts, as models outside of transformers do."""
+    """Loop over experts, like models outside of transformers."""
     out = torch.zeros_like(hidden_states)
     for expert in range(self.num_experts):
         token, slot = (top_k_index == expert).nonzero(as_tuple=True)
@@ -81,25 +81,22 @@ def test_registered_experts_functions_equal_plain_operators(name, tokens):
 
 
 def _registered_over_ranks(rank_of_experts):
-    group, module = dist.group.WORLD, make("plain")
-    hidden, ids, weights = routed()
-    got = {}
+    """Send tokens to the experts of both ranks, or all to the experts of one."""
+    group, module, (hidden, ids, weights), got = dist.group.WORLD, make("plain"), routed(), {}
     for backend in ("reference", "transformers:batched_mm"):
         own = copy.deepcopy(module)
         for name, param in module.named_parameters():
             setattr(own, name, nn.Parameter(param.detach().chunk(2)[dist.get_rank()].clone()))
         attach(own, ExpertsRuntime(E, group, backend=backend))
         x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
-        # Of the last case every token goes to the experts of one rank.
         out = experts_forward(own, x, ids if rank_of_experts is None else ids % 3 + 3 * rank_of_experts, w)
         out.square().sum().backward()
         got[backend] = {"out": out, "hidden": x.grad, "weights": w.grad} | grads_of(own)
     assert_equal(got["transformers:batched_mm"], got["reference"])
 
 
-@pytest.mark.parametrize("rank_of_experts", [None, 1])
-def test_registered_experts_functions_compute_the_experts_of_a_rank(rank_of_experts):
-    run_ranks(_registered_over_ranks, 2, rank_of_experts)
+def test_registered_experts_functions_compute_the_experts_of_a_rank():
+    run_ranks(each_case, 2, [(None,), (1,)], _registered_over_ranks)
 
 
 @pytest.mark.parametrize("frozen", [(), ("gate_up_proj", "down_proj"), ENDS, ENDS[:2] + ("gate_up_proj",)], ids=str)
@@ -131,8 +128,8 @@ def test_fused_experts_in_bfloat16_are_no_further_from_float32_than_plain_operat
 def test_gather_sum_accumulates_in_float32():
     rows, slots = torch.ones(1025, 8, dtype=torch.bfloat16), torch.arange(1025).view(1, -1)
     for weights in (None, torch.ones(1, 1025, dtype=torch.bfloat16), torch.ones(1, 1025)):
-        # One by one in bfloat16 the sum would stop at 256.
-        assert (TorchBackend().gather_sum(rows, slots, weights, torch.float32) >= 1024).all()
+        # A sum in bfloat16 would stop at 256.
+        assert (Backend().gather_sum(rows, slots, weights, torch.float32) >= 1024).all()
 
 
 @pytest.mark.parametrize("gate", [Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True)], ids=str)
@@ -145,43 +142,36 @@ def test_torch_gate_in_blocks_of_rows_equals_autograd_in_float32(monkeypatch, ga
     (act * scale_leaf[:, None]).backward(grad.float())
     names = "activation", "gradient", "scaled activation", "gradient of scale"
     wanted = act.to(dtype), leaf.grad.to(dtype), (act * scale_leaf[:, None]).to(dtype), scale_leaf.grad
-    found = TorchBackend().activate(pre, gate), *TorchBackend().activate_backward(pre, grad, scale, gate)
+    found = Backend().activate(pre, gate), *Backend().activate_backward(pre, grad, scale, gate)
     bound = max(RELATIVE, torch.finfo(dtype).eps)
     assert_equal(*(dict(zip(names, each, strict=True)) for each in (found, wanted)), bound)
 
 
 def test_fused_experts_under_autocast_recompute_the_activation_under_it():
-    class Mixes(Qwen3MoeExperts):
-        def _apply_gate(self, pre):
-            seen.append(torch.is_autocast_enabled("cpu"))
-            gate, up = pre.chunk(2, dim=-1)
-            # No gate that a backend computes, and a product, which autocast computes in bfloat16.
-            return (gate.tanh() * up) @ torch.eye(gate.shape[-1], dtype=pre.dtype)
+    def product(pre):
+        """Compute no known gate, and a product, which autocast computes in bfloat16."""
+        seen.append(torch.is_autocast_enabled("cpu"))
+        gate, up = pre.chunk(2, dim=-1)
+        return (gate.tanh() * up) @ torch.eye(gate.shape[-1], dtype=pre.dtype)
 
-    seen = []
-    module, (hidden, ids, weights) = Mixes(Config()), routed()
-    for param in module.parameters():
-        nn.init.normal_(param, std=0.5)
-    assert gate_of(module) is None
-    seen.clear()
-    results = []
+    seen, results, (hidden, ids, weights) = [], [], routed()
     for backend in ("torch", "reference"):
+        module = make("plain")
+        module._apply_gate = product
+        assert gate_of(module) is None
+        seen.clear()
         attach(module, ExpertsRuntime(E, None, backend=backend))
-        module.zero_grad()
         leaf = hidden.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
             out = experts_forward(module, leaf, ids, weights)
         out.sum().backward()
-        results.append({"out": out, "hidden": leaf.grad} | {n: p.grad.clone() for n, p in module.named_parameters()})
-    assert seen == [True, True, True]
+        results.append({"out": out, "hidden": leaf.grad} | grads_of(module))
+        assert seen == [True] * (2 if backend == "torch" else 1)
     assert_equal(*results)
 
 
-# -- saved tensors --------------------------------------------------------------------------------------------------
-
-
 def bytes_kept(function, without):
-    """Count the bytes of storages that autograd saves in a call, without parameters and inputs."""
+    """Count the bytes of storages that autograd saves in a call, except parameters and inputs."""
     known, kept = {t.untyped_storage()._cdata for t in without}, {}
 
     def pack(tensor):
@@ -195,14 +185,15 @@ def bytes_kept(function, without):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("experts", "hidden", "inner"), [(32, 512, 192), (64, 896, 256)], ids=["qwen3", "deepseek"])
+@pytest.mark.parametrize(
+    ("dtype", "experts", "hidden", "inner"),
+    [(torch.float32, 32, 512, 192), (torch.bfloat16, 64, 896, 256)],
+    ids=["qwen3", "deepseek"],
+)
 def test_fused_experts_on_one_rank_save_less_than_0_4_of_grouped_mm(dtype, experts, hidden, inner):
     """Proportions of Qwen3-30B-A3B and DeepSeek-V3: a quarter and an eighth of the width, a quarter of the experts."""
-    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=8)
-    module = Qwen3MoeExperts(config).to(dtype)
-    for param in module.parameters():
-        nn.init.normal_(param)
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": experts}
+    module = make("plain", dtype, config=partial(Qwen3MoeConfig, **sizes, num_experts_per_tok=8))
     attach(module, ExpertsRuntime(experts, None))
     weights, ids = torch.randn(64, experts).softmax(-1).topk(8)
     given = torch.randn(64, hidden, dtype=dtype, requires_grad=True), ids, weights.to(dtype).requires_grad_()
@@ -215,34 +206,22 @@ def test_fused_experts_on_one_rank_save_less_than_0_4_of_grouped_mm(dtype, exper
 
 
 def _kept_of_rows_sent(experts, hidden, inner, k):
-    """Give every expert of both ranks equally many rows from each rank."""
-    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=experts // 2)
-    module = Qwen3MoeExperts(config)
-    for param in module.parameters():
-        nn.init.normal_(param)
+    """Send the same number of rows from each rank to every expert of both ranks."""
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": experts // 2}
+    module = make("plain", config=partial(Qwen3MoeConfig, **sizes))
     ids = torch.arange(experts * k).view(-1, k) % experts
     given = torch.randn(len(ids), hidden, requires_grad=True), ids, torch.rand(ids.shape, requires_grad=True)
     kept = {}
     for backend in ("torch", "reference"):
         attach(module, ExpertsRuntime(experts, dist.group.WORLD, backend))
         kept[backend] = bytes_kept(lambda: experts_forward(module, *given), [*given, *module.parameters()])
-
-    # Rows, their weights, the first product; and the orders of slots and of rows.
+    # Rows, their weights, the first product, and the orders of slots and of rows.
     assert kept["torch"] == ids.numel() * (4 * (hidden + 1 + 2 * inner) + 2 * 8)
     assert kept["torch"] < 0.6 * kept["reference"]
 
 
 def test_fused_experts_on_two_ranks_save_nothing_on_the_source_rank():
     run_ranks(_kept_of_rows_sent, 2, 8, 64, 24, 2)
-
-
-class _Counting(TorchBackend):
-    def __init__(self):
-        self.products = 0
-
-    def mm(self, *args):
-        self.products += 1
-        return super().mm(*args)
 
 
 def test_fused_experts_backward_runs_twice_and_its_first_linear_not_alone():
@@ -256,22 +235,18 @@ def test_fused_experts_backward_runs_twice_and_its_first_linear_not_alone():
         between.sum().backward()
 
 
-def test_fused_experts_when_recomputed_stop_before_the_down_projection(monkeypatch):
-    """The forward has 2 grouped GEMMs, the recomputation the first, backward one for each."""
-    backend, module, (hidden, ids, weights) = _Counting(), make("plain"), routed()
+def test_fused_experts_when_recomputed_stop_before_the_down_projection():
+    """Forward runs 2 grouped GEMMs, recomputation the first one, backward one for each."""
+    module, (hidden, ids, weights) = make("plain"), routed()
     attach(module, ExpertsRuntime(E, None))
-    monkeypatch.setattr("epfsdp2.engine.moe.forward.backend_named", lambda name: backend)
     hidden.requires_grad_()
-    out = checkpoint(experts_forward, module, hidden, ids, weights, use_reentrant=False)
-    assert backend.products == 2
-    seed = torch.linspace(-1, 1, out.numel()).view_as(out)
-    out.backward(seed)
-    assert backend.products == 5
+    with mock.patch.object(Backend, "mm", autospec=True, side_effect=Backend.mm) as product:
+        out = checkpoint(experts_forward, module, hidden, ids, weights, use_reentrant=False)
+        assert product.call_count == 2
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
+        assert product.call_count == 5
     want = tokens_with(module, "reference", hidden.detach(), ids, weights)
     assert_equal({"out": out, "hidden": hidden.grad} | grads_of(module), {k: want[k] for k in want if k != "weights"})
-
-
-# -- choice of backend ---------------------------------------------------------------------------------------------
 
 
 def test_choose_backend_that_can_not_run_is_refused_by_name_and_skipped_by_auto(monkeypatch):
@@ -289,7 +264,7 @@ def test_choose_backend_that_can_not_run_is_refused_by_name_and_skipped_by_auto(
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
         choice = choose_backend("auto", "cuda", torch.bfloat16)
         assert choice.name == auto and (choice.line is None) == (auto == "triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (13, 0))  # which nobody knows
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (13, 0))  # unknown
     for wanted in ("auto", "triton"):
         choice = choose_backend(wanted, "cuda", torch.bfloat16)
         assert choice.name == "triton" and "and this GPU has 13.0" in choice.line
@@ -311,7 +286,7 @@ def test_choose_backend_with_an_unknown_name_is_refused():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_experts_of_rows_in_the_order_received_equal_those_of_grouped_rows(family):
-    """By operators that read rows through an index and store them in an order."""
+    """Operators read rows through an index and store them in an order."""
     module, counts_e = make(family), torch.tensor([18, 0, 4, 0, 1, 3])
     total = int(counts_e.sum())
     drawn = torch.Generator().manual_seed(0)
@@ -330,22 +305,16 @@ def test_fused_experts_of_rows_in_the_order_received_equal_those_of_grouped_rows
     assert all(relative_error(one, other) < RELATIVE for one, other in zip(*found, strict=True))
 
 
-class _Calls(TorchFunctionMode):
-    """Lists the functions of torch that it is asked at."""
+def test_experts_forward_calls_no_function_mode():
+    """Modes that override the router's choice would run at each of its calls."""
 
-    def __init__(self):
-        super().__init__()
-        self.functions = []
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            functions.append(func)
+            return func(*args, **(kwargs or {}))
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.functions.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-def test_experts_forward_asks_no_function_mode():
-    """Those that override the router's choice would be asked at each of its calls."""
-    module, (hidden, ids, weights) = make("plain"), routed()
+    functions, module, (hidden, ids, weights) = [], make("plain"), routed()
     attach(module, ExpertsRuntime(E, None, backend="torch"))
-    with _Calls() as calls:
+    with Calls():
         experts_forward(module, hidden.add(1), ids, weights)
-    assert calls.functions == [torch.Tensor.add]
+    assert functions == [torch.Tensor.add]

@@ -1,4 +1,4 @@
-"""Persistent kernels give what the others do bit for bit, in Triton's interpreter, and are taken only if they do."""
+"""Persistent kernels have the bits of the others, in Triton's interpreter."""
 
 import importlib
 import itertools
@@ -17,7 +17,7 @@ from tests.support.models.tiny import save_qwen3_moe
 from tests.support.moe.interpreter import drawn, integers, interpreted_kernels
 from tests.support.ranks import run_ranks
 
-RAGGED = [5, 0, 1, 16, 0, 18]  # without rows, with one, with a whole tile, with a part of one
+RAGGED = [5, 0, 1, 16, 0, 18]  # experts without rows, with one, with a whole tile, with a part of a tile
 GATES = Gate(1.0, 0.0, math.inf, False), Gate(1.0, 0.0, 0.7, False)
 
 
@@ -34,12 +34,12 @@ def launched():
 
 @pytest.fixture
 def persistent(kernels, launched, monkeypatch):
-    """Return a function that calls another with the persistent kernels; adds which ran to ``launched``."""
+    """Return a function that calls another with the persistent kernels, and adds their names to ``launched``."""
     tiles = importlib.import_module("epfsdp2.engine.moe.gemm.triton_tiles")
 
     def call(function):
         def launch_it(what, key, choices, groups, launch, results=()):
-            assert key[-1] is True, "the operands are not such that the persistent kernel takes them"
+            assert key[-1] is True, "the persistent kernel does not support the operands"
             launch(tiles.Tile(16, 16, 16, is_persistent=True))
             launched.add(what)
 
@@ -50,23 +50,10 @@ def persistent(kernels, launched, monkeypatch):
     return call
 
 
-@pytest.fixture
-def tiles(monkeypatch):
-    module = importlib.import_module("epfsdp2.engine.moe.gemm.triton_tiles")
-    monkeypatch.setattr(module, "_fastest", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return module
-
-
-def same(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        assert one is other is None or torch.equal(one, other)
-
-
 @pytest.mark.parametrize(
     ("dtype", "counts"), [(torch.bfloat16, RAGGED), (torch.float32, [2, 0, 17]), (torch.float16, [0, 1])], ids=str
 )
-def test_persistent_kernels_give_what_the_others_do_bit_for_bit(kernels, persistent, launched, dtype, counts):
+def test_persistent_kernels_have_the_bits_of_the_others(kernels, persistent, launched, dtype, counts):
     ours, (hidden, inner), e, total = kernels.TritonBackend(), (24, 24), len(counts), sum(counts)
     groups, x = Groups(torch.tensor(counts), total), integers(11, hidden, dtype=dtype)
     index = torch.randint(11, (total,), generator=torch.Generator().manual_seed(5))
@@ -80,82 +67,29 @@ def test_persistent_kernels_give_what_the_others_do_bit_for_bit(kernels, persist
             up = integers(e, 2 * inner, hidden, dtype=dtype, seed=2).mT
             calls += [lambda up=up, g=g, rows=rows: ours.up_gate(rows, up, groups, None, g) for g in GATES]
         for call in calls:
-            wanted = call()
-            same(persistent(call), wanted)
+            assert all(map(torch.equal, persistent(call), call()))
     assert launched == {"mm", "mm and gate"}
 
 
-def test_persistent_kernels_read_rows_by_copies_what_they_read_by_tma(kernels, persistent, monkeypatch):
-    """On compute capability 9 rows of an index come by asynchronous copies, also where tiles don't divide ``k``."""
-    launch = kernels.persistent_launch
+def test_persistent_kernels_read_the_same_rows_by_copies_and_by_tma(kernels, persistent, monkeypatch):
+    """On compute capability 9 rows of an index come by asynchronous copies, also if tiles don't divide ``k``."""
     ours, total, e = kernels.TritonBackend(), sum(RAGGED), len(RAGGED)
     groups, x, index = Groups(torch.tensor(RAGGED), total), integers(11, 40), torch.arange(total) % 11
-    described = launch._described
+    described = kernels.persistent_launch._described
 
-    def without_gather(tile, rows, index, has_index, in_out, gates=1):
-        operands, how = described(tile, rows, index, has_index, in_out, gates)
+    def without_gather(tile, rows, *args):
+        operands, how = described(tile, rows, *args)
         return (rows, *operands[1:]), how | {"GATHERS": False}
 
-    rows = ours.indexed(x, index)
+    monkeypatch.setattr(kernels.persistent_launch, "_described", without_gather)
     for k in (40, 32):
         weight, rows = integers(e, k, 24), ours.indexed(x[:, :k].contiguous(), index)
-        wanted = ours.mm(rows, weight, groups)
-        monkeypatch.setattr(launch, "_described", without_gather)
         found = persistent(lambda rows=rows, weight=weight: ours.mm(rows, weight, groups))
-        monkeypatch.setattr(launch, "_described", described)
-        assert torch.equal(found, wanted)
-
-
-def test_fastest_tile_with_other_results_or_one_that_does_not_compile_is_not_taken(tiles, monkeypatch, capsys):
-    choices, out = [tiles.Tile(16, n, 16, is_persistent=n > 16) for n in (16, 32, 64, 128)], torch.zeros(4, 3)
-    groups = Groups(torch.tensor([64]), 64)
-
-    def launch(tile):
-        if tile.n == 64:
-            raise RuntimeError("PassManager::run failed\nand more")
-        out.copy_(torch.arange(12.0).view(4, 3))
-        out[3, 2] += tile.n == 128
-
-    def took(launch):
-        launch()
-        return 1.0 / launch.args[0].n
-
-    monkeypatch.setattr(tiles, "_milliseconds", took)
-    tiles.launch_fastest("mm", (8,), choices, groups, launch, (out,))
-    said = capsys.readouterr().out
-    assert tiles._fastest == {("mm", 8): choices[1]} and out[3, 2] == 11
-    assert "16x32x16 with 3 stages, persistent 0.031 ms (taken)" in said
-    assert "16x64x16 with 3 stages, persistent does not run here (RuntimeError: PassManager::run failed)" in said
-    assert "persistent 0.008 ms, not taken, for its results differ from the first's" in said and said.count("\n") == 1
-    with pytest.raises(RuntimeError, match="PassManager"):
-        tiles.launch_fastest("mm", (9,), choices[2:], groups, launch, (out,))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_sum_of_bits_of_results_that_differ_in_one_bit_differs(tiles, dtype):
-    x = drawn(3, 5, dtype=dtype)
-    x[0, 0] = math.nan
-    other = x.clone()
-    assert tiles._sum_of_bits(x) == tiles._sum_of_bits(other)
-    other.view(torch.int16).view(-1)[-1] ^= 1
-    assert tiles._sum_of_bits(x) != tiles._sum_of_bits(other)
-
-
-@pytest.mark.parametrize(("capability", "wanted"), [((8, 0), 0), ((9, 0), 1), ((10, 0), 1)])
-def test_persistent_tile_is_one_of_three_where_a_gpu_has_tma(tiles, monkeypatch, capability, wanted):
-    monkeypatch.setattr(tiles, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    half, lists = torch.bfloat16, {}
-    for takes in (False, True):
-        lists[takes] = [tiles.mm_tiles(half, 2048, 768, takes), tiles.gate_tiles(half, 2048, takes)]
-    for few, more in zip(lists[False], lists[True], strict=True):
-        assert not any(tile.is_persistent for tile in few)
-        assert few[0] == more[0] and len(more) <= 3 and sum(tile.is_persistent for tile in more) == wanted
+        assert torch.equal(found, ours.mm(rows, weight, groups))
 
 
 def test_persistent_gemms_with_reserved_sms_leave_them_to_collectives(kernels, monkeypatch):
-    """Torch's grouped GEMM reads the number from where it is set (cuda/GroupMM.cu, ``_SMCarveout_EXPERIMENTAL``)."""
+    """torch's grouped GEMM reads the same number (cuda/GroupMM.cu, ``_SMCarveout_EXPERIMENTAL``)."""
     launch, before = kernels.persistent_launch, torch._C._get_sm_carveout_experimental()
     monkeypatch.setattr(launch, "INTERPRETED", False)
     properties = SimpleNamespace(multi_processor_count=132)
@@ -183,7 +117,7 @@ def test_parallelize_with_reserved_sms_passes_them_to_the_gemms(tmp_path):
     run_ranks(_leaves_sms, 1, save_qwen3_moe(tmp_path))
 
 
-def test_persistent_kernels_take_no_operands_that_tma_does_not(kernels, monkeypatch):
+def test_persistent_kernels_refuse_operands_that_tma_can_not_load(kernels):
     takes, rows, weight = kernels.persistent_launch.takes, drawn(4, 40), drawn(2, 40, 24)
     assert takes(rows, weight, None) and takes(rows, weight.mT.contiguous().mT, None)
     assert not takes(rows, weight, drawn(2, 24))  # a bias
@@ -191,5 +125,3 @@ def test_persistent_kernels_take_no_operands_that_tma_does_not(kernels, monkeypa
     assert not takes(drawn(4, 38), drawn(2, 38, 24), None)  # rows of 152 bytes
     assert not takes(drawn(161)[1:].view(4, 40), weight, None)  # 4 bytes behind an aligned address
     assert not takes(rows, weight, None, gates=2) and takes(rows, weight.mT.contiguous().mT, None, gates=2)
-    monkeypatch.setattr(kernels.persistent_launch, "_HAS_DESCRIPTORS", False)  # a Triton without them
-    assert not takes(rows, weight, None)

@@ -146,14 +146,17 @@ def _router_losses_wait():
     assert waits.found == []
 
 
-def _layer_model_and_losses_wait(folder):
+def _layer_and_model_wait(folder):
     _layer_waits()
     _model_waits(folder)
-    _router_losses_wait()
 
 
-def test_host_syncs_are_one_a_layer_in_forward_and_none_in_backward_recomputation_or_router_losses(tmp_path):
-    run_ranks(_layer_model_and_losses_wait, 2, save_qwen3_moe(tmp_path, mlp_only_layers=[]))
+def test_host_syncs_are_one_a_layer_in_forward_and_none_in_backward_or_when_recomputed(tmp_path):
+    run_ranks(_layer_and_model_wait, 2, save_qwen3_moe(tmp_path, mlp_only_layers=[]))
+
+
+def test_host_syncs_of_router_losses_are_none():
+    run_ranks(_router_losses_wait, 1)
 
 
 def test_host_syncs_of_log_probs_in_tiles_are_none(monkeypatch):

@@ -71,8 +71,8 @@ from .fsdp.unit import Unit
 from .fsdp.wrap_plan import wrap_plan
 from .model.layers import decoder_layers, layer_names
 from .moe.find import ExpertsInfo, check_etp, find_experts
+from .moe.forward import install_experts_forward
 from .moe.gemm.backends import choose_backend
-from .moe.install import install_experts_forward
 from .topology.expert_placement import check_experts_divide, model_parallel_placements
 from .topology.mesh import Meshes
 

@@ -41,7 +41,7 @@ class AutomaticOverlap:
             return cls(None, False, False)
         experts = find_experts(model, options.expert_plan)
         if shared:
-            blocks = [(model.get_submodule(info.fqn.rpartition(".")[0]), info.module) for info in experts]
+            blocks = [(model.get_submodule(info.block), info.module) for info in experts]
             found = {module for block, experts in blocks for module in shared_experts_of(block, experts)}
             units = {model.get_submodule(fqn) for unit in wrap_plan(model, options) for fqn in unit.modules}
             shared = not found & units  # which are gathered when they are called

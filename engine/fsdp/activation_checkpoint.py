@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ..moe.dispatch import DispatchPlan, keep_plans
-from ..moe.router.topk_override import RoutingMode
+from ..moe.router.override import RoutingMode
 from ..wrap_forward import wrap_forward
 
 __all__ = ["CHECKPOINTING", "Checkpointing", "checkpoint_layers", "units_recomputed"]

@@ -1,9 +1,9 @@
-"""Into how many chunks a layer's tokens are dispatched, if sizes decide: the number that takes the least time.
+"""Choose the number of chunks in which a layer's tokens are dispatched: the number that takes the least time.
 
-With ``n`` chunks the first dispatch and the last combine are exposed, an ``n``-th of a way each; the rest is hidden
-behind the experts' products as far as these take as long. What grows with ``n`` is the time of the products, whose
-experts have fewer rows, the number of collectives, and the sums of the weights' gradients over the chunks. At once, a
-recomputation may end before the down projection and combine (``fused.py``); in chunks it does not.
+With ``n`` chunks an ``n``-th of the first dispatch and of the last combine is exposed. The experts' products hide the
+rest as far as they take as long. More chunks cost time: experts with fewer rows per product, more collectives, and sums
+of the weights' gradients over the chunks. One chunk lets a recomputation end before the down projection and combine
+(``fused.py``); several do not.
 """
 
 import copy
@@ -21,13 +21,13 @@ from .shared_experts import SharedExperts
 
 __all__ = ["DispatchSizes"]
 
-# An H100's rates, the links' as recipes/plan/roofline.py has them by default.
+# An H100's rates; the links' are the defaults of recipes/plan/roofline.py.
 _INSIDE, _BETWEEN = 400e9, 45e9  # bytes per second of a rank to others of its node, and of its network interface
 _FLOPS = 0.58 * 989e12  # of the experts' products with the passes over memory around them
-_HALF_RATE_ROWS = 400  # of an expert, with which a product reaches half of its rate
+_HALF_RATE_ROWS = 400  # rows of an expert at which a product reaches half of its rate
 _MEMORY = 3.35e12  # bytes per second
 _NODE = 8  # GPUs
-_ISSUE = 20e-6  # seconds that a collective takes without rows
+_ISSUE = 20e-6  # seconds of a collective without rows
 _MOST = 4
 
 
@@ -37,8 +37,8 @@ class DispatchSizes:
 
     Args:
         rows: experts per token, ``K``.
-        row_bytes: of a row that is sent.
-        elements: of the weights of one expert, by which a row is multiplied.
+        row_bytes: bytes of a sent row.
+        elements: elements of one expert's weights.
         experts: ``E``.
         shared: whether the block's shared experts can be computed while tokens are dispatched.
     """
@@ -54,11 +54,11 @@ class DispatchSizes:
         """Read the sizes by running copies of the blocks on the meta device.
 
         Args:
-            model: any of transformers', not sharded yet.
-            dtype: that rows are sent in.
+            model: a transformers model, not sharded yet.
+            dtype: the dtype of sent rows.
 
         Returns:
-            None where no copy can run, layers differ, or experts dispatch their tokens themselves. Shared experts can
+            None if no copy can run, layers differ, or experts dispatch their tokens themselves. Shared experts can
             overlap if every copy has run.
         """
         if any(isinstance(info.module, CustomExperts) for info in experts):
@@ -69,8 +69,8 @@ class DispatchSizes:
 
     @classmethod
     def _of(cls, model: Any, info: ExpertsInfo, dtype: torch.dtype) -> "DispatchSizes | None":
-        path, _, name = info.fqn.rpartition(".")
-        block: Any = copy.deepcopy(model.get_submodule(path)).to("meta")
+        name = info.fqn.removeprefix(f"{info.block}.")
+        block: Any = copy.deepcopy(model.get_submodule(info.block)).to("meta")
         shared, found = SharedExperts(block, block.get_submodule(name)), []
 
         def stand_in(forward: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
@@ -99,9 +99,9 @@ class DispatchSizes:
         """Return the number of chunks; the same on all ranks, whatever their micro-batches.
 
         Args:
-            tokens: the most of a micro-batch of a rank.
+            tokens: the limit of a rank's micro-batch.
             ep, etp: sizes of the mesh.
-            recomputed: whether layers are computed again in backward.
+            recomputed: whether backward recomputes layers.
         """
         rows = tokens * self.rows
         near = min(ep, max(_NODE // etp, 1))

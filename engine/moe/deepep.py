@@ -1,11 +1,11 @@
 """Dispatch with DeepEP's kernels (https://github.com/deepseek-ai/DeepEP), where they are installed.
 
-A token is sent once to every rank that holds some of its experts, together with its routing weights. That rank makes
-the rows of each expert and returns their weighted sum once; DeepEP adds up what the ranks return. Fewer rows are sent
-than by ``dispatch``, and the weights are applied on the experts' ranks, in float32, rather than on the token's own.
+DeepEP sends a token once to every rank that holds some of its experts, together with its routing weights. That rank
+expands it to rows, computes their weighted sum in float32 and sends it back once; DeepEP adds up the returned sums. So
+fewer rows are sent than by ``dispatch``, and the experts' ranks apply the weights, not the token's own.
 
-It only uses the documented ``get_dispatch_layout``, ``dispatch`` and ``combine`` of ``deep_ep.Buffer`` in
-high-throughput mode; each of the latter two is the other's gradient.
+The module only uses the documented ``get_dispatch_layout``, ``dispatch`` and ``combine`` of ``deep_ep.Buffer`` in
+high-throughput mode. ``dispatch`` is the gradient of ``combine`` and vice versa.
 """
 
 import functools
@@ -31,9 +31,8 @@ def check_deepep(device: str, ep: int, hidden: int, dtype: torch.dtype, full_det
 
     Args:
         device: verl's device name.
-        ep: expert-parallel size.
         hidden: columns of a row.
-        dtype: that rows are sent in.
+        dtype: the dtype of sent rows.
         full_determinism: whether torch fills memory that it allocates, which DeepEP 2 refuses.
 
     Raises:
@@ -65,7 +64,7 @@ def check_deepep(device: str, ep: int, hidden: int, dtype: torch.dtype, full_det
 
 
 def buffer_bytes(ranks: int, row_bytes: int) -> tuple[int, int]:
-    """Return the bytes that DeepEP allocates on a GPU to reach the ranks of a node, and those of others.
+    """Return the bytes that DeepEP allocates on a GPU for ranks of its node, and for ranks of other nodes.
 
     It allocates them outside of torch's allocator, by ``cudaMalloc`` and NVSHMEM (``csrc/deep_ep.cpp``, 1.2.1).
     """
@@ -80,7 +79,7 @@ def buffer_bytes(ranks: int, row_bytes: int) -> tuple[int, int]:
 def buffer_of(group: dist.ProcessGroup, row_bytes: int) -> Any:
     """Return the ``deep_ep.Buffer`` of a group, one per group; collective over the group at its first call.
 
-    It is kept for as long as the process lives, also while vLLM is awake; the plan of a run names its size.
+    The process keeps it to its end, also while vLLM is awake; the plan of a run names its size.
     """
     from deep_ep import Buffer
 
@@ -98,7 +97,7 @@ def exchange(
     backend: Backend = TORCH,
     buffer: Callable[[dist.ProcessGroup, int], Any] = buffer_of,
 ) -> torch.Tensor:
-    """Do what ``overlap.exchange`` does with DeepEP; returns ``(T, D)`` in the dtype of ``hidden_TD``."""
+    """Dispatch, compute and combine as ``overlap.exchange``; returns ``(T, D)`` in the dtype of ``hidden_TD``."""
     deepep = buffer(group, hidden_TD.shape[1] * hidden_TD.element_size())
     arrived = _Dispatch.apply(hidden_TD.contiguous(), experts_TK.long(), weights_TK.float(), num_experts, deepep)
     tokens_ND, local_NK, weights_NK, counts, handle = arrived
@@ -106,10 +105,10 @@ def exchange(
     experts, absent = local_NK.reshape(-1), local_NK.numel() - sum(counts)
     keys, order = sort_keys(experts, len(counts))
     slots_R, rows_NK = order[absent:], inverse(order).view_as(local_NK) - absent
-    # Where a token's expert is not here, one of its other rows stands, with a weight of zero.
+    # An expert on another rank is replaced by another row of the token, with a weight of zero.
     present_NK = local_NK >= 0
     rows_NK = torch.where(present_NK, rows_NK, rows_NK.amax(1, keepdim=True))
-    counts_e = count_sorted(keys, len(counts))  # again: to copy the list to the device would wait for it
+    counts_e = count_sorted(keys, len(counts))  # not torch.tensor(counts), which would wait for the device
     token_R = slots_R // experts_TK.shape[1]
     scale_R = weights_NK.reshape(-1).index_select(0, slots_R)
     rows_RD = _TokensToRows.apply(tokens_ND, token_R, rows_NK, present_NK, backend)
@@ -157,7 +156,7 @@ def _sum_of_rows(
 
 
 class _Dispatch(torch.autograd.Function):
-    """Returns received tokens ``(N, D)``, their local experts ``(N, K)`` or -1, their weights, and rows per expert."""
+    """Returns received tokens ``(N, D)``, their local experts ``(N, K)`` or -1, their weights, rows per expert."""
 
     @staticmethod
     def forward(ctx, hidden, experts, weights, num_experts, buffer):

@@ -4,10 +4,10 @@ Shapes: ``T`` tokens, ``K`` experts per token, ``D`` hidden, ``E`` experts, ``e 
 rows received. A *slot* is one (token, expert) pair; there are ``T * K``.
 
 Slots are sorted by global expert, hence by destination rank. Received rows are rank-major; they are permuted to
-expert-major order, which the grouped GEMM needs. Only sizes depend on the data: a rank without tokens, an expert
+expert-major order, which the grouped GEMM needs. Only sizes depend on the data. A rank without tokens, an expert
 without rows and a token that lists one expert twice run the same collectives in the same order.
 
-``dispatch`` and ``combine`` are the plain pair. ``fused.on_tokens`` and ``overlap.exchange`` are built from the same
+``dispatch`` and ``combine`` are the plain pair. ``fused.on_tokens`` and ``overlap.exchange`` consist of the same
 pieces and save less for backward.
 """
 
@@ -28,7 +28,6 @@ __all__ = [
     "DispatchPlan",
     "Dispatched",
     "PendingPlans",
-    "RowExchange",
     "chunk_bounds",
     "combine",
     "count_sorted",
@@ -46,16 +45,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """How the slots of some tokens are sent to their experts and back; made by ``start_dispatch_plans``."""
+    """The order of slots and the splits of the all-to-all for some tokens (``start_dispatch_plans``).
+
+    Args:
+        counts_e: int64 ``(e,)``, rows of each local expert.
+        slot_order: int64 ``(T * K,)``, slots in the order of sending.
+        row_order: int64 ``(R,)``, received rows in expert order; ``None`` if they arrive in it (``ep == etp == 1``).
+        all_to_all: sends slots to the ranks of their experts.
+    """
 
     counts_e: torch.Tensor
-    """int64 ``(e,)``: rows of each local expert."""
     slot_order: torch.Tensor
-    """int64 ``(T * K,)``: slots in the order they were sent."""
     row_order: torch.Tensor | None
-    """int64 ``(R,)``: received rows in expert order; ``None`` where they arrive in it (``ep == etp == 1``)."""
     all_to_all: RowExchange
-    """Sends slots to the ranks of their experts."""
 
     @property
     def rows(self) -> int:
@@ -65,10 +67,9 @@ class DispatchPlan:
 
 @dataclass(frozen=True)
 class Dispatched(DispatchPlan):
-    """What ``dispatch`` passes to ``combine``: its plan and the rows that it received."""
+    """A plan with the rows that were received, grouped by local expert."""
 
     rows_RD: torch.Tensor
-    """Received rows, grouped by local expert."""
 
 
 def dispatch(
@@ -106,7 +107,7 @@ class PendingPlans:
     """Plans that lack the sizes of other ranks.
 
     Args:
-        slot_orders: of each chunk, for what is queued before the wait (``DispatchPlan.slot_order``).
+        slot_orders: ``DispatchPlan.slot_order`` of each chunk, for work that is queued before the wait.
         wait: returns the plans, once; the one host sync of a layer's forward.
     """
 
@@ -123,13 +124,13 @@ def start_dispatch_plans(
 ) -> PendingPlans:
     """Start to build the plan of each chunk of tokens, with one all-to-all of counts for all of them.
 
-    In a recomputation inside of ``keep_plans`` they are those of the forward, and nothing is sent or waited for.
+    A recomputation inside of ``keep_plans`` reuses the plans of the forward: it sends nothing and does not wait.
 
     Args:
         experts_TK: global expert ids ``(T, K)``, any integer dtype; read only.
         num_experts: ``E``.
         chunks: parts of the ``T`` tokens (``chunk_bounds``), as many on all ranks of the group.
-        etp_group: as in ``dispatch``; what the EP group exchanged is then gathered over it.
+        etp_group: as in ``dispatch``; it gathers the counts that the EP group exchanged.
     """
     kept: _KeptPlans | None = getattr(_kept, "plans", None)
     if kept is not None and kept.replay:
@@ -143,45 +144,37 @@ def start_dispatch_plans(
     keys, order = sort_keys(keys.reshape(-1), keys_below)
     slot_orders = _split_order(order, [k * b for b in chunk_bounds(tokens, chunks)])
     counts = count_sorted(keys, keys_below).view(chunks, num_experts)
+    keep = kept.keep if kept is not None else lambda plans: plans
     if group is None and etp_group is None:
         local = AllToAll([], [], None)
         plans = [DispatchPlan(c, order, None, local) for c, order in zip(counts, slot_orders, strict=True)]
-        return PendingPlans(slot_orders, lambda: plans if kept is None else kept.keep(plans))
+        return PendingPlans(slot_orders, lambda: keep(plans))
     ep = dist.get_world_size(group) if group is not None else 1
     sent = counts.view(chunks, ep, -1).transpose(0, 1).contiguous()  # [destination rank, chunk, local expert]
-    under_way = Counts(sent, group, etp_group)
+    pending = Counts(sent, group, etp_group)
 
     def wait() -> list[DispatchPlan]:
-        plans = _finish(under_way, slot_orders, ep, group, etp_group)
-        return plans if kept is None else kept.keep(plans)
+        received, sizes_of_chunks = pending.wait()
+        exchanges = [_row_exchange(sizes, ep, group, etp_group) for sizes in sizes_of_chunks]
+        sources, _, e = received.shape
+        row_bounds = [0, *itertools.accumulate(sum(sizes[2 * ep :] or sizes[ep:]) for sizes in sizes_of_chunks)]
+        local_expert = torch.arange(chunks * e, device=received.device).view(chunks, 1, e)
+        row_expert = torch.repeat_interleave(
+            local_expert.expand(chunks, sources, e).reshape(-1),
+            received.transpose(0, 1).reshape(-1),
+            output_size=row_bounds[-1],
+        )
+        row_orders = _split_order(sort_keys(row_expert, chunks * e)[1], row_bounds)
+        fields = zip(received.sum(0).unbind(), slot_orders, row_orders, exchanges, strict=True)
+        return keep([DispatchPlan(*of_chunk) for of_chunk in fields])
 
     return PendingPlans(slot_orders, wait)
-
-
-def _finish(
-    under_way: Counts,
-    slot_orders: list[torch.Tensor],
-    ep: int,
-    group: dist.ProcessGroup | None,
-    etp_group: dist.ProcessGroup | None,
-) -> list[DispatchPlan]:
-    received, sizes_of_chunks = under_way.wait()
-    exchanges = [_row_exchange(sizes, ep, group, etp_group) for sizes in sizes_of_chunks]
-    sources, chunks, e = received.shape
-    row_bounds = [0, *itertools.accumulate(sum(sizes[2 * ep :] or sizes[ep:]) for sizes in sizes_of_chunks)]
-    local_expert = torch.arange(chunks * e, device=received.device).view(chunks, 1, e)
-    local_expert = local_expert.expand(chunks, sources, e).reshape(-1)
-    sizes = received.transpose(0, 1).reshape(-1)
-    row_expert = torch.repeat_interleave(local_expert, sizes, output_size=row_bounds[-1])
-    row_orders = _split_order(sort_keys(row_expert, chunks * e)[1], row_bounds)
-    counts_e = received.sum(0).unbind()
-    return [DispatchPlan(*fields) for fields in zip(counts_e, slot_orders, row_orders, exchanges, strict=True)]
 
 
 def _row_exchange(
     sizes: list[int], ep: int, group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None
 ) -> RowExchange:
-    """Make it of the rows of each direction: to each EP rank, from each, and of each rank of ``etp``, its own last."""
+    """Return the exchange for ``sizes``: rows to each EP rank, from each, and of each rank of ``etp``, its own last."""
     all_to_all = AllToAll(sizes[:ep], sizes[ep : 2 * ep], group)
     if etp_group is None:
         return all_to_all
@@ -195,7 +188,7 @@ _kept = threading.local()  # backward, which recomputes, may run in another thre
 
 @contextmanager
 def keep_plans(tape: list[list[DispatchPlan]], replay: bool) -> Iterator[None]:
-    """Append the plans that are built to ``tape``, or reuse those on it; every token has to be routed as before."""
+    """Append the plans that are built to ``tape``, or reuse them; every token must be routed as before."""
     before, _kept.plans = getattr(_kept, "plans", None), _KeptPlans(tape, replay)
     try:
         yield
@@ -223,9 +216,9 @@ def _with_orders(plan: DispatchPlan, dtype: torch.dtype) -> DispatchPlan:
 
 
 def sort_keys(keys: torch.Tensor, below: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort integers from -1 to ``below`` stably, and return them with their order.
+    """Sort integers from -1 to ``below`` stably; return the keys and their order.
 
-    They are int16 where that holds them, because a GPU's time to sort goes by the bytes of a key.
+    Keys are int16 where that suffices, because a GPU's radix sort takes a pass per byte of a key.
     """
     return torch.sort(keys.to(torch.int16) if below <= 2**15 else keys, stable=True)
 
@@ -233,14 +226,14 @@ def sort_keys(keys: torch.Tensor, below: int) -> tuple[torch.Tensor, torch.Tenso
 def count_sorted(keys: torch.Tensor, below: int) -> torch.Tensor:
     """Count each of the integers from 0 to ``below`` in sorted keys, int64 ``(below,)``.
 
-    ``bincount`` would wait for the device to learn its output's size, and ``scatter_add`` has atomics on few addresses.
+    ``bincount`` would wait for the device to get its output's size, and ``scatter_add`` has atomics on few addresses.
     """
     ends = torch.searchsorted(keys, torch.arange(-1, below, dtype=keys.dtype, device=keys.device), right=True)
     return torch.diff(ends)
 
 
 def _split_order(order: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:
-    """Split a permutation at ``bounds``; each part is counted from its own bound."""
+    """Split a permutation at ``bounds``; each part starts at 0."""
     return [order[a:b] - a if a else order[a:b] for a, b in itertools.pairwise(bounds)]
 
 
@@ -249,15 +242,15 @@ def combine(
 ) -> torch.Tensor:
     """Return expert outputs to the ranks of their tokens and sum them per token, weighted by the routing weights.
 
-    The weights are applied on the token's own rank, after the down projection and in slot order, as transformers does:
-    the result is that of the unsharded model, and the router's gradient never leaves its rank.
+    The token's own rank applies the weights, after the down projection and in slot order, as transformers does. So the
+    result equals the unsharded model's, and the router's gradient never leaves its rank.
 
     Args:
         output_RD: expert outputs in the order of ``dispatched.rows_RD``; its ``D`` may differ from dispatch's.
         weights_TK: routing weights ``(T, K)``.
 
     Returns:
-        ``(T, D)`` in the dtype that the product has.
+        ``(T, D)`` in the promoted dtype of outputs and weights.
     """
     if dispatched.row_order is not None:
         output_RD = permute(output_RD, inverse(dispatched.row_order))
@@ -278,7 +271,7 @@ def permute(x: torch.Tensor, order: torch.Tensor, backend: Backend = TORCH) -> t
 
 
 def slot_weights(weights_TK: torch.Tensor) -> torch.Tensor:
-    """Return the routing weights as they are sent with the slots: ``(T * K,)``, float32 at least."""
+    """Return the routing weights that are sent with the slots: ``(T * K,)``, float32 at least."""
     return weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32)).reshape(-1)
 
 
@@ -287,20 +280,17 @@ def weighted_combine(
 ) -> torch.Tensor:
     """Sum expert outputs, in the order in which their slots were sent, per token and weighted by its routing weights.
 
-    Nothing is saved for backward: it returns the *unweighted* gradient of each slot's output, and no gradient for the
-    weights. Whatever computed the outputs has to finish both (``deferred_router_grad``).
-
-    Returns:
-        ``(T, D)`` in the dtype that the product has.
+    It saves no outputs. Its backward returns the *unweighted* gradient of each slot's output, and no gradient for the
+    weights: the node that computed the outputs scales the first and computes the second (``deferred_router_grad``).
     """
     return _WeightedCombine.apply(output_SD, plan.slot_order, weights_TK, backend)
 
 
 def deferred_router_grad(output_RD: torch.Tensor, scale_R: torch.Tensor) -> torch.Tensor:
-    """Return ``output_RD`` unchanged; backward takes the incoming gradient to be that of ``output_RD * scale_R``.
+    """Return ``output_RD`` unchanged; its backward expects the gradient of ``output_RD * scale_R``.
 
-    It is the other half of ``weighted_combine``, for outputs of any code: it scales the gradient of the outputs, and
-    makes that of the routing weights. It saves the outputs for this; ``fused.on_rows`` does the same without.
+    The other half of ``weighted_combine``, for outputs of any code. It saves the outputs for the gradient of the
+    routing weights; ``fused.on_rows`` does the same without.
     """
     return _DeferredRouterGrad.apply(output_RD, scale_R)
 

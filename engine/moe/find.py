@@ -1,16 +1,15 @@
 """Find the experts modules of a Hugging Face model by their interface, not by their names.
 
-transformers decorates every experts class that can be computed by a registered function
-(``transformers.integrations.moe.use_experts_implementation``): instances carry ``has_gate``, ``has_bias`` and
-``is_transposed``, and hold their weights stacked along dim 0, one slice per expert.
+transformers decorates every experts class that a registered function can compute
+(``transformers.integrations.moe.use_experts_implementation``). Its instances carry ``has_gate``, ``has_bias`` and
+``is_transposed``, and stack their weights along dim 0, one slice per expert.
 
-A model of the user's own whose experts are not on that interface is described by ``engine.expert_plan``: patterns of
-parameter names and the dim of each that counts the experts. Such a module computes its local experts itself
-(``CustomExperts``).
+``engine.expert_plan`` describes a user's own model whose experts are not on that interface: patterns of parameter
+names, each with the dim that counts the experts. Such a module computes its local experts itself (``CustomExperts``).
 
-A model is dense only if nothing says otherwise: no class or attribute is called experts, its layers have no stacked
-weights, its config no number of experts. Anything that says otherwise is refused, because an unsupported
-Mixture-of-Experts would silently be trained without expert parallelism.
+A model is dense only if no class or attribute is called experts, no weights are stacked, and its config has no number
+of experts. Any other model without known experts is refused, because an unsupported Mixture-of-Experts would
+silently be trained without expert parallelism.
 """
 
 import os
@@ -41,9 +40,8 @@ __all__ = [
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _INTERFACE_FLAGS = ("has_gate", "has_bias", "is_transposed")
-# Class names of experts outside transformers' experts interface; only used to say why a model is refused
-# (transformers 5.9: llama4, longcat_flash, granitemoe*, jetmoe, dbrx, aria, switch_transformers, nllb_moe and
-# doge).
+# In class names of experts outside transformers' experts interface (5.9: llama4, longcat_flash, granitemoe*, jetmoe,
+# dbrx, aria, switch_transformers, nllb_moe, doge). They only give the reason of a refusal.
 _OUTSIDE_MARKS = ("expert", "moe", "groupedgemm")
 # Config keys for the number of experts of a layer (transformers 5.9: num_experts, num_local_experts, n_routed_experts,
 # moe_num_experts, zero_expert_num), without those for the experts per token.
@@ -51,20 +49,19 @@ _COUNT = re.compile(r"(?:^|_)(?:num|n)_(?:\w+_)?experts$|(?:^|_)experts?_(?:num|
 
 
 class UnsupportedModelError(ValueError):
-    """The model has experts that this engine can't shard, or a setting that it can't run with; the message says why."""
+    """The model has experts that this engine can't shard, or a setting that it can't run with."""
 
 
 @runtime_checkable
 class CustomExperts(Protocol):
     """An experts module outside transformers' interface that can compute with a part of its experts.
 
-    In its forward, the parameters that ``engine.expert_plan`` names are sharded to this rank's experts (DTensors over
-    ``ep``; ``to_local()`` returns the shard). It sends tokens to their experts and back with ``moe.dispatch.dispatch``
-    and ``combine``.
+    In its forward, the parameters of ``engine.expert_plan`` are DTensors over ``ep``, and ``to_local()`` returns this
+    rank's experts. It sends tokens to their experts and back with ``moe.dispatch.dispatch`` and ``combine``.
     """
 
     def set_expert_parallel(self, expert_parallel: Any) -> None:
-        """Take a ``moe.forward.ExpertsRuntime``; called once, before the first forward."""
+        """Store a ``moe.forward.ExpertsRuntime``; called once, before the first forward."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +75,17 @@ class ExpertsInfo:
     """Parameter name in the module -> its dim that counts the experts; parameters without one are left out."""
 
     @property
-    def etp_dims(self) -> dict[str, EtpDim]:
-        """Parameter name in the module -> its dim that expert tensor parallelism shards.
+    def block(self) -> str:
+        """Name in the model of the block that calls the experts."""
+        return self.fqn.rpartition(".")[0]
 
-        It is the inner dim of both linears, so that a rank computes with a part of it and its outputs are a summand.
-        The bias of the outputs has no inner dim and is sharded along the hidden one: each rank adds its part. One half
-        of an adapter has the inner dim; the other is sharded along the hidden one, and gathered. Custom experts are
-        left out.
+    @property
+    def etp_dims(self) -> dict[str, EtpDim]:
+        """Parameter name in the module -> its dim that expert tensor parallelism shards; none for custom experts.
+
+        It is the inner dim of both linears, so that a rank's outputs are a summand. The bias of the outputs has no
+        inner dim and is sharded along the hidden one: each rank adds its part. One half of an adapter has the inner
+        dim; the other is sharded along the hidden one, and gathered.
         """
         module: Any = self.module
         if not is_on_interface(module):
@@ -104,38 +105,41 @@ class ExpertsInfo:
         }
         return {name: known[name] for name in self.ep_dims if name in known}
 
-    @property
-    def etp_sizes(self) -> list[int]:
-        """What an expert tensor-parallel size has to divide: the sizes along ``etp_dims``, of gate and up each."""
-        return [self.module.get_parameter(n).shape[cut.dim] // cut.parts for n, cut in self.etp_dims.items()]
-
 
 def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> list[ExpertsInfo]:
     """Find all experts modules, in the model's order.
 
     Args:
         plan: ``engine.expert_plan``, for experts outside the interface: pattern of a parameter's FQN (``*`` matches
-            anything) -> the dim that counts the experts. It takes precedence for the modules whose parameters it names.
+            anything) -> the dim that counts the experts. It has precedence for the modules of these parameters.
 
     Returns:
         An empty list for a dense model.
 
     Raises:
-        UnsupportedModelError: none is found, although something says that the model has experts.
+        UnsupportedModelError: none is found in a model that seems to have experts.
         SettingError: the plan names no parameter, or parameters that can't be split over experts.
     """
     planned = _planned(model, plan or {})
     found = [planned.get(fqn) or _on_interface(fqn, m) for fqn, m in model.named_modules()]
     experts = [info for info in found if info is not None]
     for info in experts:
-        _check_nothing_else(info)
+        # All ranks hold such parameters, but an experts module reduces gradients only among ranks that share experts.
+        others = [name for name, p in info.module.named_parameters() if p.requires_grad and name not in info.ep_dims]
+        if others:
+            raise SettingError(
+                "engine.expert_plan",
+                {f"{info.fqn}.{name}": dim for name, dim in info.ep_dims.items()},
+                f"{type(info.module).__name__} has parameters without a dim for its experts: {', '.join(others[:4])}.",
+                "a module that only holds parameters with an experts dim; move the rest to its parent",
+            )
     if not experts:
         _check_dense(model)
     return experts
 
 
 def is_dense(model: nn.Module, plan: Mapping[str, int] | None = None) -> bool:
-    """Return whether a model has no experts; the plan, which may be for another role's model, must not match it either.
+    """Whether a model has no experts, and no parameter of the plan, which may be for another role's model.
 
     Raises:
         UnsupportedModelError: as ``find_experts``.
@@ -150,27 +154,30 @@ def _check_dense(model: Any) -> None:
     """Check that a model in which no experts were found has none.
 
     Raises:
-        UnsupportedModelError: its classes, its config or its weights say that it has some.
+        UnsupportedModelError: its classes, its config or its weights look like experts.
     """
-    name, outside = type(model).__name__, _looks_like_experts(model)
-    if outside:
+    name, interface = type(model).__name__, "transformers' experts interface (ALL_EXPERTS_FUNCTIONS)"
+    if outside := _looks_like_experts(model):
         raise UnsupportedModelError(
-            f"{name} keeps its experts in {', '.join(outside[:4])}, outside transformers' experts interface "
-            "(ALL_EXPERTS_FUNCTIONS), so they can't be dispatched."
+            f"{name} keeps its experts in {', '.join(outside[:4])}, outside {interface}, so they can't be dispatched."
         )
-    counted = _counts_of_experts(model.config.to_dict() if hasattr(model, "config") else {})
-    if counted:
-        said = ", ".join(f"{key}={value}" for key, value in list(counted.items())[:3])
+    if counted := _counts_of_experts(model.config.to_dict() if hasattr(model, "config") else {}):
+        counts = ", ".join(f"{key}={value}" for key, value in list(counted.items())[:3])
         raise UnsupportedModelError(
-            f"the config of {name} says {said}, but none of its modules holds experts on transformers' experts "
-            "interface (ALL_EXPERTS_FUNCTIONS). If the model has none, the config should not say so "
-            "(override_config)."
+            f"the config of {name} says {counts}, but none of its modules holds experts on {interface}. If the model "
+            "has none, the config should not say so (override_config)."
         )
-    stacked = _stacked(model)
+    # Parameters of three or more dims, the first larger than one, except those of convolutions.
+    stacked = [
+        f"{fqn}.{own} {tuple(param.shape)}"
+        for fqn, module in model.named_modules()
+        if not isinstance(module, nn.modules.conv._ConvNd)
+        for own, param in module.named_parameters(recurse=False)
+        if param.dim() > 2 and param.shape[0] > 1
+    ]
     if stacked:
         raise UnsupportedModelError(
-            f"{name} stacks the weights {', '.join(stacked[:3])}, which may be those of experts outside transformers' "
-            "experts interface (ALL_EXPERTS_FUNCTIONS)."
+            f"{name} stacks the weights {', '.join(stacked[:3])}, which may be those of experts outside {interface}."
         )
 
 
@@ -181,18 +188,14 @@ def experts_by_layer(experts: Sequence[ExpertsInfo], num_layers: int) -> dict[in
         UnsupportedModelError: a layer has two experts modules, or no number in its name, or custom experts.
     """
     found: dict[int, ExpertsInfo] = {}
+    by_number = "experts are identified by the number of their layer, and"
     for info in experts:
         numbers = _LAYER.findall(info.fqn)
         index = int(numbers[-1]) if numbers else -1
         if not 0 <= index < num_layers:
-            raise UnsupportedModelError(
-                f"experts are identified by the number of their layer, and {info.fqn} has none."
-            )
+            raise UnsupportedModelError(f"{by_number} {info.fqn} has none.")
         if index in found:
-            raise UnsupportedModelError(
-                f"experts are identified by the number of their layer, and both {found[index].fqn} and "
-                f"{info.fqn} are in it."
-            )
+            raise UnsupportedModelError(f"{by_number} both {found[index].fqn} and {info.fqn} are in it.")
         if isinstance(info.module, CustomExperts):
             raise UnsupportedModelError(f"{info.fqn} computes its experts itself, so their inputs are not known.")
         found[index] = info
@@ -200,7 +203,7 @@ def experts_by_layer(experts: Sequence[ExpertsInfo], num_layers: int) -> dict[in
 
 
 def _on_interface(fqn: str, module: nn.Module) -> ExpertsInfo | None:
-    """Describe a module that is on transformers' interface and whose own 3-D weights agree on the number of experts."""
+    """Describe a module on transformers' interface whose own 3-D weights agree on the number of experts."""
     if not is_on_interface(module):
         return None
     if getattr(module, "has_post_expert_norm", False):  # transformers >= 5.10
@@ -217,12 +220,12 @@ def _on_interface(fqn: str, module: nn.Module) -> ExpertsInfo | None:
 
 
 def is_on_interface(module: nn.Module) -> bool:
-    """Return whether a module's class is on transformers' experts interface."""
+    """Whether a module's class is on transformers' experts interface."""
     return all(hasattr(module, flag) for flag in _INTERFACE_FLAGS)
 
 
 def is_interleaved(experts: Any) -> bool:
-    """Return whether gate and up are interleaved in the columns that ``_apply_gate`` takes.
+    """Whether gate and up are interleaved in the columns of ``_apply_gate``'s input.
 
     This calls the function: transformers had interleaved families before it had the flag ``is_concatenated``.
     """
@@ -233,7 +236,7 @@ def is_interleaved(experts: Any) -> bool:
 
 
 def _planned(model: nn.Module, plan: Mapping[str, int]) -> dict[str, ExpertsInfo]:
-    """Describe the modules that the user's plan names, by their FQN."""
+    """Describe the modules of the user's plan, by their FQN."""
     params = dict(model.named_parameters())
     dims: dict[str, dict[str, int]] = {}
     for pattern, dim in plan.items():
@@ -242,20 +245,14 @@ def _planned(model: nn.Module, plan: Mapping[str, int]) -> dict[str, ExpertsInfo
             near = close_matches(pattern, params)
             raise SettingError("engine.expert_plan", pattern, "matches no parameter of the model.", f"one like {near}")
         for name in names:
-            _check_plan(name, params[name], pattern, dim)
+            shape = tuple(params[name].shape)
+            if isinstance(dim, bool) or not isinstance(dim, int) or not 0 <= dim < len(shape):
+                rule = f"has to be the dim of {name}, of shape {shape}, that counts the experts."
+                works = f"one of {list(range(len(shape)))}"
+                raise SettingError(f"engine.expert_plan.{pattern}", dim, rule, works)
             module, _, own = name.rpartition(".")
             dims.setdefault(module, {})[own] = dim
     return {fqn: _planned_module(fqn, model.get_submodule(fqn), ep_dims) for fqn, ep_dims in dims.items()}
-
-
-def _check_plan(name: str, param: nn.Parameter, pattern: str, dim: Any) -> None:
-    if isinstance(dim, bool) or not isinstance(dim, int) or not 0 <= dim < param.dim():
-        raise SettingError(
-            f"engine.expert_plan.{pattern}",
-            dim,
-            f"has to be the dim of {name}, of shape {tuple(param.shape)}, that counts the experts.",
-            f"one of {list(range(param.dim()))}",
-        )
 
 
 def check_etp(experts: Sequence[ExpertsInfo], topology: Topology, model: str) -> None:
@@ -265,32 +262,18 @@ def check_etp(experts: Sequence[ExpertsInfo], topology: Topology, model: str) ->
         model: the model's name.
 
     Raises:
-        SettingError: it has none, its experts compute themselves, or the size does not divide their inner dims.
+        SettingError: it has none, its experts are custom ones, or the size does not divide their inner dims.
     """
     for info in experts if topology.etp > 1 else ():
         unknown = [name for name in info.ep_dims if name not in info.etp_dims]
         if unknown:
-            raise SettingError(
-                "engine.etp_size",
-                topology.etp,
+            rule = (
                 f"it is not known how to cut {info.fqn}.{unknown[0]}: experts are cut that are the two linears of "
-                "transformers' interface, and their adapters.",
-                "engine.etp_size=1",
+                "transformers' interface, and their adapters."
             )
-    check_inner_divides([size for info in experts for size in info.etp_sizes], topology, model)
-
-
-def _check_nothing_else(info: ExpertsInfo) -> None:
-    """Refuse trained parameters without an experts dim: all ranks have a copy of these, but gradients of an experts
-    module are reduced only among the ranks that share its experts."""
-    others = [name for name, p in info.module.named_parameters() if p.requires_grad and name not in info.ep_dims]
-    if others:
-        raise SettingError(
-            "engine.expert_plan",
-            {f"{info.fqn}.{name}": dim for name, dim in info.ep_dims.items()},
-            f"{type(info.module).__name__} has parameters without a dim for its experts: {', '.join(others[:4])}.",
-            "a module that only holds parameters with an experts dim; move the rest to its parent",
-        )
+            raise SettingError("engine.etp_size", topology.etp, rule, "engine.etp_size=1")
+    sizes = [i.module.get_parameter(n).shape[d.dim] // d.parts for i in experts for n, d in i.etp_dims.items()]
+    check_inner_divides(sizes, topology, model)
 
 
 def _planned_module(fqn: str, module: nn.Module, ep_dims: Mapping[str, int]) -> ExpertsInfo:
@@ -314,8 +297,8 @@ def _planned_module(fqn: str, module: nn.Module, ep_dims: Mapping[str, int]) -> 
 
 
 def _looks_like_experts(model: nn.Module) -> list[str]:
-    """Return classes whose names, without the prefix that the family shares (GraniteMoe...), say experts or MoE; else
-    modules whose attribute says so."""
+    """Return classes whose names, without the family's prefix (GraniteMoe...), contain experts or MoE; if there are
+    none, modules whose attribute contains expert."""
     family = type(model).__name__
     names = {type(m).__name__ for m in model.modules()} - {family}
     own = {name: name.removeprefix(os.path.commonprefix([name, family])).lower() for name in names}
@@ -335,14 +318,3 @@ def _counts_of_experts(config: Mapping[Any, Any], node: str = "") -> dict[str, A
             if any(isinstance(count, int) and count > 1 for count in counts):
                 found[f"{node}{key}"] = value
     return found
-
-
-def _stacked(model: nn.Module) -> list[str]:
-    """Return parameters of three or more dims, the first larger than one, except those of convolutions."""
-    return [
-        f"{fqn}.{name} {tuple(param.shape)}"
-        for fqn, module in model.named_modules()
-        if not isinstance(module, nn.modules.conv._ConvNd)
-        for name, param in module.named_parameters(recurse=False)
-        if param.dim() > 2 and param.shape[0] > 1
-    ]

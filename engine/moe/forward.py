@@ -1,17 +1,26 @@
 """The experts function that transformers calls in place of an experts module's forward.
 
-One function serves every family on transformers' experts interface: it reads the layout of the weights from the flags
-of the module, and calls the module's own activation. It brings tokens to their experts in one of four ways:
+One function serves every family on transformers' experts interface: the module's flags give the layout of its weights,
+and its own code computes the activation. Tokens reach their experts in one of four ways:
 
-    deepep.exchange      DeepEP's kernels                           ep > 1, engine.dispatcher=deepep
-    overlap.exchange     all-to-alls that overlap with compute      ep > 1, several chunks or overlapped shared experts
-    fused.on_tokens      two autograd nodes that save little        otherwise, if the backend is torch or triton
-    dispatch.dispatch    then compute and combine, one by one       otherwise: reference, transformers:...
+    deepep.exchange      DeepEP's kernels                            ep > 1 and engine.dispatcher=deepep
+    overlap.exchange     asynchronous all-to-alls beside compute     ep > 1, several chunks or overlapped shared experts
+    fused.on_tokens      two autograd nodes that save little         otherwise, with backend torch or triton
+    dispatch.dispatch    then ``compute`` and ``combine``            otherwise: reference, transformers:NAME
 
-``install.py`` chooses the first two (``ExpertsRuntime.exchange``), ``experts_forward`` the others.
+``install_experts_forward`` chooses the first two (``ExpertsRuntime.exchange``), ``experts_forward`` the others.
+
+The experts have no wrapper, the modules around them do. The outermost comes first, as in ``wrap_forward.ORDER``:
+
+    recompute            each layer but the last: activation checkpointing
+    shared_experts       a block: remembers its input, for the shared experts that are computed during dispatch
+    router_replay        a block: its router's choice is overridden
+    router_losses        a block: its router's logits are recorded
+    experts_forward      the experts; a pre-hook of replay and losses reads their expert ids
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,11 +30,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..compat.function_modes import without_function_modes
-from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS
-from . import fused
+from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS, set_experts_implementation
+from . import deepep, fused, overlap
 from .collectives.weights import with_whole_outputs
 from .dispatch import combine, deferred_router_grad, dispatch, start_dispatch_plans, to_slots
-from .find import CustomExperts
+from .find import CustomExperts, ExpertsInfo
 from .gemm.backends import (
     EXPERTS_IMPLEMENTATION,
     backend_named,
@@ -36,102 +45,115 @@ from .gemm.backends import (
 )
 from .gemm.linear import Linear
 from .registered import compute_registered
+from .shared_experts import SharedExperts
 
 __all__ = [
     "Adapters",
     "ExpertsRuntime",
     "adapt_experts",
     "attach",
-    "experts_shared_by",
+    "install_experts_forward",
     "linears",
-    "rows_computed",
+    "runtime_of",
 ]
 
 _HANDLE, _ADAPTERS = "_epfsdp2", "_epfsdp2_adapters"
 
-
-class TokenExchange(Protocol):
-    """Dispatch, compute and combine in one call: ``overlap.exchange`` or ``deepep.exchange``, their options bound."""
-
-    def __call__(
-        self,
-        hidden_TD: torch.Tensor,
-        experts_TK: torch.Tensor,
-        weights_TK: torch.Tensor,
-        compute: Callable[..., torch.Tensor],
-    ) -> torch.Tensor: ...
+TokenExchange = Callable[..., torch.Tensor]
+"""``overlap.exchange`` or ``deepep.exchange`` with their options bound: dispatch, compute and combine in one call."""
 
 
 @dataclass
 class ExpertsRuntime:
-    """What the experts function needs to know about one module; the only thing attached to it.
+    """The state that the experts function attaches to a module.
 
     Custom experts get it by ``set_expert_parallel`` (``find.CustomExperts``).
+
+    Args:
+        num_experts: ``E``.
+        group: the EP group, ``None`` where a single rank holds all experts.
+        backend: name of a ``backends.BackendChoice``.
+        exchange: replaces the synchronous all-to-alls, where the settings ask for it.
+        etp_group: the ranks that share each expert, ``None`` where this rank holds its experts whole.
+        rows_computed: (token, expert) pairs that this rank's experts have computed so far, recomputations included.
+            Each rank of ``etp_group`` counts a pair.
     """
 
     num_experts: int
     group: dist.ProcessGroup | None
-    """The EP group, ``None`` where a single rank holds all experts."""
     backend: str = "torch"
-    """Name of a ``backends.BackendChoice``."""
     exchange: TokenExchange | None = None
-    """Replaces the synchronous all-to-alls, where the settings say so."""
     etp_group: dist.ProcessGroup | None = None
-    """The ranks that share each expert, ``None`` where this rank holds its experts whole."""
     rows_computed: int = 0
-    """Rows that this rank's experts have computed so far, recomputations included; of cut experts, its part of them."""
 
 
 class Adapters(Protocol):
-    """What the experts function needs to know about low-rank adapters (``lora/adapters.py``)."""
+    """The switch of low-rank adapters (``lora/adapters.py``)."""
 
     enabled: bool
 
 
-@dataclass(frozen=True)
-class _Adapted:
-    """The adapters of an experts module, and what those of each of its weights are multiplied by."""
+def install_experts_forward(
+    model: Any,
+    experts: Sequence[ExpertsInfo],
+    group: dist.ProcessGroup | None,
+    etp_group: dist.ProcessGroup | None,
+    backend: str,
+    *,
+    dispatcher: str = "all_to_all",
+    chunks: int = 1,
+    overlap_shared_experts: bool = False,
+) -> None:
+    """Replace each experts module's computation by dispatch, the computation of the local experts, and combine.
 
-    adapters: Adapters
-    scalings: dict[str, float]
+    Args:
+        group, etp_group, backend: as in ``ExpertsRuntime``.
+        dispatcher: one of ``deepep.DISPATCHERS``.
+        chunks: parts in which a layer's tokens are dispatched, one while another computes.
+        overlap_shared_experts: compute a block's shared experts while its tokens are dispatched.
+
+    Raises:
+        SettingError: as ``overlap.check_overlap``.
+    """
+    overlap.check_overlap(chunks, overlap_shared_experts, dispatcher, model, experts)
+    for info in experts:
+        exchange: TokenExchange | None = None
+        options: dict[str, Any] = {"num_experts": info.num_experts, "group": group, "backend": backend_named(backend)}
+        if group is not None and dispatcher == "deepep":
+            exchange = functools.partial(deepep.exchange, **options)
+        elif group is not None and (chunks > 1 or overlap_shared_experts):
+            shared = SharedExperts(model.get_submodule(info.block), info.module) if overlap_shared_experts else None
+            exchange = functools.partial(overlap.exchange, **options, etp_group=etp_group, chunks=chunks, shared=shared)
+        attach(info.module, ExpertsRuntime(info.num_experts, group, backend, exchange, etp_group))
+    if on_interface := [info.module for info in experts if not isinstance(info.module, CustomExperts)]:
+        set_experts_implementation(model, on_interface, EXPERTS_IMPLEMENTATION)
 
 
 def attach(module: nn.Module, runtime: ExpertsRuntime) -> None:
-    """Give an experts module its runtime record, which its forward reads."""
+    """Attach the runtime that an experts module's forward reads."""
     if isinstance(module, CustomExperts):
         module.set_expert_parallel(runtime)
     else:
         setattr(module, _HANDLE, runtime)
 
 
+def runtime_of(module: nn.Module) -> ExpertsRuntime | None:
+    """Return the runtime of an experts module; ``None`` for any other module and for custom experts."""
+    return getattr(module, _HANDLE, None)
+
+
 def adapt_experts(module: nn.Module, adapters: Adapters, weight: str, scaling: float) -> None:
     """Add a weight's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` in the forward."""
-    adapted: _Adapted = getattr(module, _ADAPTERS, None) or _Adapted(adapters, {})
-    adapted.scalings[weight] = scaling
-    setattr(module, _ADAPTERS, adapted)
+    module.__dict__.setdefault(_ADAPTERS, {})[weight] = adapters, scaling
 
 
 def _scaling(module: nn.Module, weight: str) -> float | None:
-    """Return what a weight's adapter is multiplied by; None where there is none, or it is left out."""
-    adapted: _Adapted | None = getattr(module, _ADAPTERS, None)
-    return adapted.scalings.get(weight) if adapted is not None and adapted.adapters.enabled else None
+    """Return the scaling of a weight's adapter; ``None`` without one, or where adapters are disabled."""
+    adapters, scaling = getattr(module, _ADAPTERS, {}).get(weight, (None, None))
+    return scaling if adapters is not None and adapters.enabled else None
 
 
-def rows_computed(module: nn.Module) -> int | None:
-    """Return how many (token, expert) pairs a module's experts on this rank have computed; None for custom experts.
-
-    Each of the ranks that share an expert (``experts_shared_by``) computes a part of a pair, and counts it.
-    """
-    runtime: ExpertsRuntime | None = getattr(module, _HANDLE, None)
-    return None if runtime is None else runtime.rows_computed
-
-
-def experts_shared_by(module: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that share each expert of a module; None where a rank holds its experts whole."""
-    runtime: ExpertsRuntime | None = getattr(module, _HANDLE, None)
-    return None if runtime is None else runtime.etp_group
-
-
+@without_function_modes()  # the modes that override a router ignore these calls, and would slow down each of them
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -146,32 +168,17 @@ def experts_forward(
     Returns:
         ``(T, D)`` in the dtype of ``hidden_states``.
     """
-    # Those that override the router's choice (router/topk_override.py) have nothing to do here, and would be asked at
-    # each call of torch.
-    with without_function_modes():
-        return _experts_forward(self, getattr(self, _HANDLE), hidden_states, top_k_index, top_k_weights)
-
-
-def _experts_forward(
-    self: Any,
-    runtime: ExpertsRuntime,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    weight = {name: _local(p) for name, p in self.named_parameters(recurse=False)}
+    runtime: ExpertsRuntime = getattr(self, _HANDLE)
+    # FSDP gathers back to the parameter's type before sharding: a DTensor over ``ep`` alone.
+    own = self.named_parameters(recurse=False)
+    weight = {name: param.to_local() if isinstance(param, DTensor) else param for name, param in own}
     if runtime.etp_group is not None:
         weight = with_whole_outputs(weight, runtime.etp_group)
     hidden = hidden_states.to(weight["down_proj"].dtype)
 
-    def local_experts(
-        rows_RD: torch.Tensor,
-        counts_e: torch.Tensor,
-        scale_R: torch.Tensor | None = None,
-        order_R: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def local_experts(rows_RD: torch.Tensor, *grouping: Any) -> torch.Tensor:
         runtime.rows_computed += rows_RD.shape[0]
-        return compute(self, weight, rows_RD, counts_e, scale_R, order_R)
+        return compute(self, weight, rows_RD, *grouping)
 
     if runtime.exchange is not None:
         return runtime.exchange(hidden, top_k_index, top_k_weights, local_experts).to(hidden_states.dtype)
@@ -201,13 +208,12 @@ def compute(
     """Compute the local experts on rows that are grouped by expert; returns ``(R, D)``.
 
     Args:
-        module: the experts module.
-        weight: its own parameters by name, local to this rank.
+        weight: the module's own parameters by name, local to this rank.
         rows_RD: in the parameters' dtype.
         counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
-        scale_R: routing weights that are applied on the source rank, whose gradient is made here
+        scale_R: routing weights that the source rank applies; their gradient is computed here
             (``dispatch.deferred_router_grad``).
-        order_R: of a backend that reads rows through an index: rows are grouped by it (``fused.on_rows``).
+        order_R: the permutation that groups the rows, for a backend that reads them through an index.
     """
     runtime: ExpertsRuntime = getattr(module, _HANDLE)
     if has_backend(runtime.backend):
@@ -224,7 +230,7 @@ def compute(
 
 
 def linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[Linear, Linear]:
-    """Return an experts module's first and second linear, made of its own parameters by name."""
+    """Return an experts module's first and second linear from its own parameters by name."""
     names = (_up_name(module), "down_proj")
     up, down = (Linear.of(name, weight, module.is_transposed, _scaling(module, name)) for name in names)
     return up, down
@@ -264,23 +270,15 @@ def grouped_linear(
     in_out = weight if is_transposed else weight.transpose(-2, -1)
     offsets = torch.cumsum(counts_e, dim=0).to(torch.int32)
     with torch.autocast(rows.device.type, enabled=False):
-        # Under autocast an activation may come back in another dtype than it was given.
-        out = _grouped_mm(rows.to(weight.dtype), in_out, offsets)
+        rows = rows.to(weight.dtype)  # under autocast an activation may return another dtype than it got
+        if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out) and zeroes_empty_groups():  # in backward
+            out = torch_grouped_mm(rows, in_out, offs=offsets)
+        else:
+            groups = rows.tensor_split(offsets[:-1].tolist())
+            out = torch.cat([group @ weight for group, weight in zip(groups, in_out.unbind(), strict=True)])
     if bias is not None:
         out = out + torch.repeat_interleave(bias, counts_e, dim=0, output_size=rows.shape[0])
     return out
-
-
-def _grouped_mm(rows: torch.Tensor, in_out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out) and zeroes_empty_groups():  # in backward
-        return torch_grouped_mm(rows, in_out, offs=offsets)
-    groups = rows.tensor_split(offsets[:-1].tolist())
-    return torch.cat([group @ weight for group, weight in zip(groups, in_out.unbind(), strict=True)])
-
-
-def _local(param: torch.Tensor) -> torch.Tensor:
-    # FSDP gathers back to the parameter's type before sharding: a DTensor over ``ep`` alone.
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)

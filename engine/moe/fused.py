@@ -1,19 +1,17 @@
 """The experts' computation as autograd functions that save only their input and the pre-activation.
 
-Backward recomputes the rest: the activation, by the module's own code where the backend has no operator for it, and the
-gathered rows, unless the GEMMs read these through an index. The output that a routing weight ``w`` scales is not saved
-for the gradient of ``w`` either, as with ``out = act @ W``
+Backward recomputes the activation, by the module's own code where the backend has no operator for it. It also gathers
+the rows again, unless the GEMMs read them through an index. The output that a routing weight ``w`` scales is not saved
+for the gradient of ``w`` either, because with ``out = act @ W``
 
     <grad, out> = <grad @ W.T, act>
 
-and ``grad @ W.T`` is needed anyway (SonicMoE, arXiv:2512.14080, section 3). So the memory per (token, expert) pair is
-``2 * I`` elements on a single rank, and ``D + 2 * I`` for a row that was received, where autograd would save
-``2 * D + 4 * I``. Routing weights are applied on the source rank after combine. To get their gradient without saving
-expert outputs, each row is sent with its weight; backward sends the unweighted output gradient to the experts, which
-return the gradient of the row and of its weight.
+and ``grad @ W.T`` is needed anyway (SonicMoE, arXiv:2512.14080, section 3). A (token, expert) pair keeps ``2 * I``
+elements on a single rank, and ``D + 2 * I`` as a received row; autograd would save ``2 * D + 4 * I``. Routing weights
+are applied on the source rank after combine, and sent with the rows (``overlap.py``).
 
-``on_tokens`` is dispatch, experts and combine in one. Of its two autograd nodes ``_Up`` saves what both need and
-``_Down`` nothing: checkpointing stops a recomputation once all saved tensors are there, so before the down projection.
+``on_tokens`` is dispatch, experts and combine in one. It is two autograd nodes. ``_Up`` saves the tensors of both, and
+``_Down`` none. Checkpointing stops a recomputation once all saved tensors are there, so before the down projection.
 ``on_rows`` is the experts alone, for the rows of ``overlap.exchange`` and ``deepep.exchange``.
 """
 
@@ -25,7 +23,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .dispatch import DispatchPlan, RowExchange, slot_weights
+from .collectives.rows import RowExchange
+from .dispatch import DispatchPlan, slot_weights
 from .gemm.backends import Backend, Groups, IndexedRows, Rows, inverse
 from .gemm.linear import Linear
 
@@ -87,7 +86,7 @@ class _Experts:
         """Compute the gradients of ``pre``, of ``scale_R`` and of ``down``'s tensors.
 
         Args:
-            grad: the gradient of the output, or with ``scale_R`` that of the output times ``scale_R``.
+            grad: the gradient of the output, or with ``scale_R`` the gradient of the output times ``scale_R``.
         """
         gate = self.backend.gate(self.module)
         if gate is not None and self.down.lora_A is None:
@@ -128,10 +127,10 @@ def on_rows(
     """Compute the local experts on rows grouped by expert, ``(R, D)``; saves the rows and the pre-activation.
 
     Args:
-        scale_R: routing weights that are applied elsewhere: backward takes the incoming gradient to be that of the
-            output times these (``dispatch.deferred_router_grad``). ``None``: it is the output's.
-        order_R: rows are in another order, by this permutation they are grouped: ``rows_RD[order_R]``. Weights and
-            output have the order of ``rows_RD``.
+        scale_R: routing weights that the source rank applies: backward expects the gradient of the weighted output
+            (``dispatch.deferred_router_grad``). ``None``: backward gets the output's own gradient.
+        order_R: the permutation that groups the rows, ``rows_RD[order_R]``. Weights and output have the order of
+            ``rows_RD``.
     """
     experts = _Experts(module, backend, up, down)
     return _OnRows.apply(experts, Groups(counts_e, rows_RD.shape[0]), rows_RD, scale_R, order_R, *experts.tensors)
@@ -151,14 +150,13 @@ def on_tokens(
     """Dispatch this rank's tokens, compute the local experts, and combine; returns ``(T, D)`` in ``dtype``.
 
     Args:
-        up, down: linears of the experts on this rank.
         hidden_TD: hidden states, in the dtype of the experts' parameters.
         weights_TK: routing weights in any float dtype.
         plan: made for the tokens by ``dispatch.start_dispatch_plans``.
-        to_send: the slots' hidden states ``(T * K, D)``, taken out of it when they are sent; empty if none are.
+        to_send: the slots' hidden states ``(T * K, D)``, popped when they are sent; empty without a group.
     """
     experts = _Experts(module, backend, up, down)
-    # What the next node takes: _Up the rows to send, _Down the ctx of _Up and the activation.
+    # The next node's input, popped so that it is freed early: the rows to send, then _Up's ctx and the activation.
     between: list[Any] = to_send
     call = _Call(
         experts.holding([None] * 8),
@@ -176,7 +174,7 @@ def on_tokens(
 
 @dataclass(frozen=True)
 class _Call:
-    """What both nodes of ``on_tokens`` need; it lives until the backward, so it holds no tensor of the tokens' size."""
+    """The arguments of both nodes of ``on_tokens``; no tensor of the tokens' size, because it lives until backward."""
 
     experts: _Experts
     groups: Groups
@@ -198,14 +196,11 @@ class _Call:
         return self.backend.indexed(self.all_to_all(self.backend.take(x_TD, tokens_S)), row_order)
 
     def slots(self, slot_order: torch.Tensor) -> torch.Tensor:
-        """Return where each slot of a token is, ``(T, K)``."""
+        """Return the position of each slot of a token, ``(T, K)``."""
         return inverse(slot_order).view(-1, self.k)
 
     def summed(self, x_RD: torch.Tensor, slots_TK: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
-        """Return rows, in the order in which they were received, to the ranks of their tokens, and sum each token's.
-
-        ``(R, D)`` to ``(T, D)``.
-        """
+        """Return received rows to the ranks of their tokens, and sum each token's: ``(R, D)`` to ``(T, D)``."""
         x_SD = self.all_to_all.reversed()(x_RD)
         dtype = x_SD.dtype if weights_TK is None else self.dtype
         return self.backend.gather_sum(x_SD, slots_TK, weights_TK, dtype)
@@ -247,7 +242,7 @@ class _OnRows(torch.autograd.Function):
 
 
 class _Up(torch.autograd.Function):
-    """Dispatch and first linear. It saves what ``_Down`` needs too, whose backward runs first and reads it."""
+    """Dispatch and first linear. It also saves the tensors of ``_Down``, whose backward runs first and reads them."""
 
     @staticmethod
     def forward(ctx, call, between, slot_order, row_order, hidden_TD, weights_TK, *tensors):
@@ -273,7 +268,7 @@ class _Up(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_pre):
-        # _Down's backward runs first, in any backward through the layer's output, also with retain_graph=True.
+        # _Down's backward runs first in any backward through the layer's output, also with retain_graph=True.
         assert ctx.from_down is not None, (
             "the backward of the experts' first linear ran before that of their second, whose results it needs: "
             "differentiate through the layer's output"
@@ -299,7 +294,7 @@ class _Up(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """Activation, second linear and combine. Saves nothing: its backward reads what ``_Up`` saved."""
+    """Activation, second linear and combine. It saves nothing: its backward reads the tensors that ``_Up`` saved."""
 
     @staticmethod
     def forward(ctx, call, between, slot_order, row_order, pre, weights_TK, *tensors):
@@ -327,7 +322,7 @@ class _Down(torch.autograd.Function):
 
 
 def _scattered(x_R: torch.Tensor, order_R: torch.Tensor | None) -> torch.Tensor:
-    """Return the vector of which element ``order_R[i]`` is ``x_R[i]``."""
+    """Return the vector ``y`` with ``y[order_R[i]] = x_R[i]``."""
     return x_R if order_R is None else torch.empty_like(x_R).index_copy_(0, order_R, x_R)
 
 
@@ -338,7 +333,7 @@ def _no_autocast(like: torch.Tensor) -> Any:
 
 
 def _ambient(like: torch.Tensor) -> Any:
-    """Return the autocast context of a forward, which its activation needs there and again in backward."""
+    """Return the current autocast context, in which the activation runs in forward and in backward."""
     device = like.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return contextlib.nullcontext()

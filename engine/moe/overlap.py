@@ -4,17 +4,17 @@
                                                        C0 ------>  C1 ------>        D: dispatch, C: combine, async
     backward   the same from right to left, every all-to-all in the other direction
 
-A layer's tokens are split into chunks. All dispatches are started before anything computes, and only a chunk's own
-compute waits for its dispatch; a chunk's combine starts as soon as it has computed. Autograd runs the nodes of a graph
-latest first, so backward starts the gradient of every combine, then computes the chunks from the last to the first and
-starts the gradient of each dispatch after its chunk. What is started, in which order, depends on the settings alone.
+A layer's tokens are split into chunks. All dispatches start before anything computes, and only a chunk's own compute
+waits for its dispatch. A chunk's combine starts as soon as the chunk is computed. Autograd runs the latest nodes of a
+graph first. So backward starts the gradient of every combine, then computes the chunks from the last to the first. It
+starts the gradient of each dispatch after its chunk. The order of collectives depends on the settings alone.
 
-Routing weights are applied on the source rank after combine, as in ``dispatch.combine``, but expert outputs are not
-saved there for the gradient of the weights. Each row is sent with its weight instead; backward sends the unweighted
-output gradient to the experts, which return the gradient of the row and of its weight (``fused.py``). That costs 8
-bytes per row on the wire and no memory.
+The source rank applies the routing weights after combine, as in ``dispatch.combine``, but saves no expert outputs for
+the weights' gradient. Each row is sent with its weight instead, and backward sends the unweighted output gradient to
+the experts. They return the gradient of the row and of its weight (``fused.py``). That costs 8 bytes per row on the
+wire and no memory.
 
-An ``_AsyncAllToAll`` keeps the tensors that are sent and received until it is waited for. That makes them safe without
+An ``_AsyncAllToAll`` keeps the sent and received tensors until its wait. That makes them safe without
 ``record_stream``: the stream that waits is the one that allocated both and uses them next.
 """
 
@@ -40,7 +40,7 @@ def check_overlap(
     """Check that the settings of dispatch suit the model.
 
     Args:
-        chunks: ``engine.dispatch_chunks``; -1, which sizes replace, suits every model.
+        chunks: ``engine.dispatch_chunks``; -1 (chosen by sizes) suits every model.
         shared: ``engine.overlap_shared_experts``; so does None.
         dispatcher: ``engine.dispatcher``.
 
@@ -48,15 +48,17 @@ def check_overlap(
         SettingError: custom experts, which dispatch their tokens themselves, would ignore a setting; or a block has no
             shared experts, or calls them before the experts.
     """
-    changed: dict[str, object] = {"dispatch_chunks": chunks} if chunks > 1 else {}
-    changed |= {"overlap_shared_experts": shared} if shared else {}
-    changed |= {"dispatcher": dispatcher} if dispatcher != "all_to_all" else {}
+    settings: list[tuple[str, object, bool]] = [
+        ("engine.dispatch_chunks", chunks, chunks > 1),
+        ("engine.overlap_shared_experts", shared, bool(shared)),
+        ("engine.dispatcher", dispatcher, dispatcher != "all_to_all"),
+    ]
+    changed = [(name, value) for name, value, is_changed in settings if is_changed]
     for info in experts if changed else ():
         if isinstance(info.module, CustomExperts):
-            name, value = next(iter(changed.items()))
             rule = f"{type(info.module).__name__} dispatches its tokens itself."
-            raise SettingError(f"engine.{name}", value, rule, "leave it at its default")
-        block = model.get_submodule(info.fqn.rpartition(".")[0])
+            raise SettingError(*changed[0], rule, "leave it at its default")
+        block = model.get_submodule(info.block)
         if shared and not shared_experts_of(block, info.module):
             raise no_overlap_error(f"there are no shared experts beside {info.fqn}")
         if shared and runs_shared_first(block, info.module):
@@ -83,12 +85,12 @@ def exchange(
         experts_TK: global expert ids ``(T, K)``.
         weights_TK: routing weights ``(T, K)``.
         compute: maps rows grouped by local expert ``(R, D)``, their counts ``(e,)`` and their routing weights ``(R,)``
-            (``None`` where gradients are not enabled) to outputs ``(R, D)``, *not* weighted; the gradient that it gets
-            is that of the weighted outputs (``dispatch.deferred_router_grad``). Called once for each chunk, also for
-            chunks without rows. If ``backend`` reads rows through an index, rows come as they were received, outputs
-            are returned so, and a fourth argument is the order that groups them.
+            (``None`` without gradients) to *unweighted* outputs ``(R, D)``. Its backward gets the gradient of the
+            weighted outputs (``dispatch.deferred_router_grad``). Called once per chunk, also for empty chunks. If
+            ``backend`` reads rows through an index, rows and outputs keep the order of arrival, and a fourth argument
+            is the order that groups them.
         num_experts: ``E``.
-        etp_group: the ranks that share each expert, which gather before a chunk computes and reduce-scatter after it.
+        etp_group: the ranks that share each expert. They gather before a chunk computes and reduce-scatter after it.
         backend: permutes and sums rows.
         chunks: parts in which tokens are dispatched.
         shared: the shared experts to compute while tokens are dispatched, if any.
@@ -128,10 +130,9 @@ def exchange(
 
 
 class _AsyncAllToAll:
-    """All-to-alls of several tensors with the same splits, and what ``etp`` adds to them (``collectives/rows.py``),
-    started and waited for by two autograd nodes.
+    """All-to-alls of several tensors with the same splits: one autograd node starts them, another waits for them.
 
-    Backward does the same in the other direction: the gradient of ``wait`` starts it, that of ``start`` waits for it.
+    In backward the gradient of ``wait`` starts the reverse all-to-alls, and the gradient of ``start`` waits for them.
     """
 
     def __init__(self, all_to_all: RowExchange):
@@ -152,19 +153,19 @@ class _AsyncAllToAll:
         return _Wait.apply(self, *outputs)
 
     def issue(self, rows: Sequence[torch.Tensor], all_to_all: RowExchange) -> tuple[torch.Tensor, ...]:
-        """Issue the collectives, outside of autograd; the outputs hold nothing before ``finish``."""
+        """Issue the collectives, outside of autograd; the outputs are undefined before ``finish``."""
         self.started = [all_to_all.start(x) for x in rows]
         return tuple(started.out for started in self.started)
 
     def finish(self) -> tuple[torch.Tensor, ...]:
-        under_way, self.started = self.started, []
-        for started in under_way:
+        pending, self.started = self.started, []
+        for started in pending:
             started.finish()
-        return tuple(started.out for started in under_way)
+        return tuple(started.out for started in pending)
 
 
 class _Start(torch.autograd.Function):
-    """Starts in forward; what it returns may only be read through ``_Wait``. Waits for the gradient in backward."""
+    """Starts in forward; only ``_Wait`` may read its outputs. Waits for the gradient in backward."""
 
     @staticmethod
     def forward(ctx, pending, *rows):
@@ -179,8 +180,8 @@ class _Start(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     """Waits in forward; in backward starts the reverse all-to-all.
 
-    Autograd wants a gradient shaped like the input, which the output of the reverse all-to-all is not. So backward
-    returns its own input, and ``_Start.backward`` takes the output from ``_AsyncAllToAll``.
+    Backward returns its own input, because autograd requires a gradient of the input's shape, which the output of the
+    reverse all-to-all has not. ``_Start.backward`` gets that output from ``_AsyncAllToAll``.
     """
 
     @staticmethod

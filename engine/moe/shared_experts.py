@@ -1,9 +1,9 @@
 """Compute shared experts while the experts of their block wait for the dispatch all-to-all.
 
-A block that calls its shared experts after its experts, as those of DeepSeek, GLM and Nemotron-H do, could have called
-them earlier. So they are computed from the block's input while tokens are dispatched, and the block's own call returns
-that result. Nothing depends on a family: shared experts are found by their structure, and a block that calls them
-before the experts, or with another tensor than its input, is refused.
+Some blocks call their shared experts after their experts (DeepSeek, GLM, Nemotron-H). There they are computed from the
+block's input while tokens are dispatched, and the block's own call returns that result. Shared experts are found by
+their structure, so no family is named here. A block that calls them before the experts, or with another tensor than its
+input, is refused.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..errors import SettingError
 from ..wrap_forward import wrap_forward
 
-__all__ = ["SharedExperts", "runs_shared_first", "shared_experts_of", "no_overlap_error"]
+__all__ = ["SharedExperts", "no_overlap_error", "runs_shared_first", "shared_experts_of"]
 
 
 def shared_experts_of(block: nn.Module, experts: nn.Module) -> list[nn.Module]:
@@ -27,7 +27,7 @@ def shared_experts_of(block: nn.Module, experts: nn.Module) -> list[nn.Module]:
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    """Return whether a module has several linears (a router has one, or none) and a forward of one argument."""
+    """Whether a module has several linears (a router has one, or none) and a forward of one argument."""
     linears = [m for m in module.modules() if m is not module and isinstance(m, nn.Linear)]
     if len(linears) < 2 or any(p.dim() > 2 for p in module.parameters()):
         return False
@@ -35,34 +35,33 @@ def _is_mlp(module: nn.Module) -> bool:
     return len(required) == 1 and linears[-1].out_features == linears[0].in_features
 
 
+class _Reached(Exception):
+    """Stops a block's forward at the first call of its experts or shared experts."""
+
+
 def runs_shared_first(block: nn.Module, experts: nn.Module) -> bool:
-    """Return whether a block calls its shared experts before the experts; runs it on zeros up to the first of them.
+    """Whether a block calls its shared experts before the experts; runs it on zeros up to the first of them.
 
     Returns False where the block needs more than hidden states; the real forward then raises instead.
     """
+
+    def stop(module: nn.Module, args: Any) -> None:
+        raise _Reached(module)
+
     shared = shared_experts_of(block, experts)
     weight = next(m.weight for m in shared[0].modules() if isinstance(m, nn.Linear))
-    handles = [module.register_forward_pre_hook(_stop_at) for module in (experts, *shared)]
+    handles = [module.register_forward_pre_hook(stop) for module in (experts, *shared)]
     try:
         with torch.no_grad():
             block(weight.new_zeros(1, 2, weight.shape[1]))
     except _Reached as reached:
-        return reached.module is not experts
+        return reached.args[0] is not experts
     except (AttributeError, RuntimeError, TypeError):  # another input was None, or on another device than meta
         return False
     finally:
         for handle in handles:
             handle.remove()
     return False
-
-
-class _Reached(Exception):
-    def __init__(self, module: nn.Module):
-        self.module = module
-
-
-def _stop_at(module: nn.Module, args: Any) -> None:
-    raise _Reached(module)
 
 
 class SharedExperts:
@@ -85,15 +84,13 @@ class SharedExperts:
 
     def compute_ahead(self) -> None:
         """Compute the shared experts that the block has not called yet."""
-        assert self.input is not None
         # An FSDP unit of its own (a module kept in float32) has hooks around its forward, which would be skipped.
         later = [m for m in self.forwards if m not in self.called and not isinstance(m, FSDPModule)]
         if not later:
             raise no_overlap_error(
                 f"{self.name} calls its shared experts before the experts, or they compute in float32"
             )
-        for module in later:
-            self.ready[module] = self.forwards[module](self.input)
+        self.ready |= {module: self.forwards[module](self.input) for module in later}
 
     def _block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.input = args[0] if args else kwargs["hidden_states"]
@@ -103,8 +100,7 @@ class SharedExperts:
             if self.ready:
                 raise no_overlap_error(f"{self.name} calls its shared experts with another tensor than its input")
             return output
-        finally:
-            # A recomputation is stopped by an exception once nothing more is needed.
+        finally:  # also when early stopping of a recomputation raises
             self.input = None
             self.called.clear()
             self.ready.clear()
@@ -117,7 +113,7 @@ class SharedExperts:
         return forward(hidden)
 
     def _is_input(self, hidden: torch.Tensor) -> bool:
-        """Return whether a tensor is the block's input, unchanged, or a view of all of it."""
+        """Whether a tensor is the block's input, unchanged, or a view of all of it."""
         own = self.input
         if own is None or own._version != self.version:
             return False

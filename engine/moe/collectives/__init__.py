@@ -1,1 +1,1 @@
-"""What sends rows between the ranks of the tokens and those of their experts."""
+"""Collectives that send rows between the ranks of the tokens and those of their experts."""

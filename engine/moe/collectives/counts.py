@@ -1,7 +1,7 @@
-"""Exchange how many rows each rank sends, and copy the sizes to the host, which issues the all-to-alls of rows.
+"""Exchange the number of rows that each rank sends, and copy the sizes to the host for the all-to-alls of rows.
 
-The exchange and the copy run on streams of their own, beside whatever is queued before ``Counts.wait``: the one host
-sync of a layer's forward.
+The exchange and the copy run on streams of their own, beside the work queued before ``Counts.wait``: the one host sync
+of a layer's forward.
 """
 
 import functools
@@ -13,12 +13,12 @@ __all__ = ["Counts"]
 
 
 class Counts:
-    """Numbers of rows that are on their way to this rank's device and host.
+    """The pending exchange of numbers of rows, and their copy to the host.
 
     Args:
         sent: int64 ``(ep, chunks, e)``, rows for each expert of each rank.
         group: the EP group, None where one rank holds all experts.
-        etp_group: the ranks that share each expert; what the EP group exchanged is gathered over it.
+        etp_group: the ranks that share each expert; the exchanged counts are gathered over it.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Counts:
             work = dist.all_to_all_single(self.received, sent, group=group, async_op=True)
         device = torch.get_device_module(sent.device)
         stream = _copies(sent.device)
-        # The stream that computes reads what is allocated on this one: freed memory is used again behind those reads.
+        # The compute stream reads tensors of this stream: their memory is reused only behind those reads.
         stream.wait_stream(device.current_stream())
         with device.stream(stream):
             if work is not None:
@@ -48,8 +48,9 @@ class Counts:
         """Wait until the host has the sizes.
 
         Returns:
-            The numbers of received rows, ``(sources, chunks, e)``; sources are the EP ranks, or those of each rank of
-            ``etp``, its own last. And for each chunk its rows to each EP rank, from each, and of each ``etp`` rank.
+            The numbers of received rows, ``(sources, chunks, e)``; sources are the EP ranks, or with ``etp`` the EP
+            ranks of each of its ranks, this one last. For each chunk the rows to and from each EP rank, and the rows of
+            each ``etp`` rank.
         """
         self.copied.synchronize()
         return self.received, self.host.t().tolist()

@@ -1,17 +1,15 @@
-"""Send rows to the ranks of their experts, and back: an all-to-all over ``ep``, and what ``etp`` adds to it.
+"""Send rows to the ranks of their experts, and back: an all-to-all over ``ep``, and a gather over ``etp``.
 
     S rows of slots  -- all-to-all over ep -->  r rows  -- gather over etp -->        R rows, on each of the etp ranks
     S rows of slots  <-- all-to-all over ep --  r rows  <-- reduce-scatter over etp --  R summands of rows
 
-``etp`` ranks hold a part of each of their experts, so every one of them needs the rows that all of them received, and
-what it computes of a row is a summand. Each line is the gradient of the other. A rank that holds whole experts has the
-all-to-all alone.
+The ``etp`` ranks hold a part of each of their experts. So each of them computes a summand of every row that one of them
+received. Each line is the gradient of the other. A rank that holds whole experts has the all-to-all alone.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,29 +19,16 @@ __all__ = ["AllToAll", "Gather", "RowExchange", "Started", "exchange_rows"]
 
 @dataclass(frozen=True)
 class Started:
-    """Rows that are on their way.
+    """A pending exchange.
 
     Args:
-        out: holds nothing before ``finish`` has returned.
-        sent: kept until then, so that nothing else gets its memory.
+        out: undefined before ``finish`` has returned.
+        sent: kept until then, so that its memory is not reused.
     """
 
     out: torch.Tensor
     sent: torch.Tensor
     finish: Callable[[], object]
-
-
-class RowExchange(Protocol):
-    """One direction of sending rows; not differentiable (``exchange_rows``)."""
-
-    def reversed(self) -> "RowExchange":
-        """Return the other direction: combine's, or the one of the gradient."""
-
-    def __call__(self, x: torch.Tensor, /) -> torch.Tensor:
-        """Send one row per slot to the ranks of the experts, ``(S, ...)`` to ``(R, ...)``, or return one for each."""
-
-    def start(self, x: torch.Tensor, /) -> Started:
-        """Start to do so: the all-to-all is under way, and what ``etp`` adds comes before or after it."""
 
 
 @dataclass(frozen=True)
@@ -55,24 +40,22 @@ class AllToAll:
     group: dist.ProcessGroup | None
 
     def reversed(self) -> "AllToAll":
+        """Return the other direction: the one of combine, or of the gradient."""
         return AllToAll(self.recv_splits, self.send_splits, self.group)
 
     def __call__(self, x_S: torch.Tensor) -> torch.Tensor:
+        """Send rows, ``(S, ...)`` to ``(R, ...)``; not differentiable (``exchange_rows``)."""
         if self.group is None:
             return x_S
         out = self._empty_output(x_S)
         dist.all_to_all_single(out, x_S.contiguous(), self.recv_splits, self.send_splits, group=self.group)
         return out
 
-    def start(self, x_S: torch.Tensor) -> Started:
-        return Started(x_S, x_S, lambda: None) if self.group is None else self.start_into(self._empty_output(x_S), x_S)
-
-    def start_into(self, out: torch.Tensor, x_S: torch.Tensor) -> Started:
-        """Start to receive into ``out``, ``(R, ...)`` and contiguous."""
+    def start(self, x_S: torch.Tensor, out: torch.Tensor | None = None) -> Started:
+        """Start to send rows, into ``out`` ``(R, ...)`` if it is there."""
         if self.group is None:
-            out.copy_(x_S)
-            return Started(out, x_S, lambda: None)
-        sent = x_S.contiguous()
+            return Started(x_S if out is None else out.copy_(x_S), x_S, lambda: None)
+        sent, out = x_S.contiguous(), self._empty_output(x_S) if out is None else out
         splits = self.recv_splits, self.send_splits
         work = dist.all_to_all_single(out, sent, *splits, group=self.group, async_op=True)
         assert work is not None
@@ -84,13 +67,13 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-to-all over ``ep`` and a gather over ``etp``: the rows of the other ranks in their order, then its own.
+    """An all-to-all over ``ep`` and a gather over ``etp``: the other ranks' rows in their order, then this rank's.
 
-    Its own rows are received where they stay. Each direction is one all-to-all that leaves them out, for sizes differ
-    among ranks, which gloo's collectives for gathering and reducing can't have and NCCL's are as many broadcasts for.
+    This rank's rows are received in their final place. Each direction over ``etp`` is one all-to-all without them,
+    because sizes differ among ranks. Then gloo has no gather or reduction, and NCCL's are as many broadcasts.
 
     Args:
-        sizes: rows that each rank of ``group`` received.
+        sizes: received rows of each rank of ``group``.
         group: the ranks that hold parts of the same experts.
     """
 
@@ -107,42 +90,35 @@ class Gather:
         return started.out
 
     def start(self, x_S: torch.Tensor) -> Started:
+        """Start the all-to-all over ``ep``; ``finish`` waits for it and gathers."""
         out = x_S.new_empty(sum(self.sizes), *x_S.shape[1:])
-        own = self.all_to_all.start_into(out[self.others :], x_S)
+        own = self.all_to_all.start(x_S, out[self.others :])
         return Started(out, own.sent, partial(self._finish, out, own))
 
     def _finish(self, out: torch.Tensor, started: Started) -> None:
-        """Wait for this rank's rows, and gather those of the others into ``out``, which has them at its end."""
         started.finish()
         own, ranks = out[self.others :], len(self.sizes)
         sent = own if ranks == 2 else own.repeat(ranks - 1, *[1] * (own.dim() - 1))
-        dist.all_to_all_single(out[: self.others], sent, self.others_rows, self.own_rows, group=self.group)
+        dist.all_to_all_single(out[: self.others], sent, *self.splits, group=self.group)
 
-    @cached_property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
-
-    @cached_property
+    @property
     def others(self) -> int:
         """Rows of the other ranks, which precede this rank's."""
-        return sum(self.sizes) - self.sizes[self.rank]
+        return sum(self.splits[0])
 
     @cached_property
-    def others_rows(self) -> list[int]:
-        """By rank, the rows that are for the others to compute a summand of, none for this rank itself."""
-        return [0 if rank == self.rank else size for rank, size in enumerate(self.sizes)]
-
-    @cached_property
-    def own_rows(self) -> list[int]:
-        """By rank, the rows of this rank that the others have a summand of."""
-        return [0 if rank == self.rank else self.sizes[self.rank] for rank in range(len(self.sizes))]
+    def splits(self) -> tuple[list[int], list[int]]:
+        """By rank, none for this one: the rows of the others, and this rank's, which each of the others gets."""
+        rank = dist.get_rank(self.group)
+        others = [0 if r == rank else size for r, size in enumerate(self.sizes)]
+        return others, [0 if r == rank else self.sizes[rank] for r in range(len(self.sizes))]
 
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """The other direction of a ``Gather``: each rank gets the sum of what all computed of the rows that it received.
+    """The other direction of a ``Gather``: each rank gets the sum of all ranks' summands of the rows that it received.
 
-    Summands are added in float32 where their dtype is lower, in the order of the ranks but for its own, the last.
+    Summands are added in float32 if their dtype is lower, in the order of the ranks, this rank's last.
     """
 
     gather: Gather
@@ -154,19 +130,24 @@ class ReduceScatter:
         return self.gather.all_to_all.reversed()(self._reduce(x_R))
 
     def start(self, x_R: torch.Tensor) -> Started:
+        """Reduce over ``etp``, and start the all-to-all over ``ep``."""
         return self.gather.all_to_all.reversed().start(self._reduce(x_R))
 
     def _reduce(self, x_R: torch.Tensor) -> torch.Tensor:
         """Exchange the summands and add them up, ``(R, ...)`` to ``(r, ...)``."""
         gather, x_R = self.gather, x_R.contiguous()
-        own = x_R[gather.others :]
-        received = x_R.new_empty(sum(gather.own_rows), *x_R.shape[1:])
-        dist.all_to_all_single(received, x_R[: gather.others], gather.own_rows, gather.others_rows, group=gather.group)
+        (others_rows, own_rows), own = gather.splits, x_R[gather.others :]
+        received = x_R.new_empty(sum(own_rows), *x_R.shape[1:])
+        dist.all_to_all_single(received, x_R[: gather.others], own_rows, others_rows, group=gather.group)
         if len(gather.sizes) == 2:
-            return own + received  # which is computed in float32 and rounded once
+            return own + received  # computed in float32 and rounded once
         summands = received.view(len(gather.sizes) - 1, *own.shape)
         wide = torch.promote_types(own.dtype, torch.float32)
         return summands.sum(0, dtype=wide).add_(own).to(own.dtype)
+
+
+RowExchange = AllToAll | Gather | ReduceScatter
+"""One direction of sending rows."""
 
 
 def exchange_rows(x: torch.Tensor, exchange: RowExchange) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the ranks of an ``etp`` group hold parts of along the hidden dim, and compute with as a whole."""
+"""Parameters that ``etp`` shards along the hidden dim, made whole for the experts' linears."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,16 +14,16 @@ _UP_LORA_A, _DOWN_LORA_B = ("gate_up_proj_lora_A", "up_proj_lora_A"), ("down_pro
 
 
 def is_gathered(name: str) -> bool:
-    """Return whether every rank of ``etp`` computes with all of this parameter, of which it holds a part."""
+    """Whether every rank of ``etp`` computes with the whole parameter, of which it holds a part."""
     return name.endswith((*_UP_LORA_A, *_DOWN_LORA_B))
 
 
 def with_whole_outputs(weight: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Return an experts module's local parameters as its linears take them.
+    """Return an experts module's local parameters in the sizes that its linears need.
 
-    Every rank of the group computes a summand of the outputs, so their bias is to be added once: each rank adds its
-    part, and zeros elsewhere. The halves of adapters that have no inner dim are gathered, and as every rank has a part
-    of their gradient, these are added up. Collective where there are some, in forward and in backward.
+    Every rank computes a summand of the outputs, and the bias must be added once: each rank adds its part, padded with
+    zeros. The halves of adapters without an inner dim are gathered, and their gradients reduce-scattered. Collective in
+    forward and backward if there are such halves.
     """
     whole = dict(weight)
     if "down_proj_bias" in weight:
@@ -36,7 +36,7 @@ def with_whole_outputs(weight: Mapping[str, torch.Tensor], group: dist.ProcessGr
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' parts of a tensor along a dim; its gradient is the sum of all ranks', of which each takes its part."""
+    """All-gather along a dim; backward reduce-scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Families outside transformers' experts interface, brought onto it: one record and one forward each."""
+"""Families outside transformers' experts interface, put onto it by one record and one forward each."""

@@ -1,17 +1,16 @@
-"""Bring the blocks of a family outside transformers' experts interface onto it, when a model is built.
+"""Put the blocks of a family outside transformers' experts interface onto it, when a model is built.
 
-A family is data, ``Block``: which parameters of its block stack the experts, and how. They are moved, as they are, into
-a module on the interface, ``block.experts``; those that the family flattens into matrices are stacked for it. The block
-gets a forward that calls it with hidden states, expert ids and routing weights. From then on nothing tells the family
-from one that transformers has put there: sharding, kernels, adapters, replay, losses, plans and the weight sync are
-those of every family.
+A family is a record, ``Block``: the parameters of its block that stack the experts, and their layout. They move
+unchanged into a module on the interface, ``block.experts``; flattened matrices are stacked for it. The block gets a
+forward that calls this module with hidden states, expert ids and routing weights. The rest of the engine needs nothing
+else for the family.
 
-Where the parameters had other names or shapes, these are kept with the model (``RENAMED``, ``FLATTENED``), so that
-checkpoints are read and written under the names and in the shapes that transformers gives them.
+The model keeps the parameters' other names or shapes (``RENAMED``, ``FLATTENED``), because checkpoints are read and
+written as transformers names and shapes them.
 """
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -33,18 +32,18 @@ __all__ = ["Block", "StackedExperts", "put_on_interface"]
 
 @dataclass(frozen=True)
 class Block:
-    """How a family's block holds and calls its experts; names are relative to the block.
+    """The experts of a family's block, and its forward; names are relative to the block.
 
     Args:
         up: the parameter ``[E, 2I, D]`` of the first linear, the gate above the rest.
         down: the parameter ``[E, D, I]`` of the second.
         act_fn: the activation.
-        forward: of the block, in the place of its own; it calls ``self.experts(hidden, ids, weights)``, which are
-            ``(T, D)``, ``(T, K)`` and ``(T, K)``, and returns what the block's own forward does.
+        forward: replaces the block's own. It calls ``self.experts(hidden, ids, weights)`` with ``(T, D)``, ``(T, K)``
+            and ``(T, K)``, and returns the output of the block's own forward.
         is_transposed: whether the parameters are ``[E, D, 2I]`` and ``[E, I, D]``.
-        gate: where the family flattens its experts, the gate's parameter; it, ``up`` and ``down`` are ``[E * I, D]``.
-        count: where it does, what counts the experts.
-        mend: called with the block and the model's config first, where transformers builds it in wrong sizes.
+        gate: the gate's parameter if the family flattens its experts; ``gate``, ``up`` and ``down`` are ``[E * I, D]``.
+        count: the number of experts, for such a family.
+        mend: called first, with the block and the model's config, if transformers builds the block in wrong sizes.
     """
 
     up: str
@@ -59,7 +58,7 @@ class Block:
 
 @use_experts_implementation
 class StackedExperts(nn.Module):
-    """Experts on transformers' interface, of parameters that a family's own modules held."""
+    """Experts on transformers' interface, with the parameters of a family's own modules."""
 
     def __init__(self, config: Any, up: nn.Parameter, down: nn.Parameter, act_fn: Any):
         super().__init__()
@@ -71,7 +70,7 @@ class StackedExperts(nn.Module):
 
 
 def put_on_interface(model: Any, families: dict[str, Block]) -> None:
-    """Change the blocks of a model, which is not sharded yet, whose class is named in ``families``; in place."""
+    """Change the blocks of a model, not sharded yet, whose class is named in ``families``; in place."""
     renamed: dict[str, str] = {}
     flattened: dict[str, Flattened] = {}
     for fqn, block in model.named_modules():
@@ -80,49 +79,37 @@ def put_on_interface(model: Any, families: dict[str, Block]) -> None:
             name, config = fqn.rpartition(".")[2], model.config.get_text_config()
             if family.mend is not None:
                 family.mend(block, config)
+            up, down = block.get_parameter(family.up), block.get_parameter(family.down)
             if family.gate:
-                flattened |= _stack_experts(block, family, config, name)
+                up, down, shapes = _stacked(block, family, name)
+                flattened |= shapes
             else:
-                renamed |= _move_experts(block, family, config, name)
+                moved = {family.up: "experts.gate_up_proj", family.down: "experts.down_proj"}
+                renamed |= {f"{name}.{old}": f"{name}.{new}" for old, new in moved.items() if old != new}
+            _replace_experts(block, family, config, up, down)
     if renamed:
         setattr(model, RENAMED, renamed)
     if flattened:
         setattr(model, FLATTENED, flattened)
 
 
-def _move_experts(block: Any, family: Block, config: Any, name: str) -> dict[str, str]:
-    """Give a block its experts module; return the new name of each parameter by the old, both from the block's on."""
-    up, down = block.get_parameter(family.up), block.get_parameter(family.down)
-    _replace_experts(block, family, config, up, down)
-    return dict(_renamed(name, family))
-
-
-def _stack_experts(block: Any, family: Block, config: Any, name: str) -> dict[str, Flattened]:
-    """Give a block its experts module; return by the name of each parameter of it, from the block's on, what it was."""
-    flat = {own: block.get_parameter(own) for own in (family.gate, family.up, family.down)}
-    rows = flat[family.down].shape[0] // attrgetter(family.count)(block)
-    found = {
-        "gate_up_proj": Flattened((f"{name}.{family.gate}", f"{name}.{family.up}"), rows),
-        "down_proj": Flattened((f"{name}.{family.down}",), rows, is_transposed=True),
-    }
+def _stacked(block: Any, family: Block, name: str) -> tuple[nn.Parameter, nn.Parameter, dict[str, Flattened]]:
+    """Stack flattened experts; return both parameters, and the layout of each by its name from the block's on."""
+    gate, up, down = (block.get_parameter(own) for own in (family.gate, family.up, family.down))
+    rows = down.shape[0] // attrgetter(family.count)(block)
+    of_up = Flattened((f"{name}.{family.gate}", f"{name}.{family.up}"), rows)
+    of_down = Flattened((f"{name}.{family.down}",), rows, is_transposed=True)
     with torch.no_grad():
-        up = found["gate_up_proj"].stack((flat[family.gate], flat[family.up]))
-        down = found["down_proj"].stack((flat[family.down],)).contiguous()
-    _replace_experts(block, family, config, nn.Parameter(up), nn.Parameter(down))
-    return {f"{name}.experts.{own}": was for own, was in found.items()}
+        stacked = of_up.stack((gate, up)), of_down.stack((down,)).contiguous()
+    shapes = {f"{name}.experts.gate_up_proj": of_up, f"{name}.experts.down_proj": of_down}
+    return nn.Parameter(stacked[0]), nn.Parameter(stacked[1]), shapes
 
 
 def _replace_experts(block: Any, family: Block, config: Any, up: nn.Parameter, down: nn.Parameter) -> None:
-    stacked: Any = StackedExperts  # to mypy the decorator returns a module that takes nothing
+    stacked: Any = StackedExperts  # to mypy the decorator returns a module without arguments
     experts = stacked(config, up, down, attrgetter(family.act_fn)(block))
     experts.is_transposed = family.is_transposed
-    for held in {own.partition(".")[0] for own in (family.gate, family.up, family.down) if own}:
-        delattr(block, held)
+    for child in {own.partition(".")[0] for own in (family.gate, family.up, family.down) if own}:
+        delattr(block, child)
     block.experts = experts
     block.forward = types.MethodType(family.forward, block)
-
-
-def _renamed(name: str, family: Block) -> Iterator[tuple[str, str]]:
-    for old, new in ((family.up, "experts.gate_up_proj"), (family.down, "experts.down_proj")):
-        if old != new:
-            yield f"{name}.{old}", f"{name}.{new}"

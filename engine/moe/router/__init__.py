@@ -1,1 +1,1 @@
-"""What decides which experts a token takes: replay of earlier routing, auxiliary losses and metrics."""
+"""Routers: replay of earlier routing, auxiliary losses and metrics of the load."""

@@ -1,10 +1,10 @@
 """The routers' load-balancing loss and z-loss, and metrics of the experts' load.
 
-The load-balancing loss of a layer is ``E * sum_e f_e * P_e`` (https://arxiv.org/abs/2101.03961), where ``f_e`` are the
-assignments to expert ``e`` per token and ``P_e`` is its mean routing probability. It is ``K``, the experts per token,
-if the load is even. Both are taken over the tokens of all ranks in a micro-batch, so that experts may specialise on
-data that only one rank has much of (https://arxiv.org/abs/2501.11873). The z-loss is the mean square of
-``logsumexp(logits)`` (https://arxiv.org/abs/2202.08906). Both losses are means over the layers.
+The load-balancing loss of a layer is ``E * sum_e f_e * P_e`` (https://arxiv.org/abs/2101.03961). ``f_e`` is the number
+of assignments to expert ``e`` per token, ``P_e`` its mean routing probability. The loss is ``K``, the experts per
+token, if the load is even. Means are over the tokens of all ranks in a micro-batch, so that experts may specialise on
+data of a single rank (https://arxiv.org/abs/2501.11873). The z-loss is the mean square of ``logsumexp(logits)``
+(https://arxiv.org/abs/2202.08906). Both losses are means over the layers.
 
 The family's own code is unchanged. The logits are the output of the last linear map onto ``E`` outputs before the
 experts are called. The losses are computed from them outside of the layer, so activation checkpointing does not
@@ -24,11 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 from ...wrap_forward import wrap_forward
 from ..find import ExpertsInfo, UnsupportedModelError, experts_by_layer
-from ..forward import experts_shared_by, rows_computed
+from ..forward import runtime_of
 
 __all__ = ["RouterLosses", "check_router_logits"]
 
 _LINEAR = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+_SUMS = ("aux", "z", "loads", "dropped")  # summed over the micro-batches of a step; loads are [layers, E]
 _SIGMOID = (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit)
 
 
@@ -36,7 +37,7 @@ def check_router_logits(experts: Sequence[ExpertsInfo], num_layers: int) -> None
     """Check that router losses and metrics are defined for the model.
 
     Args:
-        num_layers: all layers of the model, those without experts included.
+        num_layers: layers of the model, with or without experts.
 
     Raises:
         UnsupportedModelError: layers differ in their number of experts; or see ``experts_by_layer``.
@@ -58,9 +59,10 @@ class _Layer:
     by_sigmoid: bool = False
     rows_before: int = 0
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.ids = self.logits = None
-        self.rows_before = rows_computed(self.info.module) or 0
+        runtime = runtime_of(self.info.module)
+        self.rows_before = 0 if runtime is None else runtime.rows_computed
 
     def load(self, is_token: torch.Tensor) -> torch.Tensor:
         """Count the tokens of each expert, int64 ``[E]``."""
@@ -69,25 +71,11 @@ class _Layer:
         counts = torch.zeros(self.info.num_experts, dtype=torch.long, device=ids.device)
         return counts.scatter_add_(0, ids.reshape(-1), is_token[:, None].expand_as(ids).reshape(-1).long())
 
-    def routed(self) -> int:
-        """Count the assignments of all rows, padding included."""
+    def assignments(self) -> tuple[int, int]:
+        """Count the assignments that this rank's tokens have, padding included, and those its experts have computed."""
         assert self.ids is not None
-        return self.ids.numel()
-
-    def computed(self) -> int:
-        """Count those that this rank's experts have computed, whichever rank they came from."""
-        computed = rows_computed(self.info.module)
-        return self.routed() if computed is None else computed - self.rows_before
-
-
-@dataclass
-class _Sums:
-    """Sums over the micro-batches of a step."""
-
-    aux: torch.Tensor | float = 0.0
-    z: torch.Tensor | float = 0.0
-    loads: torch.Tensor | float = 0.0  # [layers, E]
-    dropped: torch.Tensor | float = 0.0
+        routed, runtime = self.ids.numel(), runtime_of(self.info.module)
+        return routed, routed if runtime is None else runtime.rows_computed - self.rows_before
 
 
 class RouterLosses:
@@ -109,12 +97,12 @@ class RouterLosses:
         self._layers = [_Layer(info) for info in experts]
         self._watching = False
         self._logits: _Logits | None = None
-        self._sums = _Sums()
+        self._sums: dict[str, Any] = dict.fromkeys(_SUMS, 0.0)
         self._batch_tokens = torch.ones(())
         for layer in self._layers:
             layer.info.module.register_forward_pre_hook(functools.partial(self._arrive, layer), with_kwargs=True)
             if self._has_loss:
-                block = model.get_submodule(layer.info.fqn.rpartition(".")[0])
+                block = model.get_submodule(layer.info.block)
                 wrap_forward(block, "router_losses", functools.partial(self._block, layer.info.num_experts))
 
     @property
@@ -125,21 +113,22 @@ class RouterLosses:
         """Begin a step.
 
         Args:
-            tokens: number of tokens in all micro-batches of all ranks, a scalar, which the host need not know.
+            tokens: number of tokens in all micro-batches of all ranks, a scalar on the device.
         """
-        self._batch_tokens, self._sums = tokens.clamp(min=1), _Sums()
+        self._batch_tokens = tokens.clamp(min=1)
+        self._sums = dict.fromkeys(_SUMS, 0.0)
 
     def watch(self) -> None:
         """Record the routing of the next forward."""
         self._watching = True
         for layer in self._layers:
-            layer.forget()
+            layer.reset()
 
     def loss(self, is_token: torch.Tensor) -> torch.Tensor | None:
         """Return the router loss of the forward, to be added to this rank's loss; collective.
 
-        Gradients are averaged over all ranks and summed over micro-batches. So this is scaled such that its sum over
-        micro-batches, averaged over ranks, is the mean over the tokens of the step.
+        FSDP averages gradients over all ranks, and micro-batches sum them. With the scale of this loss that is the
+        mean over the tokens of the step.
 
         Args:
             is_token: bool ``[tokens]``; False for rows of padding.
@@ -159,24 +148,25 @@ class RouterLosses:
         dist.all_reduce(everyone)
         loads, (tokens, dropped) = everyone[:-2].view_as(loads), everyone[-2:].unbind()
         tokens = tokens.clamp(min=1)
-        self._sums.loads = self._sums.loads + loads
-        self._sums.dropped = self._sums.dropped + dropped
+        self._add(loads=loads, dropped=dropped)
         added = self._added(loads / tokens, is_token) if self._has_loss else None
         for layer in self._layers:
-            layer.forget()
+            layer.reset()
         return added
 
     def _dropped(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a number whose sum over all ranks is that of the assignments that no expert has computed; collective
-        over the ranks that share experts.
+        """Return this rank's part of the number of assignments that no expert has computed: the sum over all ranks is
+        that number. Collective over the ranks that share experts.
 
-        An assignment is computed where all of these ranks have computed their parts of it. Of each layer they agree on
-        the fewest that one of them has, and the first of them counts it.
+        A shared expert has computed an assignment once each of its ranks has computed a part. So these ranks take the
+        minimum of their counts for each layer, and the first of them subtracts it.
         """
-        # Numbers that the host knows are filled in: a copy from its memory would wait for the device.
-        routed = like.new_full((), sum(layer.routed() for layer in self._layers))
-        computed = torch.stack([like.new_full((), layer.computed()) for layer in self._layers])
-        sharing = experts_shared_by(self._layers[0].info.module)
+        # ``new_full``, because a copy from the host's memory would wait for the device.
+        counts = [layer.assignments() for layer in self._layers]
+        routed = like.new_full((), sum(routed for routed, _ in counts))
+        computed = torch.stack([like.new_full((), computed) for _, computed in counts])
+        runtime = runtime_of(self._layers[0].info.module)
+        sharing = None if runtime is None else runtime.etp_group
         if sharing is None:
             return routed - computed.sum()
         dist.all_reduce(computed, dist.ReduceOp.MIN, group=sharing)
@@ -189,16 +179,23 @@ class RouterLosses:
                 raise UnsupportedModelError(
                     f"{layer.info.fqn}: no linear map onto {layer.info.num_experts} experts was called before it."
                 )
-            # Rows of padding are hidden rather than left out, which would take their number.
+            # Mask padding instead of indexing: the number of real rows is not known on the host.
             logits_TE = layer.logits.reshape(-1, layer.info.num_experts)
             logits_TE = torch.where(is_token[:, None], logits_TE, 0).float()
-            probs_TE = _probabilities(logits_TE, layer.by_sigmoid) * is_token[:, None]
+            # A token's scores sum to one; for sigmoid routers as in DeepSeek-V3's balance loss.
+            scores_TE = logits_TE.sigmoid() if layer.by_sigmoid else logits_TE.softmax(-1)
+            probs_TE = (scores_TE / scores_TE.sum(-1, keepdim=True) if layer.by_sigmoid else scores_TE) * is_token[
+                :, None
+            ]
             aux.append(layer.info.num_experts * (f_E * probs_TE.sum(0)).sum())
             z.append((logits_TE.logsumexp(-1).square() * is_token).sum())
         share = 1 / (len(self._layers) * self._batch_tokens)
         aux_sum, z_sum = torch.stack(aux).sum() * share, torch.stack(z).sum() * share
-        self._sums.aux, self._sums.z = self._sums.aux + aux_sum.detach(), self._sums.z + z_sum.detach()
+        self._add(aux=aux_sum.detach(), z=z_sum.detach())
         return dist.get_world_size() * (self.aux_coef * aux_sum + self.z_coef * z_sum)
+
+    def _add(self, **summands: torch.Tensor) -> None:
+        self._sums |= {name: self._sums[name] + summand for name, summand in summands.items()}
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step since ``begin``, over all ranks; collective.
@@ -206,15 +203,15 @@ class RouterLosses:
         ``router_load_max`` and ``router_load_min`` are the loads of a layer's busiest and idlest expert relative to an
         even load, averaged over the layers; ``router_dropped`` counts (token, expert) pairs that no expert computed.
         """
-        loads = torch.as_tensor(self._sums.loads).float()
+        loads = torch.as_tensor(self._sums["loads"]).float()
         relative = loads / loads.mean(1, keepdim=True)
         found = {
             "router_load_max": relative.amax(1).mean().item(),
             "router_load_min": relative.amin(1).mean().item(),
-            "router_dropped": float(self._sums.dropped),
+            "router_dropped": float(self._sums["dropped"]),
         }
         if self._has_loss:
-            losses = torch.stack([torch.as_tensor(self._sums.aux), torch.as_tensor(self._sums.z)])
+            losses = torch.stack([torch.as_tensor(self._sums["aux"]), torch.as_tensor(self._sums["z"])])
             dist.all_reduce(losses)
             found |= dict(zip(("router_aux_loss", "router_z_loss"), losses.tolist(), strict=True))
         return found
@@ -253,11 +250,3 @@ class _Logits(TorchFunctionMode):
         elif func in _SIGMOID and self.found is not None and result.shape[-1] == self.num_experts:
             self.by_sigmoid = True
         return result
-
-
-def _probabilities(logits_TE: torch.Tensor, by_sigmoid: bool) -> torch.Tensor:
-    """Return a token's scores, normalised to sum to one; for sigmoid routers as in DeepSeek-V3's balance loss."""
-    if not by_sigmoid:
-        return logits_TE.softmax(-1)
-    scores = logits_TE.sigmoid()
-    return scores / scores.sum(-1, keepdim=True)

@@ -1,13 +1,12 @@
 """Router replay: route tokens to the experts that they were routed to before.
 
-A policy update in which the router chooses other experts than it did for the old log-probs (R2), or than vLLM did when
-it generated (R3), compares two different networks: for an MoE that is most of what training and rollout disagree about
-(https://arxiv.org/abs/2507.18071, https://arxiv.org/abs/2510.11370). Only the choice is replayed. The routing weights
-are those of the current router for the chosen experts, with their gradient.
+The router of a policy update may choose other experts than it did for the old log-probs (R2), or than vLLM did in
+generation (R3). Then the update compares two different networks, which is most of the mismatch between training and
+rollout of an MoE (https://arxiv.org/abs/2507.18071, https://arxiv.org/abs/2510.11370). Only the choice is replayed. The
+routing weights are those of the current router for the chosen experts, with their gradient.
 
-The family's own code is unchanged. In the block around an experts module the router's ``topk`` returns the wanted ids
-(``topk_override.py``), or its maxima do (``maximum_override.py``). The ids that the experts get are recorded, or
-compared where neither was called.
+The family's own code is unchanged. In the block around an experts module the router's ``topk`` or maxima return the
+wanted ids (``override.py``). The ids that reach the experts are recorded; if neither was called, they are compared.
 """
 
 import functools
@@ -21,8 +20,7 @@ from torch import nn
 
 from ...wrap_forward import wrap_forward
 from ..find import ExpertsInfo, experts_by_layer
-from .maximum_override import MaximumRouting, chooses_by_maximum
-from .topk_override import RoutingMode
+from .override import MaximumRouting, RoutingMode, chooses_by_maximum
 
 __all__ = ["ReplayError", "RouterReplay"]
 
@@ -62,11 +60,8 @@ class RouterReplay:
         for index, info in experts_by_layer(experts, num_layers).items():
             self._layers[index] = layer = _Layer(index, info.fqn, info.num_experts)
             info.module.register_forward_pre_hook(functools.partial(self._arrive, layer), with_kwargs=True)
-            block = model.get_submodule(info.fqn.rpartition(".")[0])
-            call = functools.partial(self._block, layer)
-            if chooses_by_maximum(block):
-                call = functools.partial(self._block_by_maximum, layer, block)
-            wrap_forward(block, "router_replay", call)
+            block = model.get_submodule(info.block)
+            wrap_forward(block, "router_replay", functools.partial(self._block, layer, block))
 
     def record(self) -> None:
         """Record the routes of the next forward."""
@@ -96,17 +91,17 @@ class RouterReplay:
         """Replay these routes in the next forward and in its recomputations.
 
         Args:
-            routes: ``[tokens, layers, k]``, integers. A row that lists an expert twice is no route (padding): there the
-                router chooses.
+            routes: ``[tokens, layers, k]``, integers. For a row that lists an expert twice (padding) the router
+                chooses.
 
         Raises:
-            ReplayError: the number of layers differs, or there is one expert per token, where a row that was not
-                recorded can't be told from a route.
+            ReplayError: the number of layers differs; or there is one expert per token, so that an unrecorded row looks
+                like a route.
         """
         if routes.dim() != 3 or routes.shape[1] != self.num_layers:
             raise ReplayError(f"routes have the shape {tuple(routes.shape)}, not [tokens, {self.num_layers}, k].")
         if routes.shape[2] < 2:
-            raise ReplayError("routes of one expert per token can't be told from rows that were not recorded.")
+            raise ReplayError("routes have one expert per token, which unrecorded rows look like.")
         self._is_recording, self._routes = False, routes
         for layer in self._layers.values():
             layer.is_counted = False
@@ -122,7 +117,7 @@ class RouterReplay:
             group: ranks whose tokens are counted together; collective over it.
 
         Returns:
-            A share over all layers since the last call, recomputations left out; None if nothing was replayed.
+            A share over all layers since the last call, without recomputations; None if nothing was replayed.
         """
         if not self._differing:
             return None
@@ -133,26 +128,16 @@ class RouterReplay:
         self._differing.clear()
         return differing / max(replayed, 1)
 
-    def _block(self, layer: _Layer, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _block(self, layer: _Layer, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._routes is None:
             return forward(*args, **kwargs)
-        layer.is_replayed = False
-        with _Replay(self, layer, self._routes[:, layer.index]):
-            return forward(*args, **kwargs)
-
-    def _block_by_maximum(
-        self, layer: _Layer, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        if self._routes is None:
-            return forward(*args, **kwargs)
-        wanted = self._routes[:, layer.index]
-        is_route, layer.is_replayed = _is_route(wanted), False
-
-        def told(native: torch.Tensor) -> None:
-            layer.is_replayed = True
-            self._count(layer, native, wanted, is_route)
-
-        with MaximumRouting(wanted, is_route, layer.num_experts, block.training, told):
+        layer.is_replayed, wanted = False, self._routes[:, layer.index]
+        mode: Any = _Replay(self, layer, wanted)
+        if chooses_by_maximum(block):
+            is_route = _is_route(wanted)
+            count = functools.partial(self._count, layer, wanted, is_route)
+            mode = MaximumRouting(wanted, is_route, layer.num_experts, block.training, count)
+        with mode:
             return forward(*args, **kwargs)
 
     def _arrive(self, layer: _Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -170,7 +155,9 @@ class RouterReplay:
                     f"the routes of shape {tuple(wanted.shape)} differ from them."
                 )
 
-    def _count(self, layer: _Layer, native: torch.Tensor, wanted: torch.Tensor, is_route: torch.Tensor) -> None:
+    def _count(self, layer: _Layer, wanted: torch.Tensor, is_route: torch.Tensor, native: torch.Tensor) -> None:
+        """Count the routes for which the router's own choice ``native`` differs."""
+        layer.is_replayed = True
         if layer.is_counted:  # a recomputation
             return
         layer.is_counted = True
@@ -196,13 +183,12 @@ class _Replay(RoutingMode):
                 f"{self.layer.fqn}: the router chose {tuple(ids.shape)} ids, but routes have {tuple(wanted.shape)}."
             )
         is_route = _is_route(wanted)
-        self.owner._count(self.layer, ids, wanted, is_route)
-        self.layer.is_replayed = True
+        self.owner._count(self.layer, wanted, is_route, ids)
         return torch.where(is_route[:, None], wanted, ids)
 
 
 def _is_route(routes: torch.Tensor) -> torch.Tensor:
-    """Return which rows are routes; rows of padding, and those past what vLLM recorded, list one expert twice."""
+    """Return which rows are routes; padding and rows that vLLM has not recorded list one expert twice."""
     ordered = routes.sort(dim=-1).values
     return (ordered[:, 1:] != ordered[:, :-1]).all(dim=-1)
 

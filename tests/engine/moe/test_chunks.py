@@ -1,4 +1,4 @@
-"""What overlaps where the settings leave it open: chunks by sizes, and shared experts where blocks allow it."""
+"""Overlap that the settings leave open: chunks by sizes, and shared experts where blocks allow it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -154,5 +154,5 @@ def test_overlap_of_a_plan_is_that_of_a_run_on_each_mesh():
     assert calls["all-to-all counts"] == {2: 2, 4: 2, 8: 2}
     chunks = {ep: QWEN3_30B.chunks(TOKENS, ep, 1, True) for ep in (2, 4, 8)}
     assert chunks[8] > chunks[2] == 1
-    # Of two layers the first is computed again, at once without its combine.
+    # The first of the two layers is recomputed, without its combine if there is one chunk.
     assert calls["all-to-all tokens"] == {ep: n * (6 + 4) - (n == 1) for ep, n in chunks.items()}

@@ -25,7 +25,7 @@ from tests.support.trainer.settings import checkpoint, engine
 
 
 def _to_each(pieces):
-    """What every rank has for this one, by rank."""
+    """Return every rank's piece for this rank, by rank."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, pieces)
     return [theirs[dist.get_rank()] for theirs in everyone]

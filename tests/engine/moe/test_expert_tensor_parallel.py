@@ -4,7 +4,6 @@
 meshes without it.
 """
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,16 +13,16 @@ from epfsdp2.engine.moe.overlap import exchange
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.engine.recorder import Recorder
 from tests.support.engine.sharded import sharded_model
-from tests.support.models.tiny import VOCAB, save_glm4_moe, save_qwen3_moe, token_loss
+from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
 from tests.support.moe.routing import EXPERTS, D, routings
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import check_ppo_updates
 
 WORLD, INNER = 4, 8
 
 
 def _plain(hidden, ids, weights, up, down):
-    """What each token's experts compute, on whole weights."""
+    """Compute each token's experts on whole weights."""
     each = torch.einsum("td,tkdi,tkie->tke", hidden, up[ids.long()], down[ids.long()])
     return (each * weights.unsqueeze(-1)).sum(1)
 
@@ -61,9 +60,8 @@ def _every_routing(ep, etp):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=f"{name}, {how}, {ep} x {etp}")
 
 
-@pytest.mark.parametrize(("ep", "etp"), [(2, 2), (1, 2), (1, 4)])
-def test_etp_experts_with_every_routing_compute_what_whole_ones_do(ep, etp):
-    run_ranks(_every_routing, WORLD, ep, etp)
+def test_etp_experts_with_every_routing_compute_what_whole_ones_do():
+    run_ranks(each_case, WORLD, [(2, 2), (1, 2), (1, 4)], _every_routing)
 
 
 def _summed(dtype):
@@ -77,9 +75,8 @@ def _summed(dtype):
     assert torch.equal(gather.reversed()(summands), torch.full((sizes[rank], 4), 258.0, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_etp_gather_orders_its_rows_and_its_reverse_adds_summands_in_float32(dtype):
-    run_ranks(_summed, 3, dtype)
+def test_etp_gather_orders_its_rows_and_its_reverse_adds_summands_in_float32():
+    run_ranks(each_case, 3, [(torch.float32,), (torch.bfloat16,)], _summed)
 
 
 def _same_order(folder, cases):
@@ -115,8 +112,3 @@ def test_etp_in_ppo_updates_equals_the_plain_model(tmp_path):
         {**cut, "ulysses_sequence_parallel_size": 2, "dynamic": True, "dispatch_chunks": 2},
     ]
     run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=300)
-
-
-def test_etp_in_a_ppo_update_computes_shared_experts_ahead(tmp_path):
-    case = {"ep": 2, "etp_size": 2, "overlap_shared_experts": True, "activation_checkpointing": "full"}
-    run_ranks(check_ppo_updates, WORLD, save_glm4_moe(tmp_path), [case])

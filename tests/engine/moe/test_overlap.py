@@ -1,5 +1,7 @@
 """Overlapping all-to-alls with compute changes no numbers; ``test_schedule.py`` has the order of launches."""
 
+import contextlib
+import itertools
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +13,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.moe import overlap
 from epfsdp2.engine.moe.chunks import DispatchSizes
-from epfsdp2.engine.moe.dispatch import chunk_bounds, combine, deferred_router_grad, dispatch
+from epfsdp2.engine.moe.dispatch import combine, deferred_router_grad, dispatch
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.overlap import check_overlap, exchange
 from tests.parity import families
@@ -23,17 +25,10 @@ from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import check_ppo_updates
 
 RELATIVE = 1e-5
-# Of transformers' families, by whether the block calls its shared experts after the experts or before.
+# Families whose block calls its shared experts after the experts, and before them.
 AFTER = ["deepseek_v2", "deepseek_v3", "deepseek_v4", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"]
 AFTER += ["glm_moe_dsa", "hy_v3", "nemotron_h", "nemotron_h_latent", "solar_open"]
 BEFORE = ["afmoe", "ernie4_5_moe", "hunyuan_v1_moe", "laguna", "qwen2_moe", "qwen3_next", "qwen3_5_moe"]
-
-
-@pytest.mark.parametrize(("tokens", "chunks"), [(0, 3), (1, 4), (7, 3), (12, 4), (5, 1)])
-def test_chunk_bounds_of_any_size_differ_by_a_token_at_most_and_hold_every_token(tokens, chunks):
-    edges = chunk_bounds(tokens, chunks)
-    sizes = [b - a for a, b in zip(edges, edges[1:], strict=False)]
-    assert len(sizes) == chunks and sum(sizes) == tokens and max(sizes) - min(sizes) <= 1
 
 
 def _every_routing_in_chunks():
@@ -54,28 +49,24 @@ def _every_routing_in_chunks():
         seed = torch.randn_like(want)
         wanted = torch.autograd.grad(want, [hidden, weights], seed)
         whole = None
+        options = {"num_experts": EXPERTS, "group": dist.group.WORLD}
         for chunks in (1, 2, 3, 9):
             with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
-                out = exchange(
-                    hidden, ids, weights, compute, num_experts=EXPERTS, group=dist.group.WORLD, chunks=chunks
-                )
+                out = exchange(hidden, ids, weights, compute, chunks=chunks, **options)
                 got = torch.autograd.grad(out, [hidden, weights], seed)
-            # Sizes; and of each chunk rows there and back and the gradients of both, weights there and theirs back.
+            # Sizes; for each chunk the rows and their gradients in both directions, the weights and their gradients.
             assert exchanged.call_count == 1 + 6 * chunks
             whole = whole or [out, *got]
             assert all(torch.equal(a, b) for a, b in zip([out, *got], whole, strict=True)), (name, chunks)
             for a, b in zip([out, *got], [want, *wanted], strict=True):
                 torch.testing.assert_close(a, b, msg=name)
             with torch.no_grad(), patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
-                out = exchange(
-                    hidden, ids, weights, compute, num_experts=EXPERTS, group=dist.group.WORLD, chunks=chunks
-                )
+                out = exchange(hidden, ids, weights, compute, chunks=chunks, **options)
             assert exchanged.call_count == 1 + 2 * chunks and torch.equal(out, whole[0]), (name, chunks)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_exchange_in_chunks_equals_one_chunk(world):
-    run_ranks(_every_routing_in_chunks, world)
+def test_exchange_in_chunks_equals_one_chunk():
+    run_ranks(_every_routing_in_chunks, 2)
 
 
 def _gradients_equal_the_reference(folder, world, cases):
@@ -105,25 +96,17 @@ def test_exchange_in_chunks_has_the_gradients_of_the_plain_model(tmp_path):
     run_ranks(_gradients_equal_the_reference, 4, save_qwen3_moe(tmp_path), 4, cases)
 
 
-def test_overlap_of_shared_experts_has_the_gradients_of_the_plain_model(tmp_path):
-    cases = [
-        (2, {"overlap_shared_experts": True, "dispatch_chunks": chunks, "checkpointing": mode})
-        for chunks, mode in [(1, "none"), (2, "full"), (3, "selective")]
-    ]
-    run_ranks(_gradients_equal_the_reference, 2, save_glm4_moe(tmp_path), 2, cases)
-
-
 def test_overlap_in_a_ppo_update_through_verl_is_exact(tmp_path):
     pytest.importorskip("verl")
-    case = {"ep": 2, "dispatch_chunks": 2, "overlap_shared_experts": True, "activation_checkpointing": "full"}
-    run_ranks(_ppo_update, 4, save_glm4_moe(tmp_path), case)
+    case = {"ep": 2, "overlap_shared_experts": True, "activation_checkpointing": "full"}
+    run_ranks(_ppo_updates, 4, save_glm4_moe(tmp_path), [case | {"dispatch_chunks": 2}, case | {"etp_size": 2}])
 
 
-def _ppo_update(folder, case):
+def _ppo_updates(folder, cases):
     with patch.object(overlap, "exchange", wraps=overlap.exchange) as exchanged:
-        check_ppo_updates(folder, [case])
-    assert exchanged.called
-    assert all(call.kwargs["chunks"] == 2 and call.kwargs["shared"] is not None for call in exchanged.call_args_list)
+        check_ppo_updates(folder, cases)
+    assert {call.kwargs["chunks"] for call in exchanged.call_args_list} == {1, 2}
+    assert all(call.kwargs["shared"] is not None for call in exchanged.call_args_list)
 
 
 def _bfloat16_is_close(folder):
@@ -145,11 +128,12 @@ def test_exchange_in_chunks_in_bfloat16_differs_by_its_rounding(tmp_path):
 def _families_are_exact(folders):
     """A block whose shared experts are not computed ahead, or not called, raises."""
     ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1))
-    for name, folder in folders.items():
+    ways = itertools.cycle([(2, "full"), (1, "none"), (3, "selective")])
+    for (name, folder), (chunks, checkpointing) in zip(folders.items(), ways, strict=False):
         reference = families.load(name, folder).train()
         want = families.logits(reference, ids)
         families.loss(name, want, ids).backward()
-        options = {"dispatch_chunks": 2, "overlap_shared_experts": True, "checkpointing": "full"}
+        options = {"dispatch_chunks": chunks, "overlap_shared_experts": True, "checkpointing": checkpointing}
         model, _ = sharded_model(folder, 2, 2, attention="eager", **options)
         with torch.no_grad():
             assert relative_error(families.logits(model.eval(), ids), want) < RELATIVE, name
@@ -160,41 +144,37 @@ def _families_are_exact(folders):
                 assert relative_error(got[param_name], param.grad) < RELATIVE, (name, param_name)
 
 
-def _families_are_refused(folders):
-    """Refused before a weight is read; and when the block runs, if the check before can't tell."""
-    ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1))
-    options = {"attention": "eager", "overlap_shared_experts": True}
-    for folder in folders.values():
-        with pytest.raises(
-            SettingError, match="overlap_shared_experts=True: .* calls its shared experts before the experts:"
-        ):
-            sharded_model(folder, 2, 2, **options)
-        with patch.object(overlap, "runs_shared_first", lambda *_: False):
-            model, _ = sharded_model(folder, 2, 2, **options)
-        with pytest.raises(
-            SettingError, match="overlap_shared_experts=True: .* calls its shared experts before the experts, or"
-        ):
-            families.logits(model, ids)
-
-
-def _saved(names, folder):
-    return {name: families.save(name, folder / name) for name in names}
-
-
 def test_overlap_of_shared_experts_in_every_family_that_allows_it_computes_them_ahead(tmp_path):
-    run_ranks(_families_are_exact, 2, _saved(AFTER, tmp_path))
+    run_ranks(_families_are_exact, 2, {name: families.save(name, tmp_path / name) for name in AFTER})
 
 
 @pytest.mark.parametrize("family", [*AFTER, *BEFORE])
-def test_dispatch_sizes_of_a_family_tell_whether_its_shared_experts_can_overlap(family):
+def test_dispatch_sizes_and_check_overlap_of_a_family_tell_whether_its_shared_experts_can_overlap(family):
     model = families.FAMILIES[family].build()
-    sizes = DispatchSizes.of(model, find_experts(model), torch.float32)
+    experts = find_experts(model)
+    sizes = DispatchSizes.of(model, experts, torch.float32)
     # DeepSeek-V4's first layers route by token ids, which are not there.
     assert sizes.rows == 2 and sizes.shared == (family in AFTER and family != "deepseek_v4")
+    refused = pytest.raises(SettingError, match="overlap_shared_experts=True: .* shared experts before the experts:")
+    with refused if family in BEFORE else contextlib.nullcontext():
+        check_overlap(1, True, "all_to_all", model, experts)
 
 
-def test_check_overlap_refuses_families_that_call_their_shared_experts_first(tmp_path):
-    run_ranks(_families_are_refused, 2, _saved(BEFORE, tmp_path))
+def _family_is_refused(folder):
+    """Refused before a weight is read; and when the block runs, if the check before can't tell."""
+    ids = torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(1))
+    options = {"attention": "eager", "overlap_shared_experts": True}
+    with pytest.raises(SettingError, match="calls its shared experts before the experts:"):
+        sharded_model(folder, 2, 2, **options)
+    with patch.object(overlap, "runs_shared_first", lambda *_: False):
+        model, _ = sharded_model(folder, 2, 2, **options)
+    words = "overlap_shared_experts=True: .* calls its shared experts before the experts, or"
+    with pytest.raises(SettingError, match=words):
+        families.logits(model, ids)
+
+
+def test_overlap_of_a_family_that_calls_its_shared_experts_first_is_refused(tmp_path):
+    run_ranks(_family_is_refused, 2, families.save("qwen2_moe", tmp_path))
 
 
 def test_check_overlap_refuses_a_model_without_shared_experts():

@@ -191,6 +191,6 @@ def _all_examples(world):
     assert any(0 in e.tokens for e in ran) and any(not any(e.tokens) for e in ran)
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_experts_with_any_routing_on_any_mesh_equal_the_dense_loop(world):
     run_ranks(_all_examples, world, world, timeout=400)

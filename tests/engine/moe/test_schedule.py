@@ -1,4 +1,4 @@
-"""What a layer launches, in which order and on which stream: compared with the table in docs/engine.md.
+"""The launches of a layer, their order and their streams, compared with the table in docs/engine.md.
 
 Ranks are real and their device is not: a stand-in for its streams notes where each of them is used.
 """

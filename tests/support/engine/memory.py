@@ -35,7 +35,7 @@ from epfsdp2.engine.head.causal_head import CausalHead, Wanted
 from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.meta import build_on_meta, materialize
-from epfsdp2.engine.moe.forward import rows_computed
+from epfsdp2.engine.moe.forward import runtime_of
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.packing.sequences import PackedSequences
@@ -179,7 +179,7 @@ def measure(folder: Path, row: Row, out: Path) -> None:
                 optimizer.zero_grad()
     figures = torch.tensor([peak_of(profiler, step) for step in STEPS]).amin(dim=0)
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
-    rows = torch.tensor(float(sum(rows_computed(module) or 0 for module in model.modules())))
+    rows = torch.tensor(float(sum(run.rows_computed for run in map(runtime_of, model.modules()) if run)))
     mean, most = rows.clone(), rows
     dist.all_reduce(mean, op=dist.ReduceOp.SUM)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)

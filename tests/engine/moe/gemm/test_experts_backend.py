@@ -107,7 +107,7 @@ def test_fused_experts_with_adapters_and_frozen_weights_equal_plain_operators(fr
     got = tokens_with(module, "torch", *inputs)
     assert_equal(got, tokens_with(module, "reference", *inputs))
     assert len(got) == 3 + 6 - len(frozen)
-    module._epfsdp2_adapters.adapters.enabled = False
+    module._epfsdp2_adapters["down_proj"][0].enabled = False
     for name in ENDS:
         module.get_parameter(name).requires_grad_(False)
     assert_equal(tokens_with(module, "torch", *inputs), tokens_with(module, "reference", *inputs))

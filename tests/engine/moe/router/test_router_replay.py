@@ -15,7 +15,7 @@ from epfsdp2.engine.moe.router.replay import ReplayError, RouterReplay
 from tests.parity.families import FAMILIES, NEWER
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker
 
 MODELS = {**FAMILIES, **NEWER}
@@ -86,7 +86,7 @@ def test_replay_of_every_family_takes_the_recorded_routes(name):
     assert all(torch.equal(shifted[:, layer].long(), own) for layer, own in zip(layers, arriving, strict=True))
     assert replay.differing() > 0.9
 
-    # What was not recorded is routed as the router likes: the first layer still sees what it saw.
+    # The router chooses for unrecorded rows: the first layer's ids are its own.
     half, first = ids.numel() // 2, layers.index(chosen[0])
     shifted[half:] = 0
     replay.replay(shifted)
@@ -170,65 +170,52 @@ def test_replay_takes_the_current_routing_weights_with_their_gradient():
     assert weight.abs().max() > 0
 
 
-def _sharded_with_replay(folder):
-    """Yield a name, a model on two ranks and its replay, with every checkpointing and with cut experts."""
-    for ep, etp, checkpointing in [*((2, 1, each) for each in CHECKPOINTING), (1, 2, "full")]:
-        installed = []
-
-        def install(model, installed=installed):
-            installed.append(_with_replay(model))
-
-        model, _ = sharded_model(folder, 2, ep, etp=etp, before=install, checkpointing=checkpointing)
-        yield f"{ep} x {etp}, {checkpointing}", model.train(), installed[0]
-
-
-def _on_ranks(folder):
-    """Shard experts over two ranks; with every checkpointing the replayed gradients are those of the plain model."""
-    rank = dist.get_rank()
-    ids = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
-    plain = reference_model(folder)
-    replay = _with_replay(plain)
-    replay.record()
-    with torch.no_grad():
-        plain(input_ids=ids, use_cache=False)
-    routes = _shifted(replay.recorded(), sorted(replay._layers), 8)
-    replay.replay(routes)
-    token_loss(plain, ids).backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters()}
-    for where, model, sharded in _sharded_with_replay(folder):
-        sharded.replay(routes.view(2, 9, *routes.shape[1:])[rank])
-        token_loss(model, ids[rank : rank + 1]).backward()
-        for name, found in whole_gradients(model).items():
-            torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-6, msg=f"{where}: {name}")
-
-
-def test_replay_with_every_checkpointing_has_the_plain_gradients(tmp_path):
-    run_ranks(_on_ranks, 2, save_qwen3_moe(tmp_path))
-
-
-def _counted(folder):
-    """Replay routes of which a few tokens' in the last layer differ; ranks have 9 and 5 tokens."""
+def _sharded_replays(folder):
+    """Replay on two ranks, with every checkpointing and with cut experts."""
     rank = dist.get_rank()
     batch = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
-    ids = batch[rank : rank + 1, : (9, 5)[rank]]
     plain = reference_model(folder)
     replay = _with_replay(plain)
     replay.record()
     with torch.no_grad():
-        plain(input_ids=ids, use_cache=False)
-    routes = replay.recorded()
-    differ = (4, 1)[rank]
-    routes[:differ] = _shifted(routes[:differ], [2], 8)  # of layers 0 and 2, which have experts
-    for where, model, sharded in _sharded_with_replay(folder):
+        plain(input_ids=batch, use_cache=False)
+    recorded = replay.recorded()
+    routes = _shifted(recorded, sorted(replay._layers), 8)
+    replay.replay(routes)
+    token_loss(plain, batch).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    # Ranks have 9 and 5 tokens, of which 4 and 1 differ in layer 2 of layers 0 and 2, which have experts.
+    ids, tokens, differ = batch[rank : rank + 1], (9, 5)[rank], (4, 1)[rank]
+    own = recorded.view(2, 9, *recorded.shape[1:])[rank, :tokens].clone()
+    own[:differ] = _shifted(own[:differ], [2], 8)
+
+    def check(ep, etp, checkpointing):
+        installed = []
+        model, _ = sharded_model(
+            folder,
+            2,
+            ep,
+            etp=etp,
+            before=lambda model: installed.append(_with_replay(model)),
+            checkpointing=checkpointing,
+        )
+        sharded = installed[0]
         for _ in range(2):  # micro-batches
-            sharded.replay(routes)
-            token_loss(model, ids).backward()
-        assert sharded.differing(dist.group.WORLD) == (4 + 1) / (2 * (9 + 5)), where
+            sharded.replay(own)
+            token_loss(model.train(), ids[:, :tokens]).backward()
+        assert sharded.differing(dist.group.WORLD) == (4 + 1) / (2 * (9 + 5))
         assert sharded.differing(dist.group.WORLD) is None
+        model.zero_grad()
+        sharded.replay(routes.view(2, 9, *routes.shape[1:])[rank])
+        token_loss(model, ids).backward()
+        for name, found in whole_gradients(model).items():
+            torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+
+    each_case([*((2, 1, kind) for kind in CHECKPOINTING), (1, 2, "full")], check)
 
 
-def test_replay_with_every_checkpointing_counts_each_route_once(tmp_path):
-    run_ranks(_counted, 2, save_qwen3_moe(tmp_path))
+def test_replay_with_every_checkpointing_has_the_plain_gradients_and_counts_each_route_once(tmp_path):
+    run_ranks(_sharded_replays, 2, save_qwen3_moe(tmp_path))
 
 
 def _two(folder):
@@ -243,8 +230,8 @@ def _two(folder):
         worker = ppo_worker(folder, 2, router_replay=replay, activation_checkpointing="full")
         infer, train = ppo_batch(mine), ppo_batch(mine)
         if mode == "R3":
-            # Of a rollout with another router in the last layer: on rank 0 all tokens, on rank 1 those of one sample
-            # take the experts after those that they would.
+            # A rollout with another router in the last layer shifts the experts of all tokens on rank 0, and of one
+            # sample on rank 1.
             last = [len(routes), 1][dist.get_rank()]
             shifted = [_shifted(own, [2], 8) if i < last else own for i, own in enumerate(routes)]
             counts = torch.tensor([sum(map(len, routes[:last])), 2 * sum(map(len, routes))])

@@ -149,8 +149,7 @@ class Member:
         """Compute what a worker should have, of whole weights times ``factor``.
 
         Args:
-            quantise: returns the values and the scales of a weight in bfloat16, for a rollout that is quantised; the
-                other weights are sent in bfloat16 too.
+            quantise: for a quantised rollout, which gets all weights in bfloat16.
         """
         heads = Heads.of(reference_model(self.folder / "model").config)
         whole = {name: (t * factor).detach() for name, t in self.whole.items()}

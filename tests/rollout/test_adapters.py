@@ -86,7 +86,7 @@ def _send(folder, targets, adapters, handles, mode, tp):
         )
         asyncio.run(sending)
 
-    lora.initialize(model, 0, _drawn(model, 1))  # what must not reach the base
+    lora.initialize(model, 0, _drawn(model, 1))  # values that must not reach the base
     send(weights_for(sync, Rollout(tp), rank, "left out"))
     for seed, out in zip(SEEDS, adapters, strict=True):
         read = _drawn(model, seed)
@@ -148,7 +148,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 3, 100, 42, 17, 150], [199]]
 
 
 def _state(engine, adapter):
-    """Ask for a worker's weights, what it holds of an adapter, and what it generates."""
+    """Request a worker's digests of weights and adapter, and its outputs."""
     return (
         engine.call("epfsdp2_digests"),
         engine.call("epfsdp2_adapter_digests"),
@@ -212,7 +212,7 @@ def test_adapters_of_experts_that_checkpoints_stack_have_the_form_that_vllm_resh
 
 
 def _loaded(model, lora, tensors):
-    """What vLLM's own loader makes of the tensors, by the module's name; none is left over."""
+    """The adapters that vLLM's own loader makes of all tensors, by module."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 

@@ -240,7 +240,7 @@ def test_families_in_fp8_are_compared():
     assert {config_of(family).model_type for family in (*CASES, *OTHERS)} == FP8_FAMILIES.keys()
 
 
-def test_fp8_slices_of_every_family_are_where_vllms_loaders_put_them(tmp_path):
+def test_fp8_slices_of_five_families_are_where_vllms_loaders_put_them(tmp_path):
     run_ranks(_compare, 2, str(tmp_path), _known(QUICK), "blocks", timeout=600)
 
 

@@ -1,9 +1,8 @@
 """Traces where vLLM's and SGLang's own loaders put every element of a model, to check ``rollout/layout``.
 
-No values are moved. Tensors on the meta device stand for the trainer's; whatever views naming and loaders take of them,
-torch keeps storage, offset and strides. A dispatch mode intercepts the copies with which loaders end, and from their
-two sides computes a block of a tensor and a block of a parameter. Imports torch only; ``vllm_extension.py`` passes the
-model.
+No values are moved. Tensors on the meta device represent the trainer's tensors, and torch tracks storage, offset and
+strides of their views. Loaders end with copies. A dispatch mode intercepts each copy, and computes the block of the
+tensor and the block of the parameter from its two sides.
 """
 
 import math
@@ -47,11 +46,11 @@ def differing_layouts(
     worker: int,
     heads: Heads,
 ) -> Iterator[tuple[str, list[TargetSlice], list[TargetSlice]]]:
-    """Yield the tensors whose computed slices are not those that a worker's loader was seen to copy, with both.
+    """Yield the tensors whose computed slices differ from the traced slices of a worker's loader, with both.
 
     Args:
         model: the trainer's, on any device.
-        parameters: the worker's, by name, and what else its loader fills.
+        parameters: the worker's parameters by name, and its buffers that the loader fills.
         load_weights: the worker's.
     """
     specs = [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in checkpoint_tensors(model).items()]
@@ -88,10 +87,7 @@ def checkpoint_views(model: Any, tensors: Iterable[TensorSpec]) -> list[View]:
 
 
 def _parts(model: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors as vLLM's loader receives them; flattened experts, which are copies, in their three dims.
-
-    A loader of such a family gives them these dims before anything else.
-    """
+    """Yield tensors as vLLM's loader receives them, flattened experts in the three dims that it restores."""
     flattened = {name: found for name in tensors if (found := flattened_matrices(model, name))}
     others = ((name, tensor) for name, tensor in tensors.items() if name not in flattened)
     yield from hf_names.as_singles(model, others)
@@ -170,9 +166,9 @@ class LoaderTracer(TorchDispatchMode):
         return self._record(target, source, *args[2:], **(kwargs or {}))
 
     def _in_halves(self, source: torch.Tensor) -> torch.Tensor:
-        """Return what stands for a copy: the source, or a tensor with the even rows of each head before the odd ones.
+        """Replace a clone by its source, or by a tensor that represents the source in halves.
 
-        Such a copy, ``[heads, 2, rows / 2, inputs]``, is of the whole source.
+        A clone in halves, ``[heads, 2, rows / 2, inputs]``, has the even rows of each head before the odd ones.
         """
         name, whole = self._sources[storage_id(source)]
         is_halved = source.dim() == 4 and source.shape[1] == 2 and source.numel() == whole.numel()

@@ -131,11 +131,7 @@ def _theirs(model, folder, kind):
     model.config.save_pretrained(folder)
     world = dist.get_world_size()
     asked = EngineArgs(
-        model=str(folder),
-        dtype="bfloat16",
-        tensor_parallel_size=world,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
+        model=str(folder), dtype="bfloat16", tensor_parallel_size=world, skip_tokenizer_init=True, enforce_eager=True
     )
     with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):  # it would import vLLM anew
         engine = asked.create_engine_config()

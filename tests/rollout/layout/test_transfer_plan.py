@@ -125,10 +125,7 @@ def test_plan_has_the_published_bytes(model, topology, rollout, need, received, 
 
 @pytest.mark.parametrize(
     ("model", "topology", "rollout", "need"),
-    [
-        (QWEN3_30B, (16, 8), Rollout(8, expert_parallel=True), 7.68),
-        (QWEN3_235B, (64, 8), Rollout(8), 58.96),
-    ],
+    [(QWEN3_30B, (16, 8), Rollout(8, expert_parallel=True), 7.68), (QWEN3_235B, (64, 8), Rollout(8), 58.96)],
 )
 def test_plan_of_standalone_rollout_sends_exactly_what_is_needed(model, topology, rollout, need):
     plan, figures = _figures(model, Topology.arrange(*topology), rollout, workers=topology[0])
@@ -153,10 +150,7 @@ def test_plan_of_qwen3_235b_has_nearly_the_fewest_rounds_in_a_layer():
 def test_plan_with_limit_below_a_row_is_refused():
     problem = _qwen3_moe(20, Heads(4, 2, 6), 12, 6, 1, 100, Topology.arrange(4, 2)), Topology.arrange(4, 2)
     targets = Targets.colocated(problem[1], 2)
-    with pytest.raises(
-        RoundTooSmallError,
-        match=r"one row of model.embed_tokens.weight \[64, 20\] is .* the 8 bytes",
-    ):
+    with pytest.raises(RoundTooSmallError, match=r"one row of model.embed_tokens.weight \[64, 20\] is .* the 8 bytes"):
         _plan(*problem, Rollout(2), Heads(4, 2, 6), targets, 8)
 
 

@@ -14,7 +14,7 @@ from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.plan.transfer_plan import RoundTooSmallError, Targets, make_transfer_plan
 from epfsdp2.rollout.servers import target_slices
 from tests.support.rollout.plans import Emulated, problems
-from tests.support.rollout.units import stored_parameters
+from tests.support.rollout.units import check_stored, stored_parameters
 
 
 def _plan(tensors, topology, rollout, heads, targets, limit):
@@ -39,9 +39,7 @@ def test_plan_brings_every_worker_its_parameters_within_the_limit(problem):
     for worker, found in enumerate(emulated.parameters):
         kind = targets.kinds[worker]
         wanted = stored_parameters((part, whole[t.name]) for t in tensors for part in slices_of(t, kind))
-        assert found.keys() == wanted.keys()
-        for name, (values, is_filled) in wanted.items():
-            assert torch.equal(found[name][is_filled], values[is_filled]), name
+        check_stored(found, wanted)
         assert sum(int(is_filled.sum()) * 2 for _, is_filled in wanted.values()) == plan.needed[kind]
     for moved, (_, round_) in zip(emulated.moved, [*plan.rounds] * topology.dp_replicate, strict=False):
         # Messages with what is short are padded to the runs of what is not.

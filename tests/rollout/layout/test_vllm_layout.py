@@ -25,11 +25,15 @@ _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_H
 _LATENT_ATTENTION = "vllm.model_executor.models.deepseek_v2.MultiHeadLatentAttentionWrapper"
 
 
-def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
-    """Compare both layouts; a case has a family, changes of its config, and whether vLLM runs expert parallel."""
+def _compare(folder, cases, data_parallel=(), tower="sharded"):
+    """Compare both layouts, first of tensor-parallel workers, then of data-parallel ones.
+
+    A case has a family, changes of its config, and whether vLLM runs expert parallel.
+    """
     os.environ.update(_ENVIRONMENT, VLLM_DIST_IDENT=segments_identity(folder))
     # Before vLLM is imported, which changes some of transformers' classes (Dots1Model).
-    models = [model_on_meta(config_of(family, **sizes)) for family, sizes, _ in cases]
+    both = [*cases, *data_parallel]
+    models = [model_on_meta(config_of(family, **sizes)) for family, sizes, _ in both]
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import (
         destroy_model_parallel,
@@ -45,9 +49,11 @@ def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
     reload_shims.install()
     ungated_experts.allow()
     rank, world = dist.get_rank(), dist.get_world_size()
-    tp, dp = (1, world) if is_data_parallel else (world, 1)
-    differing = []
-    for index, (model, (family, sizes, expert_parallel)) in enumerate(zip(models, cases, strict=True)):
+    tp, dp, differing = world, 1, []
+    for index, (model, (family, sizes, expert_parallel)) in enumerate(zip(models, both, strict=True)):
+        if index == len(cases):
+            tp, dp = 1, world
+            destroy_model_parallel()
         environment = SERVED[family].environment
         os.environ.update(environment)
         sys.path += filter(None, [environment.get("PYTHONPATH")])
@@ -69,7 +75,7 @@ def _compare(folder, cases, is_data_parallel=False, tower="sharded"):
             enforce_eager=True,
             mm_encoder_tp_mode="data" if tower == "whole" else "weights",
             limit_mm_per_prompt={"image": 0, "video": 0} if tower == "none" else {},
-            distributed_executor_backend="external_launcher" if is_data_parallel else "mp",
+            distributed_executor_backend="external_launcher" if dp > 1 else "mp",
         ).create_engine_config()
         with set_current_vllm_config(engine), mock.patch(_LATENT_ATTENTION, lambda *a, **k: torch.nn.Module()):
             init_distributed_environment(world, rank, "env://", rank, "gloo")
@@ -125,7 +131,9 @@ _EDGES = {"qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "dbrx", "gemma4"
 
 def test_vllm_layout_of_every_family_on_two_workers_equals_the_traced_one(tmp_path):
     cases = _plain(_BLIND) + [_edge(family) for family in _BLIND if family in _EDGES]
-    run_ranks(_compare, 2, str(tmp_path), cases, timeout=600)
+    # vLLM shards experts over data-parallel workers too, and nothing else.
+    data_parallel = _plain([family for family in ("qwen3_moe", "deepseek_v3", "gpt_oss") if known(family)])
+    run_ranks(_compare, 2, str(tmp_path), cases, data_parallel, timeout=600)
 
 
 @pytest.mark.long
@@ -133,17 +141,11 @@ def test_vllm_layout_of_every_family_with_sizes_that_workers_do_not_divide_equal
     run_ranks(_compare, 2, str(tmp_path), [_edge(family) for family in _BLIND], timeout=600)
 
 
-def test_vllm_layout_of_data_parallel_workers_equals_the_traced_one(tmp_path):
-    """vLLM shards experts over data-parallel workers too, and nothing else."""
-    cases = _plain([family for family in ("qwen3_moe", "deepseek_v3", "gpt_oss") if known(family)])
-    run_ranks(_compare, 2, str(tmp_path), cases, True)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("tower", ["sharded", "whole", "none"])
 def test_vllm_layout_of_a_model_with_a_vision_tower_equals_the_traced_one(tmp_path, tower):
     edges = [_edge(family) for family in _SEEING if tower == "sharded"]
-    run_ranks(_compare, 2, str(tmp_path), _plain(_SEEING) + edges, False, tower, timeout=600)
+    run_ranks(_compare, 2, str(tmp_path), _plain(_SEEING) + edges, (), tower, timeout=600)
 
 
 @pytest.mark.long

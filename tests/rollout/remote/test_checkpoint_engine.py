@@ -24,6 +24,13 @@ SECONDS = 15.0
 OTHER = "theirs.Extension"  # loads no slices
 
 
+def _check_sync(member, factor=1):
+    """Run a sync in which every worker gets its parameters, of the first weights times ``factor``."""
+    got = member.sync()
+    if not member.is_trainer:
+        check_equal(got, member.parameters(member.index % TP, factor))
+
+
 def _syncs(folder):
     member = Member(folder)
     kept_bytes = 2 * sum(t.nbytes for worker in range(TP) for t in member.parameters(worker).values())
@@ -83,10 +90,8 @@ def _syncs(folder):
     # A rollout rank was restarted: all members make a new group.
     if member.rank == TRAINERS:
         member.new_engine()
-    got = member.sync()
+    _check_sync(member, 8)
     assert member.engine._endpoint.group.process_group is not group
-    if not member.is_trainer:
-        check_equal(got, member.parameters(member.index % TP, 8))
 
 
 def test_checkpoint_engine_sends_rollout_ranks_what_they_keep_every_sync(tmp_path):
@@ -182,9 +187,7 @@ def _faults(folder):
             # The other trainer rank joins only collectives of the trainer, whose error the trainer raises itself.
             raise WeightSyncError("a fault that the test injected")
         dict(member.receive())
-    got = member.sync()
-    if not member.is_trainer:
-        check_equal(got, member.parameters(member.index % TP))
+    _check_sync(member)
 
     # One raises in its second round, beside a rank that waits for it there: the others raise its cause soon.
     def failing(name):
@@ -202,9 +205,7 @@ def _faults(folder):
             member.send(exporter.weights())
         taken(member.receive())
     assert time.monotonic() - float(member.facts.get("raised")) < SECONDS / 4
-    got = member.sync()
-    if not member.is_trainer:
-        check_equal(got, member.parameters(member.index % TP))
+    _check_sync(member)
 
     # A rank that never joins: waits time out.
     member.connect()
@@ -219,9 +220,7 @@ def _faults(folder):
             dict(member.receive())
     else:
         time.sleep(4)
-    got = member.sync()
-    if not member.is_trainer:
-        check_equal(got, member.parameters(member.index % TP))
+    _check_sync(member)
 
     # A rollout rank is killed in the middle of a sync.
     member.connect()

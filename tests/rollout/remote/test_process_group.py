@@ -20,15 +20,8 @@ from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from epfsdp2.rollout.sent_tensors import SentModel
 from epfsdp2.rollout.sync import SyncSettings
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-from tests.support.rollout.remote.peers import three_members
 
 SECONDS = 3.0
-
-
-@pytest.fixture
-def together():
-    with three_members(SECONDS) as members:
-        yield members
 
 
 def _all_to_all(group):

@@ -20,16 +20,9 @@ from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from epfsdp2.rollout.remote.signed_store import SignedStore, connect_store, serve_store
 from epfsdp2.rollout.transport.watched_sockets import CHECK_SECONDS, WeightSyncError, wait_for_work
 from tests.support import ranks  # noqa: F401 (what processes are forked from has imported torch)
-from tests.support.rollout.remote.peers import three_members
 
 SECONDS = 3.0
 MEMBERS = Members(2, 3)
-
-
-@pytest.fixture
-def together():
-    with three_members(SECONDS) as members:
-        yield members
 
 
 def _blocks(*args, **kwargs):

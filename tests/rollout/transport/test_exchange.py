@@ -20,8 +20,8 @@ from epfsdp2.rollout.transport.report import Traffic
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.rollout.sent_slices import bits, collected, weights_for
-from tests.support.rollout.units import stored_parameters, worker_slices
+from tests.support.rollout.sent_slices import collected, weights_for
+from tests.support.rollout.units import check_stored, stored_parameters, worker_slices
 
 WORLD = 4
 LIMIT = 1 << 16
@@ -44,13 +44,6 @@ def _whole_parameters(sync, whole, rollout, worker):
     tensors = ((spec.name, whole[spec.name].detach()) for spec in sync.sent_model().tensors)
     cast = ((name, tensor.to(sync.dtypes[name])) for name, tensor in tensors)
     return stored_parameters(worker_slices(cast, rollout, worker, sync.heads))
-
-
-def _check_parameters(found, expected, where):
-    assert found.keys() == expected.keys(), where
-    for name, (values, is_filled) in expected.items():
-        assert (found[name].shape, found[name].dtype) == (values.shape, values.dtype), (where, name)
-        assert torch.equal(bits(found[name][is_filled]), bits(values[is_filled])), (where, name)
 
 
 def _planned_bytes(exchange):
@@ -92,7 +85,7 @@ def _brings_the_parameters(folder, cases):
                         param.mul_(-1.5)
             weights = weights_for(sync, rollout, worker)
             found = collected(weights.tensors())
-            _check_parameters(found, _whole_parameters(sync, _state(reference), rollout, worker), (where, number))
+            check_stored(found, _whole_parameters(sync, _state(reference), rollout, worker), (where, number))
             exchange = weights.sync.exchange(weights._rollout)
             assert (weights.traffic.sent, weights.traffic.received) == _planned_bytes(exchange), where
             assert weights.traffic.held == 0 < weights.traffic.peak <= MEMORY, (where, weights.traffic.peak)

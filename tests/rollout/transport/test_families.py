@@ -22,8 +22,8 @@ from tests.rollout.families import DENSE, FAMILIES, config_of, model_of
 from tests.rollout.served_families import randomise
 from tests.support.ranks import each_case, run_ranks
 from tests.support.rollout.plans import shard_of
-from tests.support.rollout.sent_slices import bits, collected
-from tests.support.rollout.units import stored_parameters
+from tests.support.rollout.sent_slices import collected
+from tests.support.rollout.units import check_stored, stored_parameters
 
 WORLD = 4
 LIMIT = 1 << 17
@@ -61,10 +61,7 @@ def _compare(families):
                 slices = [(part, whole[t.name].to(dtypes[t.name])) for t in specs for part in slices_of(t, worker)]
                 expected = stored_parameters(slices, heads.dim)
                 found = collected(exchange.named(_shards(whole, by_name, plan), Traffic()))
-                assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-                for name, (values, is_filled) in expected.items():
-                    assert found[name].dtype == values.dtype, name
-                    assert torch.equal(bits(found[name][is_filled]), bits(values[is_filled])), name
+                check_stored(found, expected, rollout)
 
     each_case([(family,) for family in families], check)
 

@@ -111,10 +111,8 @@ class LoaderTracer(TorchDispatchMode):
         self._tensors = {view.tensor: torch.empty(view.shape, device="meta") for view in views}
         # Keyed by storage, since ``parameter.data`` in a loader is another tensor of the same storage.
         self._sources = {storage_id(tensor): (name, tensor) for name, tensor in self._tensors.items()}
-        self._zeroed: set[int] = set()
-        self._decaying: set[int] = set()
+        self._forms: dict[int, SliceForm] = {}  # of a source's storage, once the loader has changed its values
         self._decayed: set[str] = set()
-        self._halved: set[int] = set()
         self._kept: list[torch.Tensor] = []
         self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
@@ -138,10 +136,10 @@ class LoaderTracer(TorchDispatchMode):
         if func is torch.ops.aten.clone.default and storage_id(args[0]) in self._sources:
             return self._in_halves(args[0])
         if func is torch.ops.aten.zero_.default and storage_id(args[0]) in self._sources:
-            self._zeroed.add(storage_id(args[0]))
+            self._forms[storage_id(args[0])] = "zeros"
             return args[0]
         if func in _DECAY and storage_id(args[0]) in self._sources:  # vLLM's loader of Mamba's decay
-            self._decaying.add(storage_id(args[0]))
+            self._forms[storage_id(args[0])] = "decay"
             return args[0]
         if func is torch.ops.aten.exp.default and storage_id(args[0]) in self._targets:  # of Mamba2's, once it is there
             self._decayed.add(self._targets[storage_id(args[0])][0])
@@ -176,16 +174,14 @@ class LoaderTracer(TorchDispatchMode):
             return source
         copy = torch.empty(source.shape, device="meta")
         self._sources[storage_id(copy)] = (name, whole)
-        self._halved.add(storage_id(copy))
+        self._forms[storage_id(copy)] = "halves"
         self._kept.append(copy)
         return copy
 
     def _record(self, target: torch.Tensor, source: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if storage_id(source) not in self._sources:
             if source.is_meta:
-                raise ValueError(
-                    "a loader copies a tensor that it has made instead of a view of one that it was given."
-                )
+                raise ValueError("a loader copies a tensor of its own instead of a view of a checkpoint tensor.")
             return target.copy_(source, *args, **kwargs)
         name, tensor = self._sources[storage_id(source)]
         if storage_id(target) not in self._targets:
@@ -200,11 +196,7 @@ class LoaderTracer(TorchDispatchMode):
             raise ValueError(
                 f"a loader permutes dims of {name} {list(tensor.shape)} for {parameter} {list(whole.shape)}."
             )
-        form: SliceForm = "zeros" if storage_id(source) in self._zeroed else "transposed" if is_transposed else ""
-        if storage_id(source) in self._decaying:
-            form = "decay"
-        if storage_id(source) in self._halved:
-            form = "halves"
+        form = self._forms.get(storage_id(source), "transposed" if is_transposed else "")
         self._slices.setdefault(name, set()).add(TargetSlice(block, parameter, target_block.low, form))
         return target
 
@@ -223,9 +215,8 @@ def merge_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
         kept: list[TargetSlice] = []
         for part in found:
             if kept and _continues(kept[-1], part, dim):
-                last = kept[-1]
-                block = last.block.with_dim(dim, last.block.low[dim], part.block.high[dim])
-                kept[-1] = replace(last, block=block)
+                block = kept[-1].block.with_dim(dim, kept[-1].block.low[dim], part.block.high[dim])
+                kept[-1] = replace(kept[-1], block=block)
             else:
                 kept.append(part)
         found = kept

@@ -17,7 +17,7 @@ from epfsdp2.rollout.vllm.server import EXTENSION
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.quantised import BLOCK, COMPRESSED
 from tests.support.models.tiny import reference_model
-from tests.support.rollout.units import Quantise, stored_parameters, worker_slices
+from tests.support.rollout.units import Quantise, bits, check_stored, stored_parameters, worker_slices
 
 __all__ = ["Sent", "bits", "check_slices_of_the_whole", "collected", "config_for", "stored_parameters", "weights_for"]
 
@@ -49,10 +49,6 @@ def config_for(rollout: Rollout) -> dict[str, Any]:
 def weights_for(sync: RolloutSync, rollout: Rollout, worker: int, adapters: AdapterUse = "merged") -> RolloutWeights:
     """Return the weights of a sync for a worker of such a rollout."""
     return sync.weights(adapters).for_rollout(config_for(rollout), worker)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def collected(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -97,11 +93,8 @@ def check_slices_of_the_whole(folder: Path, mesh: tuple[int, int], rollout: Roll
     whole = ((name, weight.detach().bfloat16()) for name, weight in reference.named_parameters())
     kept, heads = server_of(config).rollout_of(config), Heads.of(reference.config)
     expected = stored_parameters(worker_slices(whole, kept, worker, heads, quantise))
-    assert sent.keys() == expected.keys()
-    for parameter, (wanted, is_filled) in expected.items():
-        found = sent[parameter]
-        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), parameter
-        assert torch.equal(bits(found[is_filled]), bits(wanted[is_filled])), (parameter, mesh, rollout)
-        layout = weights.planned_layouts()[worker][parameter]
-        assert layout.startswith(str(list(wanted.shape))), (parameter, layout)
+    check_stored(sent, expected, (mesh, rollout))
+    layout = weights.planned_layouts()[worker]
+    for parameter, (wanted, _) in expected.items():
+        assert layout[parameter].startswith(str(list(wanted.shape))), (parameter, layout[parameter])
     return Sent(sync, weights, sent)

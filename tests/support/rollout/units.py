@@ -8,7 +8,8 @@ from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TargetSlice, TensorSpec
 from epfsdp2.rollout.servers import is_quantised, slices_of_scales, target_slices
 
-__all__ = ["Quantise", "stored_parameters", "worker_parameters", "worker_slices", "worker_units"]
+__all__ = ["Quantise", "bits", "check_stored", "stored_parameters"]
+__all__ += ["worker_parameters", "worker_slices", "worker_units"]
 
 # Returns the values and the scales of a weight.
 Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -57,6 +58,20 @@ def stored_parameters(
             is_filled[into] = True
         found[name] = whole, is_filled
     return found
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def check_stored(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[torch.Tensor, torch.Tensor]], case: object = ""
+) -> None:
+    """Check names, dtypes, shapes and the bits of filled elements against ``stored_parameters``."""
+    assert found.keys() == expected.keys(), (case, found.keys() ^ expected.keys())
+    for name, (values, is_filled) in expected.items():
+        assert (found[name].dtype, found[name].shape) == (values.dtype, values.shape), (case, name)
+        assert torch.equal(bits(found[name][is_filled]), bits(values[is_filled])), (case, name)
 
 
 def _stored(values: torch.Tensor, part: TargetSlice, head_dim: int) -> torch.Tensor:

@@ -91,7 +91,7 @@ def _deltas(folder):
         model, meshes = sharded_model(folder, WORLD, ep, fsdp_size, expert_shard_dim=dim)
         export, snapshots, held = ShardExport(model, meshes), {}, {name: t.clone() for name, t in seen.items()}
         prime_delta_snapshots(export.shards(), snapshots, pin=False)
-        for step in range(3):
+        for step in range(2):
             generator = torch.Generator().manual_seed(step)
             with torch.no_grad():
                 for param in model.parameters():

@@ -78,7 +78,7 @@ def _brings_the_parameters(folder, cases):
         tensors = tensor_specs(sync.model, dtype.itemsize)
         before = tensors_before_sharding(reference, topology, mesh[2], itemsize=dtype.itemsize)
         assert [_facts(t, sync.meshes) for t in tensors] == [_facts(t, sync.meshes) for t in before], where
-        for number in range(3):
+        for number in range(2):
             with torch.no_grad():
                 for each in (sync.model, reference):
                     for param in _state(each).values() if number else ():
@@ -149,7 +149,7 @@ def _recorded(events):
 
 def _round_by_round(folder):
     """Rounds have a limit, parameters come in their order, and the next round is in flight while they are used."""
-    sync, events = _sync(folder, dtype=torch.bfloat16), []
+    sync, events = _sync(folder), []
     exchange, traffic = sync.exchange(Rollout(2)), Traffic()
     with _recorded(events):
         for found in exchange.run(sync.values(), traffic):

@@ -92,7 +92,7 @@ def _in_parts(folder, cases):
 
 
 def test_full_mode_sends_a_stack_above_the_limit_by_expert(tmp_path):
-    cases = [(1, -1, 1, 1), (2, -1, 1, 1), (4, -1, 1, 1), (2, -1, 0, 1), (2, 2, 1, 1), (2, -1, 0, 2), (1, -1, 1, 2)]
+    cases = [(1, -1, 1, 1), (2, -1, 1, 1), (4, -1, 1, 1), (2, 2, 1, 1), (2, -1, 0, 2)]
     run_ranks(_in_parts, 4, save_qwen3_moe(tmp_path, num_experts=24, vocab_size=64), cases)
 
 

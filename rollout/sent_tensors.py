@@ -1,4 +1,4 @@
-"""The tensors of a sync, and who gets which parts; of quantised weights values, and the scales of each beside it."""
+"""The tensors of a sync and their slices for each worker; a quantised weight has values and a tensor of scales."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,8 +19,7 @@ from .transport.exchange import Exchange
 
 __all__ = ["SCALES", "SentModel", "slices_of_workers", "tensor_specs", "with_scales"]
 
-SCALES = "::scales"
-"""What follows a weight's name in that of the tensor of its scales, float32, of which every trainer rank has all."""
+SCALES = "::scales"  # suffix of the tensor of a weight's scales, float32, whole on every trainer rank
 
 
 def tensor_specs(
@@ -31,7 +30,7 @@ def tensor_specs(
     """Describe weights and persistent buffers, in the model's order.
 
     Args:
-        itemsize: bytes per element as sent, for all parameters or by name; defaults to the parameter's own.
+        itemsize: bytes per sent element, for all parameters or by name; defaults to the parameter's own.
         cuts: by name, for a model that is not sharded yet.
     """
     found = []
@@ -44,7 +43,7 @@ def tensor_specs(
 
 
 def with_scales(tensors: Iterable[TensorSpec], rollout: Rollout, family: str) -> list[TensorSpec]:
-    """Return the tensors as they are sent to such a rollout: weights that it holds quantised with their scales."""
+    """Return the tensors that are sent to a rollout: quantised weights are followed by their scales."""
     scheme, found = scheme_of(rollout.block, rollout.channels), []
     for tensor in tensors:
         if rollout.is_quantised and is_quantised(family, tensor.name):
@@ -58,7 +57,7 @@ def with_scales(tensors: Iterable[TensorSpec], rollout: Rollout, family: str) ->
 def slices_of_workers(
     tensors: Iterable[TensorSpec], rollout: Rollout, heads: Heads
 ) -> Callable[[TensorSpec, int], list[TargetSlice]]:
-    """Return a function from a tensor, scales included, and the index of a worker to the slices that it keeps."""
+    """Return a function from a tensor (scales included) and a worker's index to the worker's slices."""
     by_name = {tensor.name: tensor for tensor in tensors}
 
     def of(tensor: TensorSpec, worker: int) -> list[TargetSlice]:
@@ -76,7 +75,7 @@ class SentModel:
     """An engine's tensors, sharding and dtypes, from which all ranks of a sync make the same plan."""
 
     tensors: tuple[TensorSpec, ...]  # in the model's order
-    dtypes: tuple[tuple[str, torch.dtype], ...]  # by name, in which they are sent to a rollout that is not quantised
+    dtypes: tuple[tuple[str, torch.dtype], ...]  # by name, as sent to a rollout without quantisation
     layers: tuple[str, ...]  # FQNs
     topology: Topology
     heads: Heads
@@ -91,14 +90,14 @@ class SentModel:
         group: dist.ProcessGroup | None,
         finish: Callable[[dist.Work], object] = dist.Work.wait,
     ) -> Exchange:
-        """Return a rank's part of the exchange that brings the workers their parameters; this call is not collective.
+        """Return a rank's part of the exchange that sends workers their parameters; not collective.
 
         Args:
             limit: bytes of a round.
             rank, group, finish: see ``Exchange``.
 
         Raises:
-            RoundTooSmallError: what can't be divided exceeds the limit.
+            RoundTooSmallError: see ``make_transfer_plan``.
         """
         tensors = with_scales(self.tensors, rollout, self.heads.family)
         slices_of = slices_of_workers(tensors, rollout, self.heads)
@@ -109,5 +108,5 @@ class SentModel:
         return Exchange(plan, rank, slices_of, dtypes.__getitem__, device, group, self.heads.dim, finish)
 
     def planned_layouts(self, rollout: Rollout) -> list[dict[str, str]]:
-        """Return the layout that is planned for each worker of a replica (``layout/layout_check.py``)."""
+        """Return the planned layout of each worker of a replica (``layout/layout_check.py``)."""
         return [planned_layout(self.tensors, rollout, worker, self.heads) for worker in range(rollout.workers)]

@@ -1,7 +1,6 @@
-"""The rollout engines whose layouts are known, each in a folder of its own, and the way to the one that a run has.
+"""The rollout engines with known layouts, each in a folder of its own, and the choice of a run's engine and mode.
 
-The driver and the trainer's ranks call the same functions. Each takes verl's rollout config, as a mapping or as its
-dataclass, and reads nothing else of the run.
+The driver and the trainer's ranks call the same functions with verl's rollout config, a mapping or verl's dataclass.
 """
 
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ _SETTING = "engine.rollout_sync"
 
 
 def server_named(name: str | None) -> Server:
-    """Return the server of a name of verl's; one that takes full tensors alone if there is no folder for it."""
+    """Return the server of verl's name; without a folder here, one that takes full tensors only."""
     return SERVERS.get(name or DEFAULT.name) or Server(name or "")
 
 
@@ -35,17 +34,17 @@ def server_of(config: Any) -> Server:
 
 
 def install(timeout_seconds: float) -> None:
-    """Make verl build our adapters in this process, before it builds the rollout; the time-out is of one message."""
+    """Register our adapters with verl, before it builds the rollout; each message has this time-out."""
     for server in SERVERS.values():
         server.install(timeout_seconds)
 
 
 def choose_mode(requested: str, config: Any, family: str | None, *, backend: str = "naive") -> tuple[SyncMode, str]:
-    """Return the sync mode for a rollout and, where ``auto`` had to fall back to ``full``, the reason.
+    """Return the sync mode for a rollout and, if ``auto`` falls back to ``full``, the reason.
 
     Args:
         requested: ``engine.rollout_sync``.
-        family: ``model_type`` of the model; None skips the check where it is not known yet.
+        family: ``model_type`` of the model; None skips its check.
         backend: name of the checkpoint-engine backend.
 
     Raises:
@@ -78,12 +77,12 @@ def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> 
 
 
 def target_slices(tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads) -> list[TargetSlice]:
-    """Return the blocks of a tensor that a worker keeps; see ``kept_slices``."""
+    """Return ``kept_slices`` by the rules of the rollout's server."""
     return kept_slices(tensor, server_named(rollout.server).families(), rollout, worker, heads)
 
 
 def is_quantised(family: str, name: str, server: str = "") -> bool:
-    """Tell whether a server that quantises weights of this family holds this one in FP8 or INT8."""
+    """Whether a quantised rollout of this server and family quantises a weight."""
     names = server_named(server).quantised.get(family)
     return names is not None and names.search(name) is not None
 
@@ -91,14 +90,14 @@ def is_quantised(family: str, name: str, server: str = "") -> bool:
 def slices_of_scales(
     tensor: TensorSpec, slices: Iterable[TargetSlice], rollout: Rollout, family: str
 ) -> list[TargetSlice]:
-    """Return where the scales of a weight's slices go; none where it has none. Raises as ``scale_slices``."""
+    """Return ``scale_slices`` of a weight; none if the rollout does not quantise it."""
     if not rollout.is_quantised or not is_quantised(family, tensor.name, rollout.server):
         return []
     return scale_slices(tensor, slices, rollout)
 
 
 def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int, heads: Heads) -> dict[str, str]:
-    """Return the entry of each parameter that a worker keeps (``layout_check.py``); raises as ``kept_slices``."""
+    """Return the entry of each parameter that a worker keeps (``layout_check.py``); raises like ``kept_slices``."""
     ends: dict[str, tuple[int, ...]] = {}
     first: dict[str, int] = {}
     for tensor in tensors:

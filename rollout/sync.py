@@ -1,7 +1,7 @@
 """The weights that an engine sends to its rollout: full tensors, or the parameters of each worker.
 
 Iterating ``RolloutWeights`` yields full tensors, which every backend of verl accepts. An adapter that knows its worker
-calls ``for_rollout`` before, which chooses what is sent.
+calls ``for_rollout`` first, which chooses the mode.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ class SyncSettings:
 
     requested: str  # ``engine.rollout_sync``
     memory_bytes: int  # bound of a rank's buffers
-    verify_syncs: int = 0  # number of first syncs that carry checksums; -1 for all
-    server: str = ""  # verl's name of it; its loader decides under which names full tensors are sent
+    verify_syncs: int = 0  # number of first syncs with checksums; -1 for all
+    server: str = ""  # verl's name; decides the names of full tensors
 
 
 class RolloutSync:
@@ -55,8 +55,8 @@ class RolloutSync:
     Args:
         model: sharded.
         layers: FQNs of its layers.
-        dtypes: the dtype in which each parameter is sent, where it is narrower than the stored one
-            (``engine/fsdp/wrap_plan.py``, ``compute_dtypes``).
+        dtypes: by name, a parameter's dtype in the forward (``engine/fsdp/wrap_plan.py``, ``compute_dtypes``); it is
+            sent in the narrower of this and its stored dtype.
 
     Attributes:
         base: the weights that the rollout has below its adapters.
@@ -67,7 +67,7 @@ class RolloutSync:
         self, model: Any, meshes: Meshes, layers: list[str], dtypes: Mapping[str, torch.dtype], settings: SyncSettings
     ):
         self.model, self.meshes, self.layers, self.settings = model, meshes, layers, settings
-        # Cached: finding them takes longer than sending a small layer.
+        # Cached, because finding buffers takes longer than sending a small layer.
         self._buffers = {name: buffer.dtype for name, buffer in persistent_buffers(model).items()}
         self.dtypes = {name: narrower(p.dtype, dtypes.get(name)) for name, p in model.named_parameters()}
         self.dtypes |= self._buffers
@@ -81,15 +81,15 @@ class RolloutSync:
         self.numbers = itertools.count(1)  # of syncs
 
     def weights(self, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None) -> "RolloutWeights":
-        """Return what the next sync sends: weights with adapters merged or left out, or the adapters alone.
+        """Return the next sync's weights, with adapters merged or left out, or the adapters alone.
 
         Args:
-            peft_config: of adapters that rollout ranks in other processes are sent apart from the weights.
+            peft_config: of adapters that are sent apart from the weights to rollout ranks in other processes.
         """
         return RolloutWeights(self, adapters, peft_config)
 
     def choose_mode(self, config: Any) -> SyncMode:
-        """Choose the sync mode for a rollout; warns once, on rank 0, why ``auto`` fell back to ``full``."""
+        """Choose the sync mode for a rollout; warn once, on rank 0, if ``auto`` falls back to ``full``."""
         mode, reason = choose_mode(self.settings.requested, config, self.heads.family)
         if reason and reason != self._last_warning and dist.get_rank() == 0:
             logger.warning("epfsdp2: engine.rollout_sync=auto falls back to full: %s", reason)
@@ -99,12 +99,13 @@ class RolloutSync:
     def full(
         self, traffic: Traffic | None = None, *, as_checkpoint: bool = False, adapters: AdapterUse = "merged"
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield all tensors in full under names that loaders accept, each in memory of its own; collective.
+        """Yield all full tensors under names that loaders accept, each in its own memory; collective.
 
-        A stack of experts that exceeds the memory bound is yielded expert by expert where checkpoints have it so.
+        A stack of experts above the memory bound is yielded expert by expert, if the family's checkpoints store experts
+        one by one.
 
         Args:
-            as_checkpoint: use the names of checkpoints only; those of most families have one matrix per expert.
+            as_checkpoint: use checkpoints' names only, which most families have for single experts.
         """
         waiting: dict[str, torch.Tensor] = {}
         named = hf_names.as_singles if as_checkpoint else self._server.named
@@ -116,7 +117,7 @@ class RolloutSync:
                     yield from hf_names.experts_from(self.model, name, values, first, step)
 
     def adapters(self, traffic: Traffic) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield every adapter in full, under names that vLLM's adapter loader takes; collective."""
+        """Yield every adapter in full, under names of vLLM's adapter loader; collective."""
         if self._adapter_names is None:
             lora = lora_of(self.model)
             assert lora is not None, "a model without adapters has none to send"
@@ -130,7 +131,7 @@ class RolloutSync:
                     yield from self._adapter_names.tensors(weight, halves.pop(weight + A), halves.pop(weight + B))
 
     def gathered(self, traffic: Traffic, adapters: AdapterUse) -> Generator[Received, None, None]:
-        """Yield full tensors under the model's names, or rows of them, in memory of their own; collective."""
+        """Yield full tensors, or rows of them, under the model's names, each in its own memory; collective."""
         exchange = self._full_exchange(adapters == "alone")
         with contextlib.closing(exchange.run(self.values(adapters), traffic)) as tensors:
             for found in tensors:
@@ -143,17 +144,17 @@ class RolloutSync:
         """Return a function from a tensor's name to this rank's values to send; see ``local_values``.
 
         Args:
-            rollout: for which weights are quantised; None for one that holds them as they are.
+            rollout: quantise weights as it does; None for no quantisation.
             wait: waits for a collective.
         """
-        # Reading a model's parameters anew takes longer than sending a small layer.
+        # One dict per sync, because traversing the model takes longer than sending a small layer.
         state = {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
         local = local_values(self.model, self.device, adapters, wait)
         if rollout is None or not rollout.is_quantised:
             return lambda name: local(name, state[name])
         params = {n: p for n, p in weights(self.model) if is_quantised(self.heads.family, n)}
         scheme = scheme_of(rollout.block, rollout.channels)
-        # One weight at a time with adapters: then one gather of its adapter serves its scales and its values.
+        # With adapters quantise one weight at a time, so that one gather of its adapter serves scales and values.
         limit = round_bytes(self.settings.memory_bytes) if lora_of(self.model) is None else 0
         quantised = QuantisedShards(params, local, scheme, self.device, limit, wait)
 
@@ -164,16 +165,13 @@ class RolloutSync:
         return of
 
     def sent_model(self) -> SentModel:
-        """Describe what plans are made from."""
+        """Describe the model for plans."""
         tensors = tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
         dtypes, layers = tuple(self.dtypes.items()), tuple(self.layers)
         return SentModel(tuple(tensors), dtypes, layers, self.meshes.topology, self.heads)
 
     def exchange(self, rollout: Rollout) -> Exchange:
-        """Return the exchange that brings each rank's worker its parameters; planned once.
-
-        Running it is collective, this call is not.
-        """
+        """Return the exchange that sends each rank's worker its parameters, planned once; not collective."""
         if rollout not in self._exchanges:
             targets = Targets.colocated(self.meshes.topology, rollout.workers)
             limit, group = round_bytes(self.settings.memory_bytes), self.meshes.replica_group
@@ -182,7 +180,7 @@ class RolloutSync:
         return self._exchanges[rollout]
 
     def _full_exchange(self, of_adapters: bool) -> Exchange:
-        """Return the exchange that brings every rank the whole of each tensor."""
+        """Return the exchange that gathers each tensor whole on every rank."""
         if of_adapters not in self._exchanges:
             limit = round_bytes(self.settings.memory_bytes, in_full=True)
             found = adapter_weights(self.model) if of_adapters else ()
@@ -192,27 +190,23 @@ class RolloutSync:
             by_expert = {t.name for t in large if hf_names.is_by_expert(self.model, t.name, torch.Size(t.shape))}
             held = [tensor for tensor in large if tensor.name not in by_expert]
             if held and dist.get_rank() == 0:
-                said = "epfsdp2: engine.rollout_sync=full holds all of %s at once, %d bytes, more than "
-                said += "engine.sync_megabytes=%d allows: checkpoints of %s store it as one tensor"
+                warning = "epfsdp2: engine.rollout_sync=full holds all of %s at once, %d bytes, more than "
+                warning += "engine.sync_megabytes=%d allows: checkpoints of %s store it as one tensor"
                 megabytes = self.settings.memory_bytes >> 20
-                logger.warning(said, held[0].name, held[0].nbytes, megabytes, self.heads.family)
-
-            def whole(tensor: TensorSpec, kind: int) -> list[TargetSlice]:
-                return [whole_slice(tensor)]
-
+                logger.warning(warning, held[0].name, held[0].nbytes, megabytes, self.heads.family)
             topology, dtypes, may_split = self.meshes.topology, self.dtypes.__getitem__, by_expert.__contains__
             targets, group = Targets.colocated(topology, 1), self.meshes.replica_group
-            plan = make_transfer_plan(specs, self.layers, topology, targets, whole, limit, may_split, by_name=True)
-            self._exchanges[of_adapters] = Exchange(plan, dist.get_rank(), whole, dtypes, self.device, group)
+            plan = make_transfer_plan(specs, self.layers, topology, targets, _whole, limit, may_split, by_name=True)
+            self._exchanges[of_adapters] = Exchange(plan, dist.get_rank(), _whole, dtypes, self.device, group)
         return self._exchanges[of_adapters]
 
 
 class RolloutWeights:
-    """What an engine sends in one sync; arguments as of ``RolloutSync.weights``.
+    """The weights of one sync; arguments of ``RolloutSync.weights``.
 
     Attributes:
         mode: full tensors, the worker's parameters (``sliced``), or the adapters alone.
-        has_checksums: whether the tensors are to be followed by their checksums.
+        has_checksums: whether checksums follow the tensors.
         is_quantised_here: whether weights are sent as values in FP8 or INT8 and scales.
         traffic: bytes that this sync has moved so far.
     """
@@ -225,11 +219,11 @@ class RolloutWeights:
         self._rollout, self._number, self._as_checkpoint = Rollout(), 0, False
 
     def stages(self, config: Any, worker: int) -> Iterator[tuple["RolloutWeights", dict[str, Any]]]:
-        """Yield what the worker loads one after the other, each with further arguments of vLLM's worker: only this."""
+        """Yield the weights to load one after the other, with arguments of vLLM's worker: here one stage."""
         yield self.for_rollout(config, worker), {}
 
     def for_worker(self, mode: SyncMode, rollout: Rollout, is_quantised: bool = False) -> "RolloutWeights":
-        """Send this in a mode to a worker of such a rollout, which may quantise what it gets in full itself."""
+        """Choose a mode, for a rollout whose worker quantises full tensors itself if ``is_quantised``."""
         if self.adapters == "left out":
             self.sync.base.record()
         if self.adapters != "alone":
@@ -245,11 +239,11 @@ class RolloutWeights:
         return self
 
     def for_rollout(self, config: Any, worker: int) -> "RolloutWeights":
-        """Choose what is sent to the worker beside this rank, by verl's rollout config.
+        """Choose the mode for the worker beside this rank by verl's rollout config.
 
         Raises:
-            SettingError: the rollout does not support the mode that ``engine.rollout_sync`` names.
-            BaseChangedError: adapters are sent alone, and the weights are no longer those that the rollout has.
+            SettingError: the rollout does not support the mode of ``engine.rollout_sync``.
+            BaseChangedError: adapters are sent alone, and the weights have changed since the rollout got them.
         """
         if self.adapters == "alone":
             return self.for_worker("full", Rollout())
@@ -257,7 +251,7 @@ class RolloutWeights:
         return self.for_worker(mode, server.rollout_of(config), bool(server.quantisation_settings(config)))
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield the tensors or parameters under names that the worker accepts; collective."""
+        """Yield the tensors or parameters under names of the worker's loader; collective."""
         if self.mode == "adapters":
             yield from self.sync.adapters(self.traffic)
         elif self.mode == "full":
@@ -284,11 +278,11 @@ class RolloutWeights:
             raise WeightSyncError(str(error)) from error
 
     def planned_layouts(self) -> list[dict[str, str]]:
-        """Return the layout that this engine plans for each worker of the replica (``layout/layout_check.py``)."""
+        """Return the planned layout of each worker of the replica (``layout/layout_check.py``)."""
         return self.sync.sent_model().planned_layouts(self._rollout)
 
     def min_received_bytes(self) -> int:
-        """Return the bytes of what this rank sends to its worker that it does not hold itself."""
+        """Return the bytes of the worker's tensors that this rank does not hold."""
         if self.mode != "sliced":
             found = (adapter_weights if self.mode == "adapters" else weights)(self.sync.model)
             missing = ((name, p.numel() - local_tensor(p).numel()) for name, p in found)
@@ -298,12 +292,16 @@ class RolloutWeights:
         return int(plan.needed[kind] - plan.sent[self.sync.meshes.fsdp_rank, kind])
 
     def report(self, transfer: TransferStats) -> SyncReport:
-        """Make this sync's report and keep it as ``RolloutSync.last_report``."""
+        """Return this sync's report and keep it as ``RolloutSync.last_report``."""
         report = SyncReport(self._number, self.mode, self.traffic, self.min_received_bytes(), transfer)
         self.sync.last_report = report
         return report
 
 
+def _whole(tensor: TensorSpec, kind: int) -> list[TargetSlice]:
+    return [whole_slice(tensor)]
+
+
 def narrower(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return ``wanted`` if it is narrower than ``stored``, else ``stored``."""
+    """Return the narrower dtype, ``stored`` if both are equally wide or ``wanted`` is None."""
     return wanted if wanted is not None and wanted.itemsize < stored.itemsize else stored

@@ -1,3 +1,3 @@
-"""Exports the worker extension under the name that stands in configs; it is defined in ``vllm/worker.py``."""
+"""Exports the worker extension of ``vllm/worker.py`` under its name in configs."""
 
 from .vllm.worker import WeightSyncExtension as WeightSyncExtension

@@ -1,8 +1,7 @@
-"""Describes a worker's layout in one form for both sides, so that they can be compared before the first sync.
+"""One format of a worker's layout for both sides, which are compared before the first sync.
 
 The trainer derives it from its plan (``servers.planned_layout``), the worker from its model (``actual_layout``). An
-entry is a parameter's shape without a server's padding and, where the worker knows it, the global index of its first
-row: of vocabularies and of experts. No plan has padded experts.
+entry is a parameter's shape without padding and, for vocabularies and experts, the global index of its first row.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,37 +27,37 @@ def rank_entry(tp_rank: int, rollout: Rollout) -> str:
 
 
 def prefix_of(layer: str) -> str:
-    """Return the prefix of the names of a layer's tensors, without the module that some vLLMs put between experts."""
+    """Return the prefix of a layer's tensors, without the module that some vLLM releases insert below experts."""
     return layer.replace(".routed_experts", "") + "." if layer else ""
 
 
 def actual_layout(
     layers: Iterable[tuple[str, Any, Mapping[str, Any]]], rank: str, is_expected: Callable[[str, str, bool], bool]
 ) -> dict[str, str]:
-    """Return the entry of each parameter that a vLLM model has, in the form of ``planned_layout``.
+    """Return the entry of each parameter of a worker's model, in the format of ``planned_layout``.
 
     Args:
-        layers: ``(name, module, tensors by name)`` of each layer, with the tensors as they were when it was built.
-        is_expected: tells from a tensor's name, its name in the layer and whether it is a parameter if plans have it.
+        layers: ``(name, module, tensors by name)`` of each layer, the tensors as they were after construction.
+        is_expected: whether plans have a tensor, by its full name, its own name, and whether it is a parameter.
     """
     found = {RANK: rank}
     for name, layer, tensors in layers:
-        prefix = prefix_of(name)
         for own, tensor in tensors.items():
-            shape = unpadded_shape(layer, own, tensor)
+            full, shape = prefix_of(name) + own, unpadded_shape(layer, own, tensor)
             # The last worker's part of a small vocabulary may be padding alone.
-            if all(shape) and is_expected(prefix + own, own, own in layer._parameters):
-                found[prefix + own] = entry(shape, _first_row(layer, own))
+            if all(shape) and is_expected(full, own, own in layer._parameters):
+                found[full] = entry(shape, _first_row(layer, own))
                 if hasattr(layer, "moe_config") and shape != list(tensor.shape):
                     # vLLM 0.32 pads for FlashInfer's TRT-LLM kernel, also between the gate and the up projection.
-                    found[prefix + own] += f", padded to {list(tensor.shape)}"
+                    # No plan has padded experts, so this entry differs from every plan.
+                    found[full] += f", padded to {list(tensor.shape)}"
     return found
 
 
 def _first_row(layer: Any, own: str) -> int | str:
     if hasattr(layer, "shard_indices"):
         return layer.shard_indices.org_vocab_start_index
-    if hasattr(layer, "moe_ep_rank"):  # SGLang's experts, which it places in linear order, as many on each worker
+    if hasattr(layer, "moe_ep_rank"):  # SGLang places equally many experts on each worker, in linear order
         return layer.moe_ep_rank * layer.num_local_experts
     experts = getattr(layer, "_expert_map", None)
     if experts is None or not own.startswith(("w13_", "w2_")):
@@ -70,18 +69,18 @@ def _first_row(layer: Any, own: str) -> int | str:
 
 def difference(planned: Mapping[str, str], actual: Mapping[str, str]) -> str:
     """Describe the first difference between a planned and an actual layout, in the worker's order; empty if equal."""
-    names = [name for name in {**actual, **planned} if planned.get(name) != actual.get(name)]
+    entries = {**actual, **planned}
+    names = [name for name in entries if planned.get(name) != actual.get(name)]
     if not names:
         return ""
-    name, count = names[0], len({**actual, **planned})
     return (
-        f"the trainer's plan and the worker's model differ in {len(names)} of {count} entries, first "
-        f"{name}: planned is {planned.get(name, 'nothing')}, actual is {actual.get(name, 'nothing')}"
+        f"the trainer's plan and the worker's model differ in {len(names)} of {len(entries)} entries, first "
+        f"{names[0]}: planned is {planned.get(names[0], 'nothing')}, actual is {actual.get(names[0], 'nothing')}"
     )
 
 
 def unpadded_shape(layer: Any, name: str, parameter: torch.Tensor) -> list[int]:
-    """Return the shape of a worker's parameter without the padding that vLLM adds to vocabularies and some experts."""
+    """Return the shape of a worker's parameter without the padding of vLLM's vocabularies and experts."""
     shape = list(parameter.shape)
     if hasattr(layer, "shard_indices") and shape[0] == layer.num_embeddings_per_partition:
         return [layer.shard_indices.num_org_elements, *shape[1:]]

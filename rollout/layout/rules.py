@@ -1,6 +1,6 @@
-"""Rules by which servers shard a tensor: what of it a tensor-parallel rank keeps, and where in which parameter.
+"""Rules by which servers shard a tensor: the blocks that a tensor-parallel rank keeps, and their parameters.
 
-Which rule holds for which name stands in ``slices.py``, and in a server's ``layout.py`` where it differs.
+``slices.py`` and a server's ``layout.py`` assign rules to names.
 
 Sources: vLLM ``model_executor/layers/linear.py``, ``vocab_parallel_embedding.py``, ``fused_moe/routed_experts.py``,
 ``fused_moe/expert_map_manager.py``, ``mamba/gdn/qwen_gdn_linear_attn.py``, ``model_executor/models/deepseek_v2.py``,
@@ -15,35 +15,35 @@ from dataclasses import dataclass, replace
 from ...engine.topology.index_ranges import IndexRange
 from .specs import Heads, SliceForm, TargetSlice, TensorSpec
 
-# What is imported by name; servers use the rules as ``rules.columns``.
+# Servers use the rules themselves as ``rules.columns``.
 __all__ = ["LATENT_ATTENTION", "Family", "NamedRules", "named_rules", "padded_vocabulary", "whole_slice"]
 
-# Takes a tensor, the tensor-parallel size and rank, the model's heads, and the group that its name's pattern found.
+# Arguments: the tensor, tensor-parallel size and rank, the model's heads, and the group that the pattern matched.
 Rule = Callable[[TensorSpec, int, int, Heads, str], Iterable[TargetSlice]]
 NamedRules = tuple[tuple[re.Pattern[str], Rule], ...]
 
 
 def named_rules(*pairs: tuple[str, Rule]) -> NamedRules:
-    """Compile the ends of names."""
+    """Compile patterns of the ends of names."""
     return tuple((re.compile(f"{pattern}$"), rule) for pattern, rule in pairs)
 
 
 @dataclass(frozen=True)
 class Family:
-    """How the layout of a family differs from the common rules."""
+    """Differences of a family's layout from the common rules."""
 
     renamed: tuple[tuple[str, str], ...] = ()  # the trainer's and the worker's substring of a parameter name
     rules: NamedRules = ()  # before the common ones
-    is_transposed: bool = False  # whether the trainer's experts have inputs as rows, and the worker's have outputs
+    is_transposed: bool = False  # experts have inputs as rows in the trainer, outputs as rows in the worker
 
 
 def padded_vocabulary(rows: int) -> int:
-    """Return the rows of a vocabulary in vLLM, which pads it (``DEFAULT_VOCAB_PADDING_SIZE``)."""
+    """Return the rows of a padded vocabulary (vLLM's ``DEFAULT_VOCAB_PADDING_SIZE``)."""
     return -(-rows // 64) * 64
 
 
 def whole_slice(tensor: TensorSpec, at: int = 0, name: str = "", form: SliceForm = "") -> TargetSlice:
-    """Return all of a tensor, ``at`` a row of a parameter; by default as it stands in a checkpoint."""
+    """Return the whole tensor as a slice that begins at row ``at`` of a parameter, by default its own."""
     return _place(tensor, IndexRange.of(tensor.shape), at=at, name=name, form=form)
 
 
@@ -63,11 +63,11 @@ def _cut(
     name: str = "",
     form: SliceForm = "",
 ) -> list[TargetSlice]:
-    """Shard parts that follow one another along ``dim``, each by itself, and place them one after the other.
+    """Shard consecutive parts of ``dim``, each by itself, and concatenate the kept shards.
 
     Args:
-        parts: size of each, the number of its shards, and the index of the one that is kept.
-        into: dim of the parameter along which they follow one another from ``at`` on; ``dim`` by default.
+        parts: ``(size, number of shards, index of the kept shard)`` of each.
+        into: dim of the parameter along which they are concatenated, from ``at`` on; ``dim`` by default.
     """
     found, start = [], 0
     for size, shards, index in parts:
@@ -84,7 +84,7 @@ def _cut(
 
 
 def cut(dim: int = 0, parts: int = 1, into: int | None = None, theirs: str = "", form: SliceForm = "") -> Rule:
-    """Return the rule that shards each of ``parts`` equal parts along ``dim`` by itself; ``theirs`` replaces a kind."""
+    """Make a rule that shards each of ``parts`` equal parts of ``dim`` by itself; ``theirs`` replaces the kind."""
 
     def rule(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
         name = tensor.name.replace(kind, theirs) if theirs else tensor.name
@@ -94,11 +94,10 @@ def cut(dim: int = 0, parts: int = 1, into: int | None = None, theirs: str = "",
 
 
 def fused(own: str, theirs: str, *kinds: str) -> Rule:
-    """Return the rule that places tensors of equally many rows one after the other in a fused parameter.
+    """Make a rule that concatenates tensors of equally many rows in a fused parameter, in the order of ``kinds``.
 
     Args:
         own, theirs: the modules of a tensor, with ``{}`` for its kind, and of the parameter.
-        kinds: in the parameter's order.
     """
 
     def rule(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
@@ -113,7 +112,7 @@ row_parallel = cut(1)
 stacked_halves = cut(parts=2)  # gate and up
 stacked_thirds = cut(parts=3)  # queries, keys and values of equally many heads
 decay = cut(theirs="A", form="decay")  # of a state, by heads; vLLM stores the negative exponential of its logarithm
-transposed_experts = cut(1, form="transposed")  # down, [E, I, D]; servers store outputs as rows
+transposed_experts = cut(1, form="transposed")  # down, [E, I, D]; servers have outputs as rows
 transposed_gate_up = cut(2, 2, into=1, form="transposed")  # [E, D, 2 I], gate before up
 gate_or_up = fused("{}_proj", "gate_up_proj", "gate", "up")
 w1_or_w3 = fused("{}", "w13", "w1", "w3")  # gate and up of some families
@@ -140,7 +139,7 @@ def without_first_dim(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind
 
 
 def _parts_of_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads) -> dict[str, tuple[int, int, int]]:
-    """Return queries, keys and values as ``_cut`` takes them; several ranks share a head where there are fewer."""
+    """Return the ``parts`` of ``_cut`` for queries, keys and values; with fewer heads than ranks, ranks share heads."""
     found = {}
     for kind, count in (("q", heads.queries), ("k", heads.keys), ("v", heads.keys)):
         if count % tp and tp % count:
@@ -150,7 +149,7 @@ def _parts_of_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads) -> dic
 
 
 def qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Place queries, keys and values one after the other in vLLM's fused parameter."""
+    """Concatenate queries, keys and values in a fused parameter."""
     at, name = 0, tensor.name.replace(f"{kind}_proj", "qkv_proj")
     for own, part in _parts_of_heads(tensor, tp, rank, heads).items():
         if own == kind or (own == "v" and kind == "k" and heads.values_are_keys):
@@ -159,24 +158,24 @@ def qkv_projection(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: s
 
 
 def halved_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Place queries or keys of which a worker stores the even rows of each head before the odd ones."""
+    """``qkv_projection`` for a worker that stores the even rows of each head before the odd ones."""
     return [replace(part, form="halves") for part in qkv_projection(tensor, tp, rank, heads, kind)]
 
 
 def by_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Shard what is of queries, of keys or of values by heads, or all three, stored one after the other."""
+    """Shard queries, keys or values by heads, or all three in one tensor."""
     parts = _parts_of_heads(tensor, tp, rank, heads)
     return _cut(tensor, [parts[kind]] if kind in parts else parts.values())
 
 
 def compressions(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Replicate latent attention's first projections; vLLM may store that of queries above the other."""
+    """Replicate latent attention's compressions; with a query rank, vLLM fuses them, queries first."""
     name = tensor.name.replace(kind, "fused_qkv_a_proj") if heads.query_rank else tensor.name
     return [whole_slice(tensor, heads.query_rank if kind.startswith("kv") else 0, name)]
 
 
 def indexer(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Replicate an indexer's keys and, below them in the same parameter, the weights of its heads."""
+    """Replicate an indexer's keys and head weights, concatenated in one parameter."""
     at, name = heads.index_rows if kind == "weights_proj" else 0, tensor.name.replace(f".{kind}.", ".wk_weights_proj.")
     return [whole_slice(tensor, at, name)]
 
@@ -185,19 +184,19 @@ def indexer(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> 
 
 
 def linear_qkv(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Shard queries, keys and values, stored one after the other, each by itself."""
+    """Shard the concatenated queries, keys and values, each by itself."""
     keys, name = heads.linear_keys, tensor.name.replace("in_proj_qkv.", "in_proj_qkvz.")
     return _cut(tensor, [(rows, tp, rank) for rows in (keys, keys, tensor.shape[0] - 2 * keys)], name=name)
 
 
 def linear_output_gate(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Place the gate, as wide as the values, below queries, keys and values, as vLLM stores it."""
+    """Place the gate, which has as many rows as the values, below queries, keys and values."""
     rows, name = tensor.shape[0], tensor.name.replace("in_proj_z", "in_proj_qkvz")
     return _cut(tensor, [(rows, tp, rank)], at=(2 * heads.linear_keys + rows) // tp, name=name)
 
 
 def state_columns(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Shard what Mamba2 stores one after the other, by heads or by groups; each worker has a single group whole."""
+    """Shard Mamba2's concatenated projections by heads or groups; a single group is replicated."""
     inner, group_rows, groups = heads.state
     group = (group_rows, 1, 0) if groups == 1 else (group_rows, tp, rank)
     parts = [(inner, tp, rank), group, group]
@@ -206,11 +205,11 @@ def state_columns(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: st
     return _cut(tensor, parts)
 
 
-# Experts, which keep the names of the trainer's stacks here; ``slices.py`` renames them
+# Experts, under the names of the trainer's stacks; ``slices.py`` renames them
 
 
 def own_experts(tensor: TensorSpec, workers: int, worker: int, is_transposed: bool) -> list[TargetSlice]:
-    """Return what a worker keeps under expert parallelism: whole experts in linear order."""
+    """Return a worker's whole experts under expert parallelism, in linear order."""
     each, more = divmod(tensor.shape[0], workers)
     first = worker * each + min(worker, more)
     block = IndexRange.of(tensor.shape).with_dim(0, first, first + each + (worker < more))
@@ -218,11 +217,11 @@ def own_experts(tensor: TensorSpec, workers: int, worker: int, is_transposed: bo
 
 
 def _summed_bias(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
-    """Place zeros on all ranks but the first for a bias of outputs, since the ranks' results are summed."""
+    """Replicate the bias of outputs as zeros on all ranks but the first, because the ranks' results are summed."""
     return [whole_slice(tensor, form="zeros" if rank else "")]
 
 
-# Of families that several servers shard in the same way
+# Rules of families that several servers share
 
 LATENT_ATTENTION = named_rules(
     (r"\.self_attn\.(q|q_b|kv_b)_proj\.weight", columns),

@@ -4,7 +4,7 @@ import torch
 
 __all__ = ["is_slice", "parse_slice", "slice_name"]
 
-# No checkpoint has a module of this name, so a receiver that does not know it fails.
+# No checkpoint has a module of this name, so a loader that does not know slices fails.
 _PREFIX = "__epfsdp2__/"
 
 
@@ -14,21 +14,17 @@ def slice_name(parameter: str, first: int = 0, step: int = 1, axis: int = 0) -> 
 
 
 def is_slice(name: str) -> bool:
-    """Tell whether a tensor's name is that of a worker's parameter."""
+    """Whether a received tensor is a worker's parameter."""
     return name.startswith(_PREFIX)
 
 
 def parse_slice(name: str, values: torch.Tensor) -> tuple[str, tuple[slice, ...]]:
-    """Return the parameter that the name of ``values`` holds, and their index in it.
-
-    Raises:
-        ValueError: ``name`` is not one of ``slice_name``.
-    """
+    """Return the parameter that ``values`` belongs to, and its index there; ``ValueError`` if ``is_slice`` is false."""
     if not is_slice(name):
         raise ValueError(f"{name} is not the name of a worker's parameter.")
     parameter, *numbers = name.removeprefix(_PREFIX).rsplit("/", 3)
     first, step, axis = map(int, numbers)
     if not values.dim():
         return parameter, ()
-    # Not to the end of the parameter, where a vocabulary has padding.
+    # Not to the end of the parameter, because a vocabulary has padding there.
     return parameter, (*[slice(None)] * axis, slice(first, first + step * values.shape[axis], step))

@@ -1,14 +1,12 @@
-"""Computes which elements of a model each worker of a rollout keeps.
+"""The elements of a model that each worker of a rollout keeps, by the sharding rules of servers:
 
-It follows from how a server shards a model under tensor, expert and data parallelism:
-
-* a column-parallel weight along its outputs, a row-parallel one along its inputs, a vocabulary along its rows, padded;
+* a column-parallel weight along its outputs, a row-parallel one along its inputs, a padded vocabulary along its rows;
 * attention by heads; with more ranks than key-value heads, neighbouring ranks hold the same head;
-* under tensor parallelism every expert along its intermediate dim; under expert parallelism a worker keeps whole
-  experts in linear order, and the first workers keep one more where the number does not divide;
-* everything else is replicated on each worker.
+* under tensor parallelism every expert along its intermediate dim;
+* under expert parallelism whole experts in linear order; of a remainder the first workers keep one more each;
+* everything else is replicated.
 
-Tests compare the result with the layout that they trace from the server's own loaders.
+Tests compare the result with layouts traced from the servers' own loaders.
 """
 
 import re
@@ -41,14 +39,14 @@ _RULES: NamedRules = (
 def kept_slices(
     tensor: TensorSpec, families: Mapping[str, Family], rollout: Rollout, worker: int, heads: Heads
 ) -> list[TargetSlice]:
-    """Return the blocks of a tensor that a worker keeps; none is empty, and two are the same or do not overlap.
+    """Return the blocks of a tensor that a worker keeps: none is empty, and any two are equal or disjoint.
 
     Args:
         families: of the server (``Server.families``).
         worker: index in its replica.
 
     Raises:
-        ValueError: the server could not shard the tensor by this tensor-parallel size either.
+        ValueError: this tensor-parallel size does not divide the tensor.
     """
     if rollout.tower == "none" and tensor.name.startswith(TOWER):
         return []
@@ -61,7 +59,7 @@ def _slices(tensor: TensorSpec, family: Family, rollout: Rollout, worker: int, h
     of_experts = is_experts(tensor.name)
     if of_experts and rollout.expert_parallel:
         return rules.own_experts(tensor, rollout.workers, worker, family.is_transposed)
-    # Experts are cut over data-parallel workers too (vLLM's ``FusedMoEParallelConfig.flatten_tp_across_dp_and_pcp``).
+    # Data-parallel workers shard experts too (vLLM's ``FusedMoEParallelConfig.flatten_tp_across_dp_and_pcp``).
     size, rank = (rollout.workers, worker) if of_experts else (rollout.tp, worker % rollout.tp)
     if rollout.tower == "whole" and tensor.name.startswith(TOWER[:-1]):  # all but Llama 4's projector
         size, rank = 1, 0
@@ -82,20 +80,20 @@ def _renamed(parameter: str, family: Family) -> str:
 
 
 def is_experts(name: str) -> bool:
-    """Tell whether this is a stack of experts' weights."""
+    """Whether a tensor is a stack of experts' weights."""
     return _EXPERTS.search(name) is not None
 
 
 def has_known_rows(name: str) -> bool:
-    """Tell whether a worker records which rows of this tensor it holds: those of vocabularies and experts."""
+    """Whether a worker records its first row of this tensor, as for vocabularies and experts."""
     return is_experts(name) or _VOCABULARY.search(name) is not None
 
 
 def scale_slices(tensor: TensorSpec, slices: Iterable[TargetSlice], rollout: Rollout) -> list[TargetSlice]:
-    """Return where the scales of a weight's slices go; their blocks are of the tensor of all scales of the weight.
+    """Return the slices of a weight's scales that belong to its ``slices``.
 
     Raises:
-        ValueError: a slice begins or ends inside of a block, whose scale a worker could not place either.
+        ValueError: a slice begins or ends inside a block, so the block's scale has no single place.
     """
     scheme, block, found = scheme_of(rollout.block, rollout.channels), rollout.block, []
     for part in slices:

@@ -1,4 +1,4 @@
-"""The terms in which layouts are described: tensors, sizes, and blocks of tensors in a worker's parameters."""
+"""Descriptions of layouts: tensors, parallel sizes, and blocks of tensors in a worker's parameters."""
 
 import re
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from ...engine.topology.index_ranges import IndexRange, ShardStep
 
 __all__ = ["Channels", "Heads", "SYNC_MODES", "Rollout", "SliceForm", "SyncMode", "TargetSlice", "TensorSpec", "Tower"]
 
-# What a worker does with the values of a block before it stores them: nothing, it swaps the last two dims, it stores as
-# many zeros, or their negative exponentials in float32, or in each head the even rows before the odd ones.
+# Change of a block's values before a worker stores them. ``transposed`` swaps the last two dims. ``decay`` is
+# ``-exp(values)`` in float32. ``halves`` places the even rows of each head before the odd ones.
 SliceForm = Literal["", "transposed", "zeros", "decay", "halves"]
-# How the workers hold a vision tower: each a part of it, each the whole, or not at all.
+# Each worker holds a part of the vision tower, the whole tower, or none of it.
 Tower = Literal["sharded", "whole", "none"]
-# What weights with one scale for each row, an output channel, are held in.
+# Rollout quantisation with per-row (output channel) scales.
 Channels = Literal["", "fp8", "int8"]
-# What a trainer rank sends to its worker: every tensor whole, or what the worker keeps.
+# A trainer rank sends every tensor whole to its worker, or only the worker's slices.
 SyncMode = Literal["full", "sliced"]
 SYNC_MODES: tuple[SyncMode, ...] = ("full", "sliced")
 
@@ -40,16 +40,16 @@ class Rollout:
     """The parallel sizes of one rollout replica.
 
     With ``expert_parallel`` (vLLM's ``enable_expert_parallel``, SGLang's ``ep_size``) each of the ``tp * dp`` workers
-    keeps some whole experts, without it a part of every expert. Other tensors are sharded over ``tp`` alone.
+    keeps whole experts, else a part of every expert. Other tensors are sharded over ``tp`` alone.
     """
 
     tp: int = 1
     dp: int = 1
     expert_parallel: bool = False
-    tower: Tower = "sharded"  # of a model that sees images
-    server: str = ""  # verl's name of it, whose layout the workers have (``rollout/servers.py``); "" for the default
-    block: int = 0  # rows and columns that share a scale where the workers hold weights in FP8 by blocks
-    channels: Channels = ""  # what the workers hold weights in where each row has a scale
+    tower: Tower = "sharded"  # of a vision model
+    server: str = ""  # verl's name of the server (``rollout/servers.py``); "" for the default
+    block: int = 0  # rows and columns of a block of weights in FP8 that share a scale; 0 without blocks
+    channels: Channels = ""
 
     @property
     def is_quantised(self) -> bool:
@@ -62,22 +62,22 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of a model's attention by which it is sharded, and its family (``model_type``)."""
+    """Sizes of a model's attention that decide its sharding, and its family (``model_type``)."""
 
-    queries: int  # query heads; two for each where a gate of its output is stored beside it
+    queries: int  # query heads; twice as many if each has an output gate in the same tensor
     keys: int  # key-value heads
     dim: int  # rows of a head
     family: str = ""
-    values_are_keys: bool = False  # whether servers store the keys' weights as those of the values too
+    values_are_keys: bool = False  # whether servers store the keys' weights as the values' weights too
     layers: tuple[tuple[int, int, bool], ...] = ()  # ``(keys, dim, values_are_keys)`` of each, where layers differ
-    query_rank: int = 0  # rows of the queries' compression, where latent attention stores that of the keys below it
-    index_rows: int = 0  # rows of the keys of an indexer, by which sparse attention chooses
-    linear_keys: int = 0  # rows of the keys of linear attention
-    state: tuple[int, int, int] = (0, 0, 0)  # of Mamba2: rows of all heads, of all groups' states, and the groups
+    query_rank: int = 0  # rows of the queries' compression in latent attention, above the keys' in the worker
+    index_rows: int = 0  # key rows of the indexer of sparse attention
+    linear_keys: int = 0  # key rows of linear attention
+    state: tuple[int, int, int] = (0, 0, 0)  # of Mamba2: rows of all heads, rows of all groups' states, groups
 
     @classmethod
     def of(cls, config: Any) -> "Heads":
-        """Read them from a model's Hugging Face config."""
+        """Read the sizes from a Hugging Face config."""
         family, config = config.model_type, config.get_text_config()
 
         def size(name: str) -> int:
@@ -105,7 +105,7 @@ class Heads:
         return replace(heads, query_rank=size("q_lora_rank") if size("kv_lora_rank") else 0)
 
     def of_layer(self, name: str) -> "Heads":
-        """Return the sizes of the layer that the tensor ``name`` belongs to."""
+        """Return the sizes of the layer of the tensor ``name``."""
         number = _LAYER.search(name)
         if number is None or not self.layers:
             return self
@@ -118,7 +118,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class TargetSlice:
-    """A block of a trainer tensor and its position in a worker's parameter, whose index ``at`` is the block's corner.
+    """A block of a trainer tensor, and the index ``at`` of its first element in a worker's parameter.
 
     ``at`` is shorter than the block's shape where the parameter lacks leading dims of size 1.
     """
@@ -130,11 +130,11 @@ class TargetSlice:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """Where the block ends in the parameter, exclusive in each dim."""
+        """Index in the parameter where the block ends, exclusive in each dim."""
         return self.moved(self.block.shape)
 
     def moved(self, by: Sequence[int]) -> tuple[int, ...]:
-        """Return ``at``, moved by as much as ``by`` says in the dims of the trainer's tensor."""
+        """Return ``at`` plus ``by``, which counts in the dims of the trainer's tensor."""
         steps = list(by[len(by) - len(self.at) :])
         if self.form == "transposed":
             steps[-2:] = reversed(steps[-2:])

@@ -1,8 +1,7 @@
-"""The parameters of workers, and which blocks of which tensors fill them.
+"""The parameters of workers, and the blocks of tensors that fill them.
 
-Tensors that fill the same parameter of any worker, such as those of queries, keys and values, are one ``Bundle``. It is
-what a round sends: each worker gets its parameters of a bundle whole or, where they are too large, in parts of every
-n-th index along one dim.
+Tensors that fill the same parameter of any worker, such as queries, keys and values, form a ``Bundle``. Rounds send
+bundles. Each worker gets its parameters of a bundle whole or, if they are too large, every n-th index along one dim.
 """
 
 import itertools
@@ -18,26 +17,24 @@ from .senders import Ints, Senders
 
 __all__ = ["ALIGNMENT", "Bundle", "Region", "Run", "bundles_of"]
 
-# A tensor that is contiguous for fewer bytes than this in some message is sent whole, to all workers.
-_SHORTEST_RUN = 64
-# Larger tensors are sent in pieces however short these are.
-_LARGEST_SHORT = 4 << 20
-ALIGNMENT = 16
-"""Bytes of which offsets in buffers are multiples, so that they can be viewed as any dtype."""
-# Bytes for which all that is sent of a bundle is contiguous at both ends; and by tensor the first dim that such a run
-# covers, and the elements of that dim's rows.
+# Tensors with contiguous runs below ``_SHORTEST_RUN`` bytes are sent whole to all workers, if a bundle of them has at
+# most ``_LARGEST_SHORT`` bytes.
+_SHORTEST_RUN, _LARGEST_SHORT = 64, 4 << 20
+ALIGNMENT = 16  # bytes; offsets in buffers are multiples, so that they can be viewed as any dtype
+# A run is contiguous at the sender and in the worker's parameter, for every message of a bundle. ``Run`` has its bytes
+# and, by tensor, the first dim that a run covers and the number of elements in a row of that dim.
 Run = tuple[int, dict[int, tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Region:
-    """A block of a tensor and where it goes."""
+    """A block of a tensor and its destination."""
 
     tensor: int  # its number in the group
     low: Ints  # of the block, ``[dims]``; a scalar counts as one row
     high: Ints
     at: Ints  # position of the block's first element in ``shape``, in the tensor's dims
-    shape: tuple[int, ...]  # of the memory it goes to: the parameter's or, where values change on their way, its own
+    shape: tuple[int, ...]  # of the destination: the parameter's, or the block's own if the parameter is staged
     part: TargetSlice
 
 
@@ -48,16 +45,16 @@ class Parameter:
     name: str  # in the layer that the plan was made with
     shape: tuple[int, ...]  # without padding
     regions: tuple[Region, ...]  # in the order of the tensors
-    is_staged: bool  # whether regions are received by themselves, and written into the parameter after that
+    is_staged: bool  # whether each region is received apart and copied into the parameter, since its values change
 
     @property
     def is_divisible(self) -> bool:
-        """Whether its dims are those of the tensors, so that it can be sent in parts."""
+        """Whether it has the dims of its tensors, so that it can be sent in parts."""
         forms, dims = {r.part.form for r in self.regions}, {len(r.low) for r in self.regions}
         return dims == {len(self.shape)} and len(self.shape) > 1 and forms == {"transposed" if self.is_staged else ""}
 
     def axis_of(self, dim: int) -> int:
-        """Return the dim of this parameter that is a dim of the tensors."""
+        """Return the dim of this parameter for a dim of its tensors."""
         return len(self.shape) - dim if self.is_staged and dim else dim
 
 
@@ -70,18 +67,18 @@ class Bundle:
     specs: Sequence[TensorSpec]  # of all tensors of the group
     senders: Sequence[Senders]  # of all tensors of the group
     may_split: bool  # whether it may be sent in parts
-    by_rows: bool  # whether parts divide dim 0 in any case, as of experts that are sent one by one
+    by_rows: bool  # whether parts always divide dim 0, as for experts that are sent one by one
 
     @cached_property
     def part_dim(self) -> int:
         """The dim of its tensors that parts divide."""
-        # Of experts the second one: a rank may hold few experts, and then would send all of a part of these.
+        # Experts are divided along dim 1, because a part of few experts would come from few ranks.
         shape = self.specs[self.tensors[0]].shape
         return int(len(shape) == 3 and shape[1] > 1 and not self.by_rows)
 
     @cached_property
     def max_parts(self) -> int:
-        """The most parts that it can be sent in."""
+        """The largest number of parts."""
         parameters = list(itertools.chain(*self.by_kind))
         if not self.may_split or not all(p.is_divisible for p in parameters):
             return 1
@@ -109,7 +106,7 @@ class Bundle:
         return found or 1, dims
 
     def sent(self, part: int = 0, parts: int = 1) -> Ints:
-        """Return the bytes that each rank sends to a worker of each kind in a part of it, ``[ranks, kinds]``."""
+        """Return the bytes of a part that each rank sends to a worker of each kind, ``[ranks, kinds]``."""
         found = np.zeros((len(self.senders[self.tensors[0]].low), len(self.by_kind)), dtype=np.int64)
         for kind, parameters in enumerate(self.by_kind):
             for region in (r for p in parameters for r in p.regions if r.part.form != "zeros"):
@@ -123,7 +120,7 @@ class Bundle:
 
     @cached_property
     def whole_sizes(self) -> dict[int, int]:
-        """The most bytes that any rank sends of each tensor where they are sent whole, padded."""
+        """By tensor, the most bytes that any rank sends if tensors are sent whole, padded to ``ALIGNMENT``."""
         boxes = {i: self.senders[i].high - self.senders[i].low for i in self.tensors}
         sizes = {i: int(b.prod(axis=2).sum(axis=1).max()) * self.specs[i].itemsize for i, b in boxes.items()}
         return {i: -(-size // ALIGNMENT) * ALIGNMENT for i, size in sizes.items()}
@@ -132,7 +129,7 @@ class Bundle:
 def _contiguous(
     held: Senders, shape: tuple[int, ...], regions: Sequence[Region], first: int
 ) -> tuple[tuple[int, int], int]:
-    """Return the first dim that a run covers, from ``first`` on, and the elements of its rows; and those of a run."""
+    """Return the first dim that a run covers, from ``first`` on, the elements of its rows, and the run's elements."""
     has_elements = (held.high > held.low).all(axis=2)
     low, high, before = (a[has_elements] for a in (held.low, held.high, held.low - held.origin))
     shards = held.shard[np.any(has_elements, axis=1)]
@@ -161,11 +158,11 @@ def bundles_of(
     """Return the bundles of a group of tensors, in the order of their first tensors.
 
     Args:
-        slices: by kind of worker and tensor, what it keeps.
+        slices: that a worker keeps, by kind of worker and tensor.
         may_split: by tensor, whether it may be sent in parts.
     """
     first_of: dict[str, int] = {}
-    bundle = list(range(len(specs)))  # by tensor, the number of its bundle's first one
+    bundle = list(range(len(specs)))  # by tensor, the number of the first tensor of its bundle
     for by_tensor in slices:
         for i, parts in enumerate(by_tensor):
             for name in {part.parameter for part in parts}:

@@ -1,8 +1,8 @@
-"""What one rank does in a round: positions of what it sends among its own values, and of what it receives.
+"""One rank's work in a round: the positions of the rows that it sends, and of the rows that it receives.
 
-All of it is computed once for each round of a template, so that a sync only gathers rows by these positions. A position
-counts the round's ``unit`` of bytes. Both ends of a message agree on its order: shares, parameters, regions, the
-sender's boxes, and in each box rows. What is sent whole comes last, and is counted in words.
+They are computed once for each round of a template, so that a sync only gathers rows by position. A position counts
+the round's ``unit`` of bytes. Both ends of a message use one order: shares, parameters, regions, the sender's boxes,
+rows. Tensors that are sent whole come last, and their positions count words.
 """
 
 import math
@@ -23,16 +23,16 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Member:
-    """A rank's part in a sync, and those of the other ranks of its group."""
+    """A rank's role in a sync, and the roles of its group's ranks towards it."""
 
-    source: int | None  # its number in its trainer replica; None where it sends nothing
-    kind: int | None  # of its worker; None where it receives nothing
+    source: int | None  # its number in its trainer replica; None if it sends nothing
+    kind: int | None  # of its worker; None if it receives nothing
     targets: tuple[int, ...]  # for each rank of the group, the kind of its worker if this rank sends to it, else -1
     sources: tuple[int, ...]  # for each rank of the group, its number in the replica that sends to this rank, else -1
 
     @classmethod
     def of(cls, plan: TransferPlan, rank: int) -> "Member":
-        """Describe a trainer rank, whose group is its replica; or a rank of the group with workers of their own."""
+        """Describe a rank of a trainer replica or, with separate workers, of the one group of trainer and workers."""
         ranks, trainers, targets = plan.topology.fsdp, plan.topology.world, plan.targets
         replica, source = divmod(rank, ranks)
         if not targets.are_separate:
@@ -49,7 +49,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor's values that a rank copies to its flat buffer: all of its shard, or those at ``inside``."""
+    """A copy of a tensor's shard, or of ``inside`` it, to byte ``start`` of the rank's flat buffer."""
 
     tensor: int
     inside: tuple[slice, ...] | None
@@ -62,23 +62,23 @@ class Arrival:
 
     share: Share
     parameter: Parameter
-    number: int  # of the parameter among those of its bundle
+    number: int  # of the parameter in its bundle
     axis: int  # the dim of the parameter that parts divide
-    shape: tuple[int, ...]  # of the part that comes
+    shape: tuple[int, ...]  # of the part
     placed: tuple[tuple[Region, int], ...]  # its regions, each with the first byte of its memory in the round's buffer
 
 
 @dataclass(frozen=True)
 class Route:
-    """What a rank copies, sends, receives and gets in a round."""
+    """A rank's copies, messages and parameters in a round."""
 
     copies: tuple[Copy, ...]  # to its flat buffer
     flat_bytes: int
-    sent: Any  # positions in that of the rows of all its messages, in the order of the group's ranks
+    sent: Any  # positions in the flat buffer of the rows of all messages, in the order of the group's ranks
     sent_sizes: list[int]  # bytes of the message to each rank
     sent_bytes: int  # of all messages
     received: Any  # positions in the received messages of the rows of the round's buffer
-    received_words: Any  # of the words that follow these rows in it, which come from what is sent whole
+    received_words: Any  # positions of the words that follow these rows: of tensors that are sent whole
     received_sizes: list[int]  # bytes of the message from each rank
     received_bytes: int  # of all messages
     nbytes: int  # of the round's buffer
@@ -86,7 +86,7 @@ class Route:
 
 
 def route_of(round_: Round, member: Member, plan: TransferPlan) -> Route:
-    """Compute a rank's part in a round."""
+    """Compute a rank's route of a round."""
     copies, flat_bytes, sent, sent_sizes = _packing(round_, member)
     arrivals, at_words, nbytes = _arrivals(round_, member.kind)
     parts: list[tuple[int, int, Ints]] = []
@@ -98,7 +98,7 @@ def route_of(round_: Round, member: Member, plan: TransferPlan) -> Route:
                 lengths[rank] += len(rows)
     sources = np.array(member.sources)
     sizes = np.where(sources >= 0, (lengths + round_.whole_offsets[1] // round_.unit)[sources], 0)
-    if plan.targets.are_gathered:  # one message for all, as long as the longest of any rank
+    if plan.targets.are_gathered:  # an all-gather needs equal messages: pad to the longest
         sizes[:] = sizes.max()
         own = sent_sizes[0] // round_.unit
         sent = np.concatenate([sent[:own], np.zeros(sizes[0] - own, dtype=np.int64)])
@@ -113,7 +113,7 @@ def route_of(round_: Round, member: Member, plan: TransferPlan) -> Route:
 
 
 def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints, list[int]]:
-    """Return what a trainer rank copies, its bytes, and the positions and sizes of its messages."""
+    """Return a trainer rank's copies, the bytes of its flat buffer, and the positions and sizes of its messages."""
     if member.source is None:
         return (), 0, _NONE, [0] * len(member.targets)
     rank, at, unit = member.source, 0, round_.unit
@@ -145,7 +145,7 @@ def _packing(round_: Round, member: Member) -> tuple[tuple[Copy, ...], int, Ints
 
 
 def _arrivals(round_: Round, kind: int | None) -> tuple[tuple[Arrival, ...], int, int]:
-    """Return what a worker gets, the first byte in its buffer of what is sent whole, and the buffer's bytes."""
+    """Return a worker's arrivals, the first byte of tensors sent whole in its buffer, and the buffer's bytes."""
     if kind is None:
         return (), 0, 0
     found, at, at_words = [], 0, 0
@@ -165,10 +165,10 @@ def _arrivals(round_: Round, kind: int | None) -> tuple[tuple[Arrival, ...], int
 
 
 def _words(round_: Round, arrivals: Sequence[Arrival], starts: Ints, first: int, end: int) -> Ints:
-    """Return the positions in the received messages of the words that come from what is sent whole.
+    """Return the positions in the received messages of the words of tensors that are sent whole.
 
     Args:
-        starts: the first byte of what each rank has sent whole, ``[ranks]``.
+        starts: of these tensors in each rank's message, bytes, ``[ranks]``.
         first, end: bytes of the round's buffer that these words fill.
     """
     if not arrivals:
@@ -196,9 +196,9 @@ def _words(round_: Round, arrivals: Sequence[Arrival], starts: Ints, first: int,
 def _sent_rows(
     share: Share, region: Region, rank: int, box: int, unit: int
 ) -> tuple[tuple[slice, ...] | None, Ints, int]:
-    """Return what a rank copies of its shard to send a region, the positions of what it sends of that, and its bytes.
+    """Return ``Copy.inside`` for a region, the positions of the sent rows in the copy, and the copy's bytes.
 
-    It copies the whole shard, which others need too, unless a share is one of several parts.
+    The copy is the whole shard, which other regions share, unless a share is one of several parts.
     """
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
     itemsize, d, origin = share.bundle.specs[region.tensor].itemsize, share.bundle.part_dim, held.origin[rank, box]
@@ -215,7 +215,7 @@ def _sent_rows(
 
 
 def _received_rows(share: Share, region: Region, unit: int) -> Iterator[tuple[int, Ints]]:
-    """Yield each rank that sends something of a region, and the positions of that in the region's memory."""
+    """Yield each rank that sends rows of a region, and their positions in the region's memory."""
     held, (dim, row) = share.bundle.senders[region.tensor], share.run[1][region.tensor]
     d, length, to = share.bundle.part_dim, unit // share.bundle.specs[region.tensor].itemsize, region.at - region.low
     runs = _runs(share.part_of(region.shape, d), dim, row, length)
@@ -230,20 +230,20 @@ def _received_rows(share: Share, region: Region, unit: int) -> Iterator[tuple[in
 
 
 def _of_part(share: Share, region: Region, low: Ints, high: Ints) -> range:
-    """Return those indices of a box, along the dim that parts divide, that are in a share."""
+    """Return the indices of a box in a share, along the dim that parts divide."""
     d = share.bundle.part_dim
     before = (share.part - int(low[d] - region.low[d] + region.at[d])) % share.parts
     return range(int(low[d]) + before, int(high[d]), share.parts)
 
 
 def _runs(shape: tuple[int, ...], dim: int, row: int, length: int) -> Ints:
-    """Number the runs of ``length`` elements in memory of this shape, whose rows of ``dim`` have ``row`` elements."""
+    """Number the runs of ``length`` elements in memory of this shape; rows of ``dim`` have ``row`` elements."""
     shape = (*shape[:dim], shape[dim] * row // length)
     return np.arange(math.prod(shape)).reshape(shape)
 
 
 def _cut(runs: Ints, low: Ints, high: Ints, row: int, length: int) -> Ints:
-    """Return the numbers of the runs in a box."""
+    """Return the numbers of a box's runs."""
     *outer, last = zip(low[: runs.ndim], high[: runs.ndim], strict=True)
     bounds = (*outer, (last[0] * row // length, last[1] * row // length))
     return runs[tuple(slice(*bound) for bound in bounds)].reshape(-1)

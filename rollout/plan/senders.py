@@ -1,7 +1,6 @@
-"""Which elements of a tensor each trainer rank sends, for all ranks at once: arithmetic on arrays of integers.
+"""The elements of a tensor that each trainer rank sends, computed for all ranks at once with integer arrays.
 
-Every element has one sender in each trainer replica. Where several ranks hold the same part of a tensor, as of one that
-is not sharded, each of them sends an equal share of it.
+Every element has one sender in each trainer replica. Ranks that hold the same part of a tensor send equal shares of it.
 """
 
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ Ints = npt.NDArray[np.int64]
 class Senders:
     """The boxes of a tensor that the ranks of one trainer replica send. A scalar counts as one row.
 
-    A rank has several boxes where its shard is made of several (``ShardStep.split_factor``).
+    A rank has several boxes if its shard consists of several (``ShardStep.split_factor``).
     """
 
-    low: Ints  # ``[ranks, boxes, dims]``: the elements ``low <= index < high``; a box may be empty
+    low: Ints  # ``[ranks, boxes, dims]``: a box has the elements ``low <= index < high`` and may be empty
     high: Ints
     origin: Ints  # ``[ranks, boxes, dims]``: an element's index minus this is its index in the rank's shard
     shard: Ints  # ``[ranks, dims]``: shape of the rank's shard
@@ -37,7 +36,7 @@ def _chunks(low: Ints, high: Ints, parts: int, index: Ints) -> tuple[Ints, Ints]
 
 
 def senders_of(tensor: TensorSpec, topology: Topology) -> Senders:
-    """Return what each rank of a replica sends of a tensor, from its sharding steps (``index_ranges.shard_ranges``)."""
+    """Compute the boxes from a tensor's sharding steps (``index_ranges.shard_ranges``)."""
     held, shape = [topology.coordinate(rank) for rank in range(topology.fsdp)], np.array(tensor.shape or (1,))
     coordinates = {step.axis: np.array([at[step.axis] for at in held]) for step in tensor.cuts}
     low = np.zeros((topology.fsdp, 1, len(shape)), dtype=np.int64)

@@ -28,10 +28,10 @@ __all__ = ["PeerToPeerCheckpointEngine"]
 
 @CheckpointEngineRegistry.register(BACKEND)
 class PeerToPeerCheckpointEngine(CheckpointEngine):
-    """The checkpoint engine of a trainer rank or a rollout rank; members keep their group until one fails or changes.
+    """The checkpoint engine of a trainer or rollout rank; members keep their group until one fails or changes.
 
     Args:
-        bucket_size: bytes of a bucket, for full tensors of engines other than this package's.
+        bucket_size: bytes of a bucket, for full tensors of other engines.
         is_master: whether this is trainer rank 0; verl passes None on a rollout rank.
         timeout_seconds: longest wait for another member.
     """
@@ -46,7 +46,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
             servers.install(timeout_seconds)  # verl builds this rank's server adapter next
 
     def prepare(self) -> dict[str, Any]:
-        """Return this member's identity, which changes after a failure, and on trainer rank 0 its store's address."""
+        """Return this member's identity, which changes after a failure, and trainer rank 0's store address."""
         if self._endpoint is None or self._endpoint.group.failed:
             self._leave()
             self._identity = uuid.uuid4().hex
@@ -59,7 +59,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return the arguments of ``init_process_group`` for the trainer's ranks and for the rollout's."""
+        """Return the arguments of ``init_process_group`` for trainer ranks and for rollout ranks."""
         members = Members(actor_wg_world_size, actor_wg_world_size + rollout_world_size)
         identities, address = tuple(each["identity"] for each in metadata), metadata[0]["address"]
 
@@ -78,7 +78,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         host, port, token = address
         store = self._store or connect_store(host, port, self.timeout_seconds)
         self._leave()
-        # A store may serve several groups, one after the other.
+        # A store may serve several groups in turn.
         store_of_group = SignedStore(dist.PrefixStore("/".join(identities), store), token)
         group = SyncGroup(store_of_group, rank, members, get_device_name(), self.timeout_seconds)
         self._endpoint, self._identities = Endpoint(group), identities
@@ -87,7 +87,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Send the weights of one sync; returns the metrics that verl adds to the step's."""
+        """Send the weights of one sync; return metrics for verl's step."""
         assert self._endpoint is not None, "init_process_group comes first"
         return self._endpoint.send(weights, self.bucket_size)
 
@@ -97,7 +97,7 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
         return self._endpoint.receive()
 
     def finalize(self) -> None:
-        """Do nothing: what a sync has published is deleted when the next one begins."""
+        """Do nothing: the next sync deletes the messages of this one."""
 
     def _leave(self) -> None:
         if self._endpoint is not None:

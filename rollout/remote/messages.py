@@ -1,6 +1,6 @@
-"""What the members of a sync publish for each other: the trainer's layout, and each rollout rank's request.
+"""Messages between the members of a sync: the trainer's layout, and each rollout rank's request.
 
-Nothing is unpickled: messages are JSON of the types of a sync.
+They are JSON of known types, so that nothing is unpickled.
 """
 
 import dataclasses
@@ -22,26 +22,21 @@ __all__ = ["TrainerLayout", "WorkerRequest", "decode", "encode", "trainer_layout
 
 @dataclasses.dataclass(frozen=True)
 class TrainerLayout:
-    """The trainer's settings and model, as trainer rank 0 publishes them.
-
-    Args:
-        model: None for weights of another engine, which are sent as full tensors.
-        peft_config: peft's config of adapters that are sent apart from the weights, as JSON; empty where they are not.
-    """
+    """The trainer's settings and model, published by trainer rank 0."""
 
     settings: SyncSettings
-    model: SentModel | None = None
-    peft_config: str = ""
+    model: SentModel | None = None  # None for weights of another engine, which are sent as full tensors
+    peft_config: str = ""  # JSON of peft's config for adapters that are sent apart from the weights
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerRequest:
-    """What a rollout rank requests: a sync mode, its index in its replica, and whether it lacks the weights."""
+    """The request of a rollout rank."""
 
     mode: SyncMode
     rollout: Rollout
-    worker: int
-    needs_base: bool = True
+    worker: int  # its index in its replica
+    needs_base: bool = True  # whether it lacks the weights below the adapters
 
 
 _MESSAGES = (TrainerLayout, SyncSettings, SentModel, WorkerRequest, TensorSpec, ShardStep, Topology, Heads, Rollout)
@@ -57,7 +52,7 @@ def trainer_layout(weights: Any, bucket_bytes: int) -> TrainerLayout:
 
 
 def encode(message: Any) -> str:
-    """Encode a message, whose sequences become tuples; raises ``TypeError`` for an object of another type."""
+    """Encode a message; its lists decode as tuples. Raises ``TypeError`` for an object of another type."""
     return json.dumps(message, default=_fields)
 
 
@@ -70,7 +65,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def decode(text: bytes) -> Any:
-    """Decode a message; raises ``WeightSyncError`` if the text is none."""
+    """Decode a message; raises ``WeightSyncError`` for any other text."""
     try:
         return _tuples(json.loads(text, object_hook=_object))
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -1,6 +1,6 @@
 """One process group of trainer ranks and standalone rollout ranks, which belong to different torch worlds.
 
-torch makes groups only inside a world. So this one is built from private constructors, as vLLM's are
+torch makes groups inside one world only, so this group uses private constructors, like vLLM
 (``vllm/distributed/utils.py``, ``stateless_init_torch_distributed_process_group``). Its store carries small messages.
 """
 
@@ -25,16 +25,16 @@ from .messages import decode, encode
 __all__ = ["Members", "SyncGroup"]
 
 _T = TypeVar("_T")
-_Text = Callable[[], str]  # what did not happen in time, for an error
+_Text = Callable[[], str]  # the message of a time-out
 _FAILURE = "failure"
-# A native call's own time limit exceeds that of the group by this, so that the group's error names the member.
+# Native calls time out this much later than the group, whose error names the member.
 _LATER_SECONDS, _JOIN_SECONDS = 2.0, 1.0
 _NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 @dataclass(frozen=True)
 class Members:
-    """The members of a group, ``world`` in number: first ``trainers`` trainer ranks, then rollout ranks."""
+    """The ``world`` members of a group: first ``trainers`` trainer ranks, then rollout ranks."""
 
     trainers: int
     world: int
@@ -50,19 +50,18 @@ class Members:
 class SyncGroup:
     """A member's handle on the group; constructing it is collective.
 
-    Whatever waits raises ``WeightSyncError`` when a member fails, with its cause, or does not come in time.
+    Every wait raises ``WeightSyncError`` with the cause if a member fails, or if it times out.
 
-    A collective of the set-up opens the connections, in a thread: NCCL does that in a blocking call without a time
-    limit, in which the thread may stay. (torch's non-blocking communicators hang with NCCL 2.26,
-    pytorch/pytorch#153960.)
+    The set-up runs a collective in a thread that may never return, because NCCL opens connections in a blocking call
+    without a time limit. (torch's non-blocking communicators hang with NCCL 2.26, pytorch/pytorch#153960.)
 
     Args:
         store: served by trainer rank 0, under the run's token (``signed_store.py``).
         timeout_seconds: longest wait for another member, in a collective or for a message.
 
     Attributes:
-        failed: whether the next sync has to make another group.
-        syncs: number of those that have begun.
+        failed: whether the next sync needs another group.
+        syncs: number of syncs that have begun.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -80,10 +79,10 @@ class SyncGroup:
         with self.abort_on_error():
             if (kind := self.device.type) not in ("cpu", "cuda"):
                 raise WeightSyncError(f"weight sync uses gloo on cpu and NCCL on cuda; neither supports device {kind}")
-            # A wait holds its connection, which other requests would wait for. torch's stubs lack ``clone``.
+            # A wait blocks the other requests of its connection, so waits have their own. torch's stubs lack ``clone``.
             self._blocking_store: dist.Store = store.clone()  # type: ignore[attr-defined]
             self._blocking_store.set_timeout(self._limit)
-            # The connections of a plan's rounds: each of the trainer's ranks sends to each of the rollout's.
+            # Open the connections of a plan's rounds: from each trainer rank to each rollout rank.
             from_trainers = [int(other < members.trainers) for other in range(members.world)]
             to_rollouts = [1 - other for other in from_trainers]
             nothing = [0] * members.world
@@ -101,7 +100,7 @@ class SyncGroup:
         return self._broadcast_group.broadcast(bucket, 0)
 
     def _set_up(self, name: str, ranks: Sequence[int], first: Callable[..., Any]) -> dist.ProcessGroup:
-        """Make a group of ``ranks``, in which a collective that ``first`` starts has ended."""
+        """Make a group of ``ranks`` and run the collective ``first`` in it."""
 
         def set_up() -> dist.ProcessGroup:
             group = self._make_group(name, ranks.index(self.rank), len(ranks))
@@ -135,25 +134,25 @@ class SyncGroup:
         wait_for_work(work, self.timeout_seconds, self._check)
 
     def begin_sync(self) -> None:
-        """Start the next sync, after the one before has ended on every member; its messages are deleted."""
+        """Start the next sync and delete the messages of the one before, which has ended on every member."""
         for key in self._published:
             self._store.delete_key(key)
         self._published.clear()
         self.syncs += 1
 
     def publish(self, name: str, message: Any) -> None:
-        """Make a message available to the other members in this sync."""
+        """Publish a message to the other members for this sync."""
         self._published.append(f"{self.syncs}/{name}")
         self._store.set(self._published[-1], encode(message))
 
     def wait_for(self, name: str, failure: _Text | None = None) -> Any:
-        """Wait until a member has published a message in this sync, and return it."""
+        """Wait for a message of this sync, and return it."""
         key = f"{self.syncs}/{name}"
         self._wait([key], failure or (lambda: f"no other rank published {name!r} {self._in_time}"))
         return decode(self._store.get(key))
 
     def gather(self, name: str, message: Any, from_ranks: Sequence[int], failure: _Text | None = None) -> list[Any]:
-        """Return the messages that ``from_ranks`` publish; collective. All but trainer rank 0 read one entry."""
+        """Return the messages of ``from_ranks``; collective. Ranks other than trainer rank 0 read one entry."""
 
         def unpublished() -> str:
             if missing := self._first_missing(name, from_ranks):
@@ -169,7 +168,7 @@ class SyncGroup:
 
     @contextmanager
     def abort_on_error(self) -> Iterator[None]:
-        """Leave the group if the block raises, so that all members raise a ``WeightSyncError`` with the first cause."""
+        """Leave the group if the block raises, so that all members raise ``WeightSyncError`` with the first cause."""
         try:
             yield
         except Exception as error:
@@ -179,7 +178,7 @@ class SyncGroup:
     def _fail(self, error: Exception) -> str:
         """Publish the cause, leave the group, and return the cause of the member that failed first."""
         self.failed = True
-        # torch's logger (``c10d_logger.py``) raises another error, for a group that it can't name.
+        # torch's logger (``c10d_logger.py``) raises an error of its own, because it can't name this group.
         if isinstance(error.__context__, Exception) and "in the world group map" in str(error):
             error = error.__context__
         cause = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
@@ -188,13 +187,13 @@ class SyncGroup:
         elif "Connection" in cause:
             cause = f"another rank is gone: killed or unreachable ({cause})"
         with suppress(RuntimeError):  # the store is gone
-            # Members notice a failure by a broken connection; the one that failed first has published its cause.
+            # Later failures are broken connections; the member that failed first has published the cause.
             if self._store.check([_FAILURE]):
                 cause = str(decode(self._store.get(_FAILURE)))
             else:
                 self._store.set(_FAILURE, encode(f"{self.members.name(self.rank)}: {cause}"))
         if self.rank == 0:
-            time.sleep(2 * CHECK_SECONDS)  # this process, which may end now, serves the store with the cause
+            time.sleep(2 * CHECK_SECONDS)  # this process serves the store, and may end after this
         self.close()
         return cause
 
@@ -205,7 +204,7 @@ class SyncGroup:
             self._awaited = []
 
     def _call(self, native: Callable[[], _T], failure: _Text) -> _T:
-        """Return the result of a call that may block for ever, in a thread that an error does not end."""
+        """Run a call that may block for ever in a thread, and return its result; after an error the thread stays."""
         result: futures.Future[_T] = futures.Future()
 
         def call() -> None:
@@ -231,7 +230,7 @@ class SyncGroup:
         return [f"{self.syncs}/{name} {rank}" for rank in ranks]
 
     def _first_missing(self, name: str, ranks: Sequence[int]) -> str:
-        """Return the first rank that has not published, by some requests for thousands of ranks."""
+        """Return the first rank that has not published, by bisection, which needs few requests for many ranks."""
         keys = self._keys(name, ranks)
         index = bisect_left(range(len(keys)), True, key=lambda i: not self._store.check(keys[: i + 1]))
         return self.members.name(ranks[index]) if index < len(keys) else ""
@@ -241,9 +240,9 @@ class SyncGroup:
             raise WeightSyncError(str(decode(self._store.get(_FAILURE))))
 
     def close(self) -> None:
-        """Leave the group. With gloo, members that wait for this one fail at once; NCCL's kernels go on."""
+        """Leave the group. With gloo, members that wait for this one fail at once; NCCL's kernels keep running."""
         with suppress(RuntimeError):  # the store is gone
-            # This ends the thread's wait. Others that wait too find no message, and report the published cause.
+            # End the thread's wait. Other waiting members decode no message, and report the published cause.
             for key in self._awaited:
                 self._store.set(key, "")
         groups, self._groups, self._awaited = self._groups, [], []
@@ -254,20 +253,20 @@ class SyncGroup:
 
         aborting = threading.Thread(target=abort, daemon=True)
         aborting.start()
-        aborting.join(self.timeout_seconds)  # torch waits for an abort of NCCL's as long as for a collective
-        if self._thread is not None:  # a native call that returns while the interpreter ends would abort the process
+        aborting.join(self.timeout_seconds)  # because an abort of NCCL may block as long as a collective
+        if self._thread is not None:  # because a native call that returns at interpreter exit aborts the process
             self._thread.join(_JOIN_SECONDS)
         self.process_group = self._broadcast_group = None
 
 
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
-    """Make a backend that raises NCCL's errors where they are waited for.
+    """Make a backend whose waits raise NCCL's errors. Never run.
 
-    By default torch's watchdog ends the process. A backend that is constructed with blocking waits has none
-    (``ProcessGroupNCCL.cpp``: "no watchdog thread is created"). Never run.
+    By default torch's watchdog ends the process. A backend constructed with blocking waits has none
+    (``ProcessGroupNCCL.cpp``: "no watchdog thread is created").
     """
     options = dist.ProcessGroupNCCL.Options()
-    # It counts from when a collective is launched, which may be long before the others are there.
+    # The time-out counts from the launch of a collective, which may be long before the other members launch theirs.
     options._timeout = timedelta(days=1)
     before = {name: value for name, value in os.environ.items() if name == _NCCL_BLOCKING_WAIT}
     os.environ[_NCCL_BLOCKING_WAIT] = "1"

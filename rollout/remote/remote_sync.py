@@ -1,11 +1,11 @@
 """Sends a trainer's weights to rollout ranks in other processes, possibly on other nodes.
 
 Trainer rank 0 publishes a ``TrainerLayout``, and every rollout rank a ``WorkerRequest``. From these every member makes
-the same plan, and runs its part of the same exchange as colocated ranks (``transport/exchange.py``). Full tensors are
+the same plan, and runs its part of the exchange that colocated ranks run (``transport/exchange.py``). Full tensors are
 broadcast from trainer rank 0, in buckets.
 
-Where vLLM computes with adapters, the weights come without them, and only in a sync in which a rollout rank lacks them;
-the adapters follow in every sync, broadcast to all.
+If vLLM computes with adapters, every sync broadcasts the adapters. The weights without adapters are sent before them
+if a rollout rank lacks the weights.
 """
 
 import itertools
@@ -39,13 +39,10 @@ logger = logging.getLogger("epfsdp2")
 class Endpoint:
     """Sends the weights of a trainer rank, or receives them on a rollout rank, sync after sync.
 
-    All members raise ``WeightSyncError`` when one fails, or does not come in time.
-
-    Attributes:
-        has_base: whether the worker has the weights, where adapters come apart from them; None before the first sync.
+    All members raise ``WeightSyncError`` if one fails or times out.
     """
 
-    has_base: bool | None = None
+    has_base: bool | None = None  # whether the worker has the weights below its adapters; None before the first sync
     _planned: tuple[object, Exchange, str] | None = None
 
     def __init__(self, group: SyncGroup):
@@ -59,7 +56,7 @@ class Endpoint:
             bucket_bytes: bound of a bucket for the latter.
 
         Returns:
-            On rank 0 the metrics of this sync: the most megabytes that any trainer rank sent, and seconds.
+            On rank 0 the metrics of this sync: the most megabytes of any trainer rank, and seconds.
         """
         started, sent = time.monotonic(), 0
         with self.group.abort_on_error():
@@ -95,13 +92,13 @@ class Endpoint:
         return 0
 
     def receive(self) -> "ReceivedWeights":
-        """Begin a sync and return its weights."""
+        """Begin a sync."""
         with self.group.abort_on_error():
             self.group.begin_sync()
             return ReceivedWeights(self, self.group.wait_for("layout"))
 
     def requests(self, own: WorkerRequest | None = None) -> list[WorkerRequest]:
-        """Return what all rollout ranks request, of one config and release; collective."""
+        """Return the requests of all rollout ranks, which need one config and release; collective."""
         found = self.group.gather("request", own, self.group.members.rollouts)
         kinds = list(dict.fromkeys(f"{request.mode} for {request.rollout}" for request in found))
         if len(kinds) > 1:
@@ -109,7 +106,7 @@ class Endpoint:
         return found
 
     def exchange(self, layout: TrainerLayout, requests: Sequence[WorkerRequest]) -> Exchange:
-        """Return this member's exchange, planned again if the layout or a request has changed; all have one plan."""
+        """Return this member's exchange, planned again if layout or requests have changed; plans have to be equal."""
         facts = layout, requests[0].rollout, [request.worker for request in requests]
         if self._planned is None or self._planned[0] != facts:
             exchange = self._plan(*facts)
@@ -129,7 +126,7 @@ class Endpoint:
 
 
 class ReceivedWeights:
-    """The weights of one sync on a rollout rank; methods and attributes as of ``sync.RolloutWeights``."""
+    """The weights of one sync on a rollout rank; the interface is that of ``sync.RolloutWeights``."""
 
     is_quantised_here = False
     _requests: Sequence[WorkerRequest] = ()
@@ -140,12 +137,12 @@ class ReceivedWeights:
         self.has_checksums = has_checksums(self._group.syncs, layout.settings.verify_syncs)
 
     def for_rollout(self, config: Any, worker: int) -> "ReceivedWeights":
-        """Choose what the worker with this index in its replica gets; all members raise if it can't load that."""
+        """Choose the mode for the worker with this index in its replica; all members raise if it can't load it."""
         mode: SyncMode = "full"
         server = server_of(config)
         requested, model = self._layout.settings.requested, self._layout.model
         if model is not None:
-            # A worker's own parameters are the fewest bytes for any rollout that is not colocated.
+            # Slices are the fewest bytes for every rollout that is not colocated, so ``sliced`` never refuses.
             wanted = "full" if requested == "full" else "auto"
             mode, reason = choose_mode(wanted, config, model.heads.family, backend=BACKEND)
             if reason and worker == 0:
@@ -157,7 +154,7 @@ class ReceivedWeights:
         return self
 
     def stages(self, config: Any, worker: int) -> Iterator[tuple["ReceivedWeights", dict[str, Any]]]:
-        """Yield what the worker loads, with arguments of vLLM's worker; each is loaded before the next is requested."""
+        """Yield the weights to load one after the other, each with arguments of vLLM's worker."""
         endpoint, weights = self._endpoint, self.for_rollout(config, worker)
         if not self._layout.peft_config:
             yield weights, {}
@@ -174,7 +171,7 @@ class ReceivedWeights:
         yield ReceivedWeights(endpoint, self._layout, "adapters"), {**arguments, "base_sync_done": True}
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield what the worker accepts; collective over all members, even if the consumer stops early."""
+        """Yield the worker's tensors; collective over all members, even if the consumer stops early."""
         with self._group.abort_on_error():
             if not self._requests and self.mode != "adapters":
                 self._requests = self._endpoint.requests(self._request)
@@ -186,12 +183,12 @@ class ReceivedWeights:
     __iter__ = tensors
 
     def planned_layouts(self) -> list[dict[str, str]]:
-        """Return the layout that is planned for each worker of the replica (``layout/layout_check.py``)."""
+        """Return the planned layout of each worker of the replica (``layout/layout_check.py``)."""
         assert self._layout.model is not None
         return self._layout.model.planned_layouts(self._request.rollout)
 
     def check_plans(self, failure: Exception | None) -> None:
-        """Raise this rank's failure, if any, as a ``WeightSyncError`` of all members."""
+        """Raise this rank's failure, if any, as ``WeightSyncError`` on all members."""
         with self._group.abort_on_error():
             if failure is not None:
                 raise failure
@@ -201,7 +198,7 @@ class ReceivedWeights:
 
 
 def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
-    """Broadcast tensors on trainer rank 0, with the entries of buckets published under ``name``; return the bytes."""
+    """Broadcast tensors from trainer rank 0 in buckets with entries published under ``name``; return the bytes."""
 
     def allocate(nbytes: int) -> torch.Tensor:
         return torch.empty(max(limit, nbytes), dtype=torch.uint8, device=group.device)
@@ -217,7 +214,7 @@ def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch
 
 
 def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors on a rollout rank, while the next bucket is on its way."""
+    """Yield the tensors on a rollout rank while the next bucket is in flight."""
     arriving = deque[tuple[list[Entry], torch.Tensor, dist.Work]]()
     for number in itertools.count():
         entries, nbytes, is_last = group.wait_for(f"{name} bucket {number}")

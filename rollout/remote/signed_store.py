@@ -1,8 +1,8 @@
-"""The store of a sync's process group: it listens on one address, and an entry counts only with the run's signature.
+"""The store of a sync's process group: it listens on one address, and accepts only entries signed by the run.
 
-torch's ``TCPStore`` listens on every interface and takes what anybody writes. Here each entry carries an HMAC (SHA-256)
-of its key and value under a token that members receive through Ray. gloo's and NCCL's addresses go through it too.
-Others can still remove entries, which ends a sync with an error.
+torch's ``TCPStore`` listens on every interface and accepts entries of anybody. Here each entry has an HMAC (SHA-256) of
+key and value under a token that members receive through Ray. The addresses of gloo and NCCL are entries too. Others
+can still remove entries, which ends a sync with an error.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 def serve_store(host: str, timeout_seconds: float) -> dist.TCPStore:
-    """Start a store that listens on one address of this machine alone; raises ``WeightSyncError`` for another host."""
+    """Start a store that listens on one address of this machine; raises ``WeightSyncError`` for another host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, 0), family=family, backlog=1024)
@@ -36,7 +36,7 @@ def connect_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore
 
 
 class SignedStore(dist.Store):
-    """A store whose entries are signed; it has to live as long as a backend of torch's that was made with it."""
+    """A store with signed entries; it has to outlive the backends of torch that use it."""
 
     def __init__(self, store: dist.Store, token: str):
         super().__init__()
@@ -47,7 +47,7 @@ class SignedStore(dist.Store):
         self._store.set(key, self._signature(key, value) + value)
 
     def get(self, key: str) -> bytes:
-        """Return an entry; raises ``WeightSyncError`` for one that no member of the run wrote."""
+        """Return an entry; raises ``WeightSyncError`` if no member of the run wrote it."""
         entry = self._store.get(key)
         signature, value = entry[:_DIGEST], entry[_DIGEST:]
         if not hmac.compare_digest(signature, self._signature(key, value)):
@@ -66,7 +66,7 @@ class SignedStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(key)
 
-    deleteKey = delete_key  # what torch's C++ calls
+    deleteKey = delete_key  # the name in torch's C++
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._store.set_timeout(timeout)

@@ -1,4 +1,4 @@
-"""Packs tensors into buckets: one uint8 tensor of many, each of which begins at a multiple of 16 bytes."""
+"""Packs tensors into uint8 buckets, each at a multiple of 16 bytes."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,18 +8,17 @@ import torch
 __all__ = ["Entry", "buckets_of", "tensors_of", "view"]
 
 _ALIGNMENT = 16
-# Name, dtype, shape and offset of a tensor in a bucket.
-Entry = tuple[str, str, tuple[int, ...], int]
+Entry = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape and offset of a tensor in a bucket
 
 
 def buckets_of(
     tensors: Iterable[tuple[str, torch.Tensor]], allocate: Callable[[int], torch.Tensor], start: int = 0
 ) -> Iterator[tuple[list[Entry], torch.Tensor, bool]]:
-    """Copy tensors in order into buckets; yield the entries of each, its memory, and whether it is the last.
+    """Copy tensors in order into buckets; yield the entries, the memory, and whether the bucket is the last.
 
     Args:
-        allocate: returns a uint8 tensor of at least so many bytes. A tensor that is larger has a bucket of its own.
-        start: bytes left free at the beginning of a bucket.
+        allocate: returns a uint8 tensor of at least so many bytes. A larger tensor has a bucket of its own.
+        start: free bytes at the beginning of a bucket.
     """
     entries: list[Entry] = []
     bucket, at = allocate(start), start

@@ -1,6 +1,6 @@
 """Verifies a weight sync by one checksum per tensor, computed on both sides.
 
-The sender's checksums are sent as the last tensor of a sync, in the order of the tensors before it.
+The last tensor of a sync has the sender's checksums, in the order of the tensors before it.
 """
 
 import contextlib
@@ -15,30 +15,30 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def has_checksums(sync: int, verify_syncs: int) -> bool:
-    """Tell whether a sync, numbered from 1, is one of the first ``verify_syncs``; -1 stands for all."""
+    """Whether a sync, numbered from 1, is one of the first ``verify_syncs``, or this is -1."""
     return verify_syncs < 0 or sync <= verify_syncs
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return a checksum of a tensor's bits as an int64 scalar on its device, without synchronizing.
 
-    It changes with any single value, and when two rows are swapped.
+    Changing any single value changes it, and so does swapping two rows.
     """
     if not tensor.numel():
         return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # Use the widest word that divides a row: summing 2-byte words takes five times as long.
+    # Sum the widest words that divide a row, because 2-byte words take five times as long.
     row = tensor.element_size() * (tensor.shape[-1] if tensor.dim() else 1)
     width = next(width for width in _WORDS if row % width == 0)
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % width:
-        flat = flat.clone()  # buckets align tensors to their element size only
+        flat = flat.clone()  # because buckets of verl align tensors to their element size only
     words = flat.view(_WORDS[width])
     rows = words.view(-1, row // width if tensor.dim() > 1 else 1).sum(1, dtype=torch.int64)
     return (rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum()  # modulo 2 ** 64
 
 
 def with_checksums(tensors: Generator[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
-    """Yield the tensors, then one tensor of their checksums; closes ``tensors``."""
+    """Yield the tensors, then one tensor of their checksums; close ``tensors``."""
     sums = []
     with contextlib.closing(tensors):
         for name, tensor in tensors:
@@ -49,7 +49,7 @@ def with_checksums(tensors: Generator[tuple[str, torch.Tensor]]) -> Generator[tu
 
 
 class ReceivedChecksums:
-    """Computes the checksums of received tensors and compares them with the sender's, or only removes these."""
+    """Compares checksums of received tensors with the sender's; without ``check`` only drops the sender's."""
 
     def __init__(self, check: bool):
         self._check = check
@@ -57,7 +57,7 @@ class ReceivedChecksums:
         self._sent: list[int] | None = None
 
     def record(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Record the tensors of a bucket and return those to load, without the sender's checksums."""
+        """Record the tensors of a bucket, and return them without the sender's checksums."""
         rest = []
         for name, tensor in tensors:
             if name == CHECKSUMS:
@@ -69,7 +69,7 @@ class ReceivedChecksums:
         return rest
 
     def difference(self) -> str:
-        """Describe the first difference from what was sent; empty if there is none."""
+        """Describe the first difference from the sender's checksums; empty if there is none."""
         if not self._check:
             return ""
         if self._sent is None:
@@ -83,17 +83,17 @@ class ReceivedChecksums:
 
 
 class PlacedChecksums:
-    """Records the checksums of units that were loaded, to compare them with what is read back after processing."""
+    """Records checksums of loaded values, and compares them with the parameters after processing."""
 
     def __init__(self):
         self._placed: dict[str, list[tuple[tuple[slice, ...], torch.Tensor]]] = {}
 
     def add(self, parameter: str, rows: tuple[slice, ...], values: torch.Tensor) -> None:
-        """Record values that were loaded, in the parameter's dtype."""
+        """Record loaded values, in the parameter's dtype."""
         self._placed.setdefault(parameter, []).append((rows, checksum(values)))
 
     def difference(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """Describe the first tensor whose recorded units read back differently; empty if there is none."""
+        """Describe the first tensor that differs from its recorded values; empty if there is none."""
         if not self._placed:
             return ""
         for name, tensor in tensors:

@@ -1,11 +1,11 @@
-"""Executes a transfer plan: ranks exchange their shards, and each puts together the parameters of its worker.
+"""Executes a transfer plan: ranks exchange shards, and each rank assembles the parameters of its worker.
 
-A round is one all-to-all of bytes, or one all-gather where every worker keeps the whole model. A rank copies the values
-that it sends to one flat buffer, gathers the rows of its messages from there, and gathers the rows of its worker's
-parameters from what it receives. Which rows these are is computed once (``plan/routes.py``), so that a sync has a few
-operations for each round and one view for each parameter, whatever the number of ranks, experts and blocks.
+A round is one all-to-all of bytes, or one all-gather if every worker keeps the whole model. A rank copies its values to
+a flat buffer, and gathers the rows of its messages from there. From the received messages it gathers the rows of its
+worker's parameters. ``plan/routes.py`` computes the rows once. A sync has a few operations per round and one view per
+parameter, for any number of ranks, experts and blocks.
 
-The next round is on its way while the consumer uses the parameters of the one before it.
+While the consumer uses the parameters of a round, the next round is in flight.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ __all__ = ["Exchange", "Received", "Values", "to_the_end"]
 
 _T = TypeVar("_T")
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
-# Returns the values that this rank holds of a tensor, by its name.
+# Returns this rank's shard of a tensor, by its name.
 Values = Callable[[str], torch.Tensor]
 
 
@@ -47,13 +47,12 @@ class Exchange:
     """Executes one rank's part of a plan, once per sync.
 
     Args:
-        plan: made from the same facts on all ranks.
-        rank: see ``Member.of``.
-        slices_of: returns the slices of a tensor that a worker of a kind keeps, as the plan was made with.
+        plan: equal on all ranks.
+        rank, group: see ``Member.of``; the group has its ranks in their order.
+        slices_of: of ``make_transfer_plan``.
         dtypes: returns the dtype in which a tensor is sent, by its name.
         device: of all buffers and yielded values.
-        group: the ranks of ``Member.of`` in their order.
-        head_dim: rows of an attention head, for parameters that hold the even rows of each before the odd ones.
+        head_dim: rows of an attention head, for slices in ``halves``.
         finish: waits for a collective.
     """
 
@@ -84,7 +83,7 @@ class Exchange:
         Closing the iterator receives and drops the rest.
 
         Args:
-            values: returns the values to send, and may be collective; None on a rank that sends nothing.
+            values: may be collective; None on a rank that sends nothing.
             traffic: counts the bytes that this run sends, receives and holds.
         """
         self.traffic = traffic = traffic or Traffic()
@@ -113,7 +112,7 @@ class Exchange:
             if round_ is not None:
                 if values is not None:
                     names = [prefix + spec.name for spec in round_.specs.values()]
-                    with torch.no_grad():  # all names, since merging an adapter is collective
+                    with torch.no_grad():  # all names on all ranks, because merging an adapter is collective
                         local = {name: local[name] if name in local else values(name) for name in names}
                         self._pack(prefix, round_, local, flat, sent)
                 pending = self._start(self._routes[round_], sent, received)
@@ -121,7 +120,7 @@ class Exchange:
                 yield self._received(before, arrival, out)
 
     def _allocate(self) -> list[torch.Tensor]:
-        """Allocate the flat buffer, what is sent, what is received, and the worker's parameters of a round."""
+        """Allocate buffers of the largest round: flat values, sent and received messages, worker's parameters."""
         routes = self._routes.values()
         sizes = [[r.flat_bytes, r.sent_bytes, r.received_bytes, r.nbytes] for r in routes]
         most = [max(each) for each in zip(*sizes, strict=True)] or [0] * 4
@@ -200,7 +199,7 @@ class Exchange:
 
 
 def to_the_end(found: Iterator[_T]) -> Generator[_T, None, None]:
-    """Yield everything; if the consumer stops early, take the rest, because other ranks go on."""
+    """Yield everything; exhaust the rest if the consumer stops early, because other ranks wait for this one."""
     try:
         for each in found:  # noqa: UP028  (`yield from` would close `found` with this generator)
             yield each
@@ -218,7 +217,7 @@ def _gather_rows(source: torch.Tensor, rows: torch.Tensor, unit: int, into: torc
 
 
 def _in_form(values: torch.Tensor, part: TargetSlice, head_dim: int) -> torch.Tensor:
-    """Return a region's values as the parameter stores them."""
+    """Convert a region's values to the parameter's form."""
     if part.form == "transposed":
         return values.transpose(-1, -2)
     if part.form == "zeros":

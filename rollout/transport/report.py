@@ -11,7 +11,7 @@ _GB = 1e9
 
 @dataclass
 class Traffic:
-    """Bytes that a rank sent to and received from other ranks, and that its buffers hold now and held at their peak."""
+    """Bytes that a rank sent to and received from other ranks; bytes of its buffers now and at their peak."""
 
     sent: int = 0
     received: int = 0
@@ -20,7 +20,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
-        """Count buffers that are freed after the block."""
+        """Count buffers that live during the block."""
         self.held += nbytes
         self.peak = max(self.peak, self.held)
         try:
@@ -31,13 +31,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """How a rank's weights reached its worker."""
+    """Amount and seconds of a rank's transfer to its worker."""
 
     tensors: int
     nbytes: int
-    gather_seconds: float  # waiting for tensors from the trainer's ranks
+    gather_seconds: float  # waiting for trainer ranks
     wire_seconds: float  # filling buckets
-    load_seconds: float  # waiting for the worker, which receives and loads them
+    load_seconds: float  # waiting for the worker, which receives and loads
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SyncReport:
     number: int  # of this engine's syncs, from 1
     mode: str
     traffic: Traffic
-    min_received_bytes: int  # of what the rank sends to its worker, those that it does not hold itself
+    min_received_bytes: int  # bytes of the worker's tensors that this rank does not hold
     transfer: TransferStats
 
     def __str__(self) -> str:

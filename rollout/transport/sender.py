@@ -1,7 +1,7 @@
-"""verl's bucketed sender (verl 0.9.1), which waits for its own stream and not for the whole device.
+"""verl's bucketed sender (verl 0.9.1) with waits for its own stream instead of the device.
 
-The next round of an exchange is under way on other streams meanwhile, and a wait for the device would undo the overlap.
-If verl's class has another source than the known one, it is used unchanged.
+A wait for the device would also wait for the next round of the exchange, which runs on other streams. If the source of
+verl's class is unknown, it is used unchanged.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def sender_class() -> Any:
     def wait() -> None:
         get_torch_device().current_stream().synchronize()
 
-    # verl's own method, which uses the device for nothing but its waits.
+    # verl's own method uses the device for its waits alone, so another device replaces them.
     stock, device = BucketedWeightSender.async_send_weights, SimpleNamespace(synchronize=wait)
     send = FunctionType(stock.__code__, {**stock.__globals__, "get_torch_device": lambda: device})
 
@@ -61,7 +61,7 @@ def sender_class() -> Any:
 
 
 def fingerprint() -> str:
-    """Return a hash of the source of verl's sender; empty if it is not installed."""
+    """Return a hash of the source of verl's sender; empty if the source is not installed."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     try:

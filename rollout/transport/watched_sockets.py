@@ -1,7 +1,7 @@
 """Waits of a weight sync that time out: of ZMQ sockets, remote calls and collectives.
 
 verl's bucketed sender and receiver block without a time-out on sockets of ``self.zmq_context`` (verl 0.9.1,
-``vllm_rollout/bucketed_weight_transfer.py``). A ``WatchedContext`` in its place bounds their waits.
+``vllm_rollout/bucketed_weight_transfer.py``). A ``WatchedContext`` replaces it and bounds their waits.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ _T = TypeVar("_T")
 
 _POLL_MILLISECONDS = 200
 # A worker often connects shortly before its trainer rank binds, and ZMQ retries only after 100 to 200 ms. A shorter
-# interval is unsafe: before it is closed, a socket of one sync could connect to the next one's and take its message.
+# retry interval is unsafe: a socket of one sync could connect to the next sync's and receive its message.
 _LISTENING_SECONDS, _LOOK_SECONDS = 1.0, 0.002
-# Between queries of a collective. They cost some microseconds; other ranks' failures cost a request to the one store.
+# Intervals between queries of a collective (microseconds each), and of other ranks' failures (a request to the store).
 _PAUSE_SECONDS, CHECK_SECONDS = 0.0005, 0.25
-# What a bucket's metadata is made of, besides dtypes; the handle of a device's buffer is what ``reduce_tensor`` makes.
+# A bucket's metadata consists of these and of dtypes; ``reduce_tensor`` makes the handle of a device's buffer.
 _KNOWN = {
     "torch": ("Size", "Tensor"),
     "torch.multiprocessing.reductions": ("rebuild_cuda_tensor",),
@@ -42,7 +42,7 @@ class WeightSyncError(RuntimeError):
 
 
 async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any:
-    """Return the result of an awaitable; after the time-out cancel it, and raise a ``WeightSyncError``: ``failure``."""
+    """Return the result of an awaitable; cancel it after the time-out, and raise ``WeightSyncError(failure)``."""
     try:
         return await asyncio.wait_for(future, timeout_seconds)
     except asyncio.TimeoutError:
@@ -50,9 +50,11 @@ async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any
 
 
 def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
-    """Wait on the host, as NCCL's ``wait`` does not, until a collective has ended here, seen within a millisecond.
+    """Wait on the host until a collective has ended on this rank; NCCL's own ``wait`` waits on the stream alone.
 
-    Raises ``WeightSyncError`` after the time limit, and what ``check`` raises, which is called now and then.
+    Raises:
+        WeightSyncError: after the time limit.
+        Exception: an error of ``check``, which is called every ``CHECK_SECONDS``.
     """
     now = time.monotonic()
     deadline, next_check = now + timeout_seconds, now + CHECK_SECONDS
@@ -64,17 +66,17 @@ def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], N
         if now > deadline:
             raise WeightSyncError(f"another rank took no part in a collective within {timeout_seconds:g} s")
         time.sleep(_PAUSE_SECONDS)
-    work.wait()  # orders this rank's stream after it, and raises what the backend noticed
+    work.wait()  # orders this rank's stream after it, and raises the backend's error
 
 
 @contextlib.contextmanager
 def taking_part(tensors: Generator[Any, None, None]) -> Iterator[None]:
-    """Close ``tensors`` after the block, which takes part in what is left of their exchange if the block raises."""
+    """Close ``tensors`` after the block; if it raises, join the rest of their exchange, which other ranks wait for."""
     with contextlib.closing(tensors):
         try:
             yield
         except BaseException:
-            next(tensors, None)  # closing a generator that has not begun does nothing, and other ranks would wait
+            next(tensors, None)  # because closing a generator that has not begun does nothing
             raise
 
 
@@ -84,11 +86,11 @@ class WatchedContext:
 
     context: zmq.Context
     timeout_seconds: float  # longest wait of one send or receive
-    waits_for: str  # name of the other end, for the error's text
+    waits_for: str  # name of the other end, for error messages
     check: Callable[[], None] = lambda: None  # called several times a second; raises when the other end has failed
-    linger_seconds: float = 0.0  # for which a closed socket keeps delivering messages that were already sent
+    linger_seconds: float = 0.0  # a closed socket keeps delivering sent messages for this time
     waited_seconds: float = 0.0  # total of its sockets
-    shared_memory_name: str | None = None  # of a sender's first message; verl's leaks it if nobody answers that
+    shared_memory_name: str | None = None  # in a sender's first message; verl leaks it if nobody answers
 
     def socket(self, kind: int) -> "_WatchedSocket":
         """Make a socket of a ZMQ type (``zmq.REQ``, ``zmq.REP``)."""
@@ -101,7 +103,7 @@ class WatchedContext:
         started = time.monotonic()
         while time.monotonic() < started + self.timeout_seconds:
             if socket.poll(_POLL_MILLISECONDS, event):
-                with contextlib.suppress(zmq.Again):  # the other end has disconnected since then
+                with contextlib.suppress(zmq.Again):  # the other end has disconnected since the poll
                     result = method(*args, flags=zmq.NOBLOCK)
                     self.waited_seconds += time.monotonic() - started
                     return result
@@ -122,7 +124,7 @@ class _WatchedSocket:
             os.chmod(address.removeprefix("ipc://"), 0o600)  # whatever the umask: others can't connect
 
     def connect(self, address: str) -> None:
-        """Connect once the other end has bound an ipc address, at the latest after a second; ZMQ then retries."""
+        """Connect once the other end has bound an ipc address, or after a second, when ZMQ retries."""
         path, until = Path(address.removeprefix("ipc://")), time.monotonic() + _LISTENING_SECONDS
         while address.startswith("ipc://") and not path.exists() and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
@@ -141,7 +143,7 @@ class _WatchedSocket:
         return self._context.call(self._socket, zmq.POLLIN, self._socket.recv)
 
     def recv_pyobj(self) -> Any:
-        """Receive metadata, and run no code of it; raises ``WeightSyncError`` for another message or user's socket."""
+        """Receive metadata, without running its code; refuse other messages and another user's socket."""
         message = self.recv()
         if self._address.startswith("ipc://"):
             with contextlib.suppress(FileNotFoundError):
@@ -159,7 +161,7 @@ class _WatchedSocket:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads the pickled metadata of a bucket, and runs nothing of another message: anyone could bind the name first."""
+    """Reads the metadata of a bucket and refuses other pickles, because anyone could bind the socket's name first."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _KNOWN.get(module, ()):

@@ -12,7 +12,7 @@ def checkpoints(tmp_path_factory) -> list[Checkpoint]:
     return [make_checkpoint(root / str(seed), seed, tied=seed > 2) for seed in (1, 2, 3, 4)]
 
 
-# Of an engine, what its process has from its start.
+# Settings that an engine's process keeps from its start.
 OF_THE_PROCESS = ("environment", "extension", "tp_size")
 
 
@@ -20,8 +20,8 @@ OF_THE_PROCESS = ("environment", "extension", "tp_size")
 def start_engine():
     """Start engines one at a time: a new one stops the one before it.
 
-    With ``again`` the running one is taken where it was started in the same way; it has whatever weights it was given.
-    Where vLLM runs in one process, and only its settings are others, the next is started in that process.
+    ``again`` reuses a running engine with the same settings, whatever its weights. If vLLM runs in one process and only
+    its own settings differ, the next engine starts in that process.
     """
     running: list[tuple[dict, Engine]] = []
 

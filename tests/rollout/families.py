@@ -18,12 +18,12 @@ __all__ = ["DENSE", "FAMILIES", "Family", "config_of", "known", "model_of", "mod
 
 @dataclass(frozen=True)
 class Family:
-    """What is different from how the family is served whole (``served_families.py``).
+    """Differences from the family's model in ``served_families.py``.
 
     Args:
         sizes: arguments of its config.
-        may_be_tied: whether vLLM's class knows a head that is the embedding.
-        is_tied: whether it knows no other.
+        may_be_tied: whether vLLM's class supports a tied head.
+        is_tied: whether it supports only a tied head.
     """
 
     sizes: dict[str, Any] = field(default_factory=dict)
@@ -31,11 +31,11 @@ class Family:
     is_tied: bool = False
 
 
-# Heads that divide, where the head size is hidden / heads and vLLM's CPU attention takes 32.
+# Heads that divide, of size hidden / heads = 32, which vLLM's CPU attention needs.
 _WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-# Its configs may also have these by layer.
+# HunYuan's configs may have these by layer.
 _BY_LAYER = {"moe_intermediate_size": [64, 64], "moe_topk": [2, 2], "num_shared_expert": [1, 1]}
-# Its full attention has other heads, whose keys are values too.
+# Gemma 4's full attention has heads of another size, whose keys are values too.
 _SHARED_KEYS = {"attention_k_eq_v": True, "global_head_dim": 64, "num_global_key_value_heads": 1}
 _DBRX = {
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 1e4},
@@ -106,7 +106,7 @@ def config_of(family: str, **overrides: Any) -> Any:
 
 
 def known(family: str) -> bool:
-    """Tell whether the family's layout in the installed vLLM is known."""
+    """Whether the family's layout in the installed vLLM is known."""
     return config_of(family).model_type in known_families()
 
 
@@ -125,16 +125,13 @@ def model_of(config: Any) -> Any:
 
 def save(family: str, folder: Path, seed: int, **overrides: Any) -> Path:
     """Save a family's tiny model with random weights, as vLLM can load it."""
-    config = config_of(family, **overrides)
-    save_random(_plain(config), folder, seed)
+    save_random(_plain(config_of(family, **overrides)), folder, seed)
     publish(folder)
     return folder
 
 
 def _plain(config: Any) -> Any:
-    return plain_dbrx()(config) if config.model_type == "dbrx" else _auto_class(config).from_config(config)
-
-
-def _auto_class(config: Any) -> Any:
-    has_images = hasattr(config, "vision_config")
-    return transformers.AutoModelForImageTextToText if has_images else transformers.AutoModelForCausalLM
+    if config.model_type == "dbrx":
+        return plain_dbrx()(config)
+    kind = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
+    return getattr(transformers, f"AutoModelFor{kind}").from_config(config)

@@ -150,10 +150,7 @@ SERVED: dict[str, Served] = {
             settings=TEXT_ALONE,
             environment=TORCHVISION,
         )
-        for name, moe, text in (
-            ("qwen3_vl", "", DENSE),
-            ("qwen3_vl_moe", "Moe", {**QWEN, "norm_topk_prob": True}),
-        )
+        for name, moe, text in (("qwen3_vl", "", DENSE), ("qwen3_vl_moe", "Moe", {**QWEN, "norm_topk_prob": True}))
     },
     **{
         name: Served(

@@ -50,9 +50,8 @@ def _drawn(model, seed):
     return read
 
 
-def _send(folder, targets, adapters, handles, mode, tp):
-    """Send the base without adapters, then two adapters one after the other."""
-    rank = dist.get_rank()
+def _syncing(folder, tp, targets=ATTENTION, mode="full"):
+    """Return a sharded model with adapters, and its exporter."""
     model, meshes = sharded_model(
         Path(folder),
         tp,
@@ -62,39 +61,47 @@ def _send(folder, targets, adapters, handles, mode, tp):
         initialize=lambda name, tensor, fits: is_adapter(name),
         finish=lambda model: lora_of(model).initialize(model, 0),
     )
-    lora = lora_of(model)
-    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 1 << 20))
+    return model, RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 1 << 20))
 
-    counted = 0
 
-    def counting(tensors):
-        nonlocal counted
+def _send(tensors, handle):
+    """Send tensors to the worker beside this rank; return their bytes."""
+    counted = []
+
+    def counting():
         for name, tensor in tensors:
-            counted += tensor.nbytes
+            counted.append(tensor.nbytes)
             yield name, tensor
 
-    def send(weights):
-        nonlocal counted
-        counted = 0
-        sending = send_weights(
-            with_checksums(counting(weights.tensors())),
-            zmq_handle=handles[rank],
-            bucket_megabytes=1,
-            use_shm=True,
-            timeout_seconds=100,
-            rank=rank,
-        )
-        asyncio.run(sending)
+    settings = {"zmq_handle": handle, "bucket_megabytes": 1, "use_shm": True, "timeout_seconds": 100}
+    asyncio.run(send_weights(with_checksums(counting()), rank=dist.get_rank(), **settings))
+    return sum(counted)
 
-    lora.initialize(model, 0, _drawn(model, 1))  # what must not reach the base
-    send(weights_for(sync, Rollout(tp), rank, "left out"))
+
+def _base_and_adapters(folder, targets, adapters, handles, mode, tp):
+    """Send the base without adapters, then two adapters one after the other."""
+    rank = dist.get_rank()
+    model, sync = _syncing(folder, tp, targets, mode)
+    lora = lora_of(model)
+    lora.initialize(model, 0, _drawn(model, 1))  # values that must not reach the base
+    _send(weights_for(sync, Rollout(tp), rank, "left out").tensors(), handles[rank])
     for seed, out in zip(SEEDS, adapters, strict=True):
         read = _drawn(model, seed)
         lora.initialize(model, 0, read)
         if rank == 0:
             write_adapter(Path(out), lora, folder, read)
-        send(sync.weights("alone").for_rollout(None, rank))
-        assert counted == sum(p.nbytes for name, p in model.named_parameters() if is_adapter(name))
+        sent = _send(sync.weights("alone").for_rollout(None, rank).tensors(), handles[rank])
+        assert sent == sum(p.nbytes for name, p in model.named_parameters() if is_adapter(name))
+
+
+def _adapters_alone(folder, handle):
+    _, sync = _syncing(folder, 1)
+    _send(sync.weights("alone").tensors(), handle)
+
+
+def _receive(engine, config, base_sync_done, **arguments):
+    settings = {"use_shm": True, "sync_timeout_seconds": 150.0, "peft_config": config, **arguments}
+    return engine.call("update_weights_from_ipc", timeout=200.0, base_sync_done=base_sync_done, **settings)
 
 
 @pytest.mark.parametrize(
@@ -119,18 +126,10 @@ def test_adapters_alone_equal_those_that_vllm_loads_from_a_file(start_engine, ch
     engine = start_engine(str(served), **settings)
     handles, found = [engine.handle(rank) for rank in range(tp)], []
     for is_base in (True, False, False):
-        engine.call(
-            "update_weights_from_ipc",
-            timeout=200.0,
-            use_shm=True,
-            sync_timeout_seconds=150.0,
-            verify=True,
-            peft_config=config,
-            base_sync_done=not is_base,
-        )
+        _receive(engine, config, not is_base, verify=True)
         found.append(_state(engine, None if is_base else NAME))
     adapters = [str(tmp_path / str(seed)) for seed in SEEDS]
-    run_ranks(_send, tp, str(trained), targets, adapters, handles, mode, tp)
+    run_ranks(_base_and_adapters, tp, str(trained), targets, adapters, handles, mode, tp)
     (base, _, generated), *synced = [[part.result() for part in parts] for parts in found]
     assert engine.leftovers() == []
     fresh = start_engine(str(trained), **settings)
@@ -148,7 +147,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 3, 100, 42, 17, 150], [199]]
 
 
 def _state(engine, adapter):
-    """Ask for a worker's weights, what it holds of an adapter, and what it generates."""
+    """Request a worker's digests of weights and adapter, and its outputs."""
     return (
         engine.call("epfsdp2_digests"),
         engine.call("epfsdp2_adapter_digests"),
@@ -212,7 +211,7 @@ def test_adapters_of_experts_that_checkpoints_stack_have_the_form_that_vllm_resh
 
 
 def _loaded(model, lora, tensors):
-    """What vLLM's own loader makes of the tensors, by the module's name; none is left over."""
+    """The adapters that vLLM's own loader makes of all tensors, by module."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -232,35 +231,7 @@ def test_adapters_without_a_layer_end_the_sync_with_their_name(start_engine, che
     served = checkpoints[0]
     settings = {"distributed_executor_backend": "uni", "again": True, "enable_lora": True, "max_lora_rank": RANK}
     engine = start_engine(served.path, **settings, lora_target_modules=["q_proj"])
-    failing = engine.call(
-        "update_weights_from_ipc",
-        timeout=100.0,
-        use_shm=True,
-        sync_timeout_seconds=60.0,
-        peft_config=_config(served.path),
-        base_sync_done=True,
-    )
-    run_ranks(_send_adapters, 1, served.path, engine.handle())
+    failing = _receive(engine, _config(served.path), True, verify=True)
+    run_ranks(_adapters_alone, 1, served.path, engine.handle())
     with pytest.raises(RuntimeError, match=r"adapters were sent that vLLM's model has no layers for.*o_proj"):
         failing.result()
-
-
-def _send_adapters(folder, handle):
-    model, meshes = sharded_model(
-        Path(folder),
-        1,
-        before=lambda model: Lora(model, _settings()),
-        initialize=lambda name, tensor, fits: is_adapter(name),
-        finish=lambda model: lora_of(model).initialize(model, 0),
-    )
-    lora_of(model).initialize(model, 0)
-    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", 1 << 20))
-    sending = send_weights(
-        sync.weights("alone").tensors(),
-        zmq_handle=handle,
-        bucket_megabytes=1,
-        use_shm=True,
-        timeout_seconds=60,
-        rank=0,
-    )
-    asyncio.run(sending)

@@ -1,9 +1,8 @@
-"""Shards under checkpoint names assemble to the checkpoint, and their changes are its changes."""
+"""Shards under checkpoint names assemble to the checkpoint, and their deltas are its changes."""
 
 import sys
 import types
 
-import pytest
 import torch
 import torch.distributed as dist
 from verl.workers.engine.spec import derive_dtensor_placement
@@ -16,7 +15,7 @@ from tests.support.models.tiny import save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 WORLD = 4
-# ep, fsdp_size, expert_shard_dim: experts cut in two dims, over ep alone, whole in replicas, cut twice along dim 0.
+# ep, fsdp_size, expert_shard_dim: experts sharded in two dims, over ep alone, in replicas, twice along dim 0.
 MESHES = [(2, -1, 1), (4, -1, 1), (2, 2, 1), (2, -1, 0)]
 
 
@@ -55,22 +54,20 @@ def _assembled(export):
     return whole
 
 
-def _shards(folder, meshes):
-    for ep, fsdp_size, dim in meshes:
-        model, built = sharded_model(folder, WORLD, ep, fsdp_size, expert_shard_dim=dim)
-        for dtype in (torch.float32, torch.bfloat16):
-            whole, wanted = _assembled(ShardExport(model, built, dtype)), _checkpoint(folder, dtype)
-            assert whole.keys() == wanted.keys()
-            assert all(torch.equal(whole[name], wanted[name]) for name in wanted), (ep, fsdp_size, dim)
+def _shards(meshes_of):
+    for folder, meshes in meshes_of.items():
+        for ep, fsdp_size, dim in meshes:
+            model, built = sharded_model(folder, WORLD, ep, fsdp_size, expert_shard_dim=dim)
+            for dtype in (torch.float32, torch.bfloat16):
+                whole, wanted = _assembled(ShardExport(model, built, dtype)), _checkpoint(folder, dtype)
+                assert whole.keys() == wanted.keys()
+                assert all(torch.equal(whole[name], wanted[name]) for name in wanted), (folder, ep, fsdp_size, dim)
 
 
-@pytest.mark.parametrize("save", [save_qwen3_moe, save_glm4_moe])
-def test_shard_export_of_all_ranks_is_the_checkpoint(tmp_path, save):
-    run_ranks(_shards, WORLD, save(tmp_path), MESHES if save is save_qwen3_moe else MESHES[:1])
-
-
-def test_shard_export_yields_a_tied_parameter_once(tmp_path):
-    run_ranks(_shards, WORLD, save_qwen3_moe(tmp_path, tie_word_embeddings=True), MESHES[:1])
+def test_shard_export_of_all_ranks_is_the_checkpoint_and_has_a_tied_parameter_once(tmp_path):
+    tied = save_qwen3_moe(tmp_path / "tied", tie_word_embeddings=True)
+    others = {save_glm4_moe(tmp_path / "glm4"): MESHES[:1], tied: MESHES[:1]}
+    run_ranks(_shards, WORLD, {save_qwen3_moe(tmp_path / "qwen3"): MESHES, **others})
 
 
 def _entry(name, spec, place, lidx, lval):
@@ -94,11 +91,11 @@ def _deltas(folder):
         model, meshes = sharded_model(folder, WORLD, ep, fsdp_size, expert_shard_dim=dim)
         export, snapshots, held = ShardExport(model, meshes), {}, {name: t.clone() for name, t in seen.items()}
         prime_delta_snapshots(export.shards(), snapshots, pin=False)
-        for step in range(3):
+        for step in range(2):
             generator = torch.Generator().manual_seed(step)
             with torch.no_grad():
                 for param in model.parameters():
-                    # The same on all ranks, replicas included: a whole tensor's values, of which each takes its own.
+                    # All ranks draw the same whole tensor and apply their shards, so that replicas stay equal.
                     changed = torch.rand(param.shape, generator=generator) < (0.05 if step else 0.5)
                     _local(param).add_(_mine(changed.float(), param))
             wanted = _assembled(export)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 
 def _train_and_sync(folder: str, exports: list[str], handles: list[str], kind: str, etp: int = 1) -> None:
-    """Take one optimizer step before each sync, and export every synced state as ``hf_model``; nobody to send to, none.
+    """Take one optimizer step before each sync, and export every state as ``hf_model``; without handles send nothing.
 
     The steps are equal bit for bit in every run.
     """
@@ -67,7 +67,7 @@ def _exported(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def generated_by_a_fresh_engine(start_engine, checkpoints, tmp_path_factory):
-    """What an engine generates that was started on the weights after both steps."""
+    """Outputs of an engine that was started on the weights after both steps."""
     folder = tmp_path_factory.mktemp("fresh")
     exports = [folder / name / HF for name in ("first", "second")]
     run_ranks(_train_and_sync, 2, checkpoints[0].path, [str(e) for e in exports], [], "full")
@@ -82,7 +82,7 @@ def test_vllm_workers_after_each_of_two_syncs_hold_the_trainers_weights(
 ):
     checkpoint = checkpoints[0]
     exports = [tmp_path / name / HF for name in ("first", "second")]
-    # The other kind's engine, which holds the weights after both steps: each sync has to change them.
+    # The other case's engine holds the weights after both steps, so that each sync changes them.
     engine = start_engine(checkpoint.path, tp_size=2, again=True)
     answers = []
     for _ in exports:
@@ -97,5 +97,5 @@ def test_vllm_workers_after_each_of_two_syncs_hold_the_trainers_weights(
             assert verify.compare(verify.expected_digests(_exported(export), config, 2, rank), found) == ""
     assert held[0] != held[1]
     assert engine.leftovers() == []
-    if etp == 1:  # whose sums are other ones, so that steps are not equal bit for bit
+    if etp == 1:  # because steps with etp 2 differ in their last bits
         assert engine.generate() == generated_by_a_fresh_engine

@@ -10,16 +10,15 @@ from tests.support.rollout import verify
 
 pytestmark = pytest.mark.e2e
 
-# One whose loader needs a shim, one with names of its own, one with tied embeddings, two dense ones; the others take
-# too long for every run of the suite.
-QUICK = ("gpt_oss", "mixtral", "gemma4", "qwen3", "llama")
+# A loader with a shim, renamed experts, tied embeddings; the others are long tests.
+QUICK = ("gpt_oss", "mixtral", "gemma4")
 
-# vLLM's CPU kernels of these families compute in bfloat16 alone; Granite's do where there is AMX.
+# vLLM's CPU kernels of these families compute in bfloat16 alone; Granite's only with AMX.
 PLAIN = "tests.rollout.served.plain_linear_attention.PlainLinearAttention"
 IN_BFLOAT16 = ("qwen3_next", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl", "granitemoehybrid")
-# Of a probability: float32 alone makes 2e-5 of difference to float64 in these models, and bfloat16 at least 5e-2.
+# Probabilities of these models in float32 differ by 2e-5 from float64, in bfloat16 by at least 5e-2.
 ROUNDING = 1e-4
-# vLLM's CPU build routes as others than the first two models do (docs/weight_sync.md), and reads sinks in bfloat16.
+# vLLM's CPU build routes the first two differently (docs/weight_sync.md), and reads the last one's sinks in bfloat16.
 OTHER_MODELS = ("ernie4_5_moe", "minimax_m2", "gpt_oss")
 
 
@@ -52,11 +51,11 @@ def test_vllm_after_three_syncs_of_full_tensors_equals_a_fresh_engine(name, star
         fresh.append(computed())
     *wanted, (digests, outputs) = fresh
     for seed, (wanted_digests, wanted_outputs) in enumerate(wanted, start=1):
-        # Nothing may pass because it does not change.
+        # Every parameter changes in every sync.
         assert [key for key, value in wanted_digests[0].items() if digests[0][key] == value] == []
         assert served.is_mute or outputs != wanted_outputs
         randomise(model, seed)
-        # The last as the stream does where stacks do not fit its memory: expert by expert, as a checkpoint has them.
+        # The last sync sends single experts, like a stream whose memory does not hold stacks.
         named = names.for_vllm if seed < len(wanted) else hf_names.as_singles
         engine.sync(lambda rank, named=named: named(model, sent(model, dtype)))
         digests, outputs = computed()
@@ -70,7 +69,7 @@ def test_vllm_after_three_syncs_of_full_tensors_equals_a_fresh_engine(name, star
     [pytest.param(n, marks=() if n == "qwen3_next" else pytest.mark.long) for n in SERVED if n not in OTHER_MODELS],
 )
 def test_vllm_in_float32_computes_the_plain_models_log_probs(name, start_engine, tmp_path):
-    """Bfloat16's rounding, which is all that some families' kernels have, would hide any other difference."""
+    """In bfloat16, the only dtype of some families' kernels, rounding would hide other differences."""
     served = SERVED[name]
     served.skip_where_broken()
     if served.is_mute:
@@ -85,7 +84,7 @@ def test_vllm_in_float32_computes_the_plain_models_log_probs(name, start_engine,
         max_model_len=112,
         **settings,
     )
-    # Of more than one chunk of linear attention's rule (64), of less than one, and of less than a convolution.
+    # Longer than a chunk of linear attention (64), shorter than a chunk, and shorter than a convolution.
     prompts = [torch.randint(3, 90, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (90, 37, 2)]
     for prompt, (generated, decoded, prefilled) in zip(prompts, engine.generating(prompts).result(), strict=True):
         with torch.no_grad():

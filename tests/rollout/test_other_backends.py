@@ -53,7 +53,7 @@ def _full_and_deltas(folder):
             for param in engine.module.parameters():
                 param.mul_(2)
 
-    # delta_sharded sends what has changed since its snapshot.
+    # delta_sharded sends the changes since its snapshot.
     engine.prime_delta_snapshots()
     with torch.no_grad():
         engine.module.model.norm.weight.add_(1)
@@ -73,10 +73,6 @@ def _full_and_deltas(folder):
         assert count == (saved[name].numel() if is_changed else 0), name
 
 
-def test_other_backends_that_iterate_get_full_tensors_and_delta_gets_what_has_changed(tmp_path):
-    run_ranks(_full_and_deltas, 2, save_qwen3_moe(tmp_path))
-
-
 def _by_the_names_of_checkpoints(folder):
     send_stacks()
     weights, _ = _worker(folder, _rollout="sglang").engine.get_per_tensor_param()
@@ -85,5 +81,10 @@ def _by_the_names_of_checkpoints(folder):
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
 
 
-def test_other_backends_get_the_names_of_checkpoints(tmp_path):
-    run_ranks(_by_the_names_of_checkpoints, 2, save_qwen3_moe(tmp_path))
+def _both(folder):
+    _full_and_deltas(folder)
+    _by_the_names_of_checkpoints(folder)
+
+
+def test_other_backends_get_full_tensors_by_names_of_the_model_or_checkpoint_and_delta_gets_changes(tmp_path):
+    run_ranks(_both, 2, save_qwen3_moe(tmp_path))

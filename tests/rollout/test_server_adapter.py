@@ -329,7 +329,7 @@ adapter = get_rollout_class("vllm", "async")
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 assert adapter.__mro__[1:3] == (server_adapter.Updates, ServerAdapter), adapter.__mro__
 assert adapter.timeout_seconds == 7.0
-# What the mix-in replaces, and what it calls, is still there.
+# verl still has the methods that the mix-in replaces and calls.
 import inspect
 update = list(inspect.signature(ServerAdapter.update_weights).parameters)
 assert update[1:4] == ["weights", "global_steps", "wire_format"], update

@@ -1,4 +1,4 @@
-"""What one rank does at the published sizes before a byte of a checkpoint is read: resuming, exporting."""
+"""One rank's plans of a resume and an export at the published sizes, before it reads a byte."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""What plans take at the published sizes: the memory of one mesh, and all meshes as ``recipes.plan`` lists them."""
+"""Cost of plans at the published sizes: the memory of one mesh, and the list of meshes of ``recipes.plan``."""
 
 from typing import Any
 

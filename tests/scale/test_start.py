@@ -1,4 +1,4 @@
-"""What one rank does at the published sizes before its first step and its first save."""
+"""One rank's work at the published sizes before its first step and its first save."""
 
 from typing import Any
 

@@ -1,20 +1,11 @@
-"""Weight syncs at published sizes: what a rank plans, and what it runs in Python in a sync."""
+"""Weight syncs at published sizes: a rank's plan, and its Python in a sync."""
 
 from typing import Any
 
 import pytest
 
 from epfsdp2.rollout.layout.specs import Rollout
-from tests.scale.syncs import (
-    MEMORY,
-    colocated,
-    no_bytes,
-    run,
-    sent_model,
-    separate,
-    shards_of,
-    sync_of,
-)
+from tests.scale.syncs import MEMORY, colocated, no_bytes, run, sent_model, separate, shards_of, sync_of
 from tests.support.scale import MOST_GROWTH, SIZES, Cost, Size, alone, growth, on_fake_ranks
 
 # A rollout of each size, and the rounds and parameters of a sync of worker 0.

@@ -1,4 +1,4 @@
-"""What a vLLM worker does for a sync of all its parameters, in models of advertised size with tiny widths.
+"""A vLLM worker's load of all its parameters, in models with the layers of advertised sizes and tiny widths.
 
 Plain modules with the names of Qwen3-MoE are reloaded by vLLM's own functions. Nothing may grow faster than the layers.
 """
@@ -33,13 +33,13 @@ BUCKET = 20
 
 @pytest.fixture(autouse=True)
 def device_tensors(monkeypatch):
-    """Let vLLM take all tensors for device tensors, of which its own loaders keep account."""
+    """Make vLLM treat all tensors as device tensors, whose loads it tracks."""
     layerwise = pytest.importorskip("vllm.model_executor.model_loader.reload.layerwise")
     monkeypatch.setattr(layerwise, "has_device_tensors", lambda arguments: True)
 
 
 def _worker(layers: int) -> tuple[torch.nn.Module, list[tuple[str, torch.Tensor]]]:
-    """A model as vLLM has it after start-up, and the units of a sync."""
+    """A model in vLLM's state after start-up, and the units of a sync."""
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
     shapes = {"model.embed_tokens.weight": (64, 8)}
@@ -70,7 +70,7 @@ def _sync(model: torch.nn.Module, units: list[tuple[str, torch.Tensor]]) -> None
 
 
 def _calls(model: torch.nn.Module, units: list[tuple[str, torch.Tensor]]) -> int:
-    """How many functions a sync calls, of Python and of C."""
+    """Number of Python and C functions that a sync calls."""
     count = 0
 
     def counts(frame, event, argument):

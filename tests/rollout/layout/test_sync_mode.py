@@ -1,4 +1,4 @@
-"""Which sync mode a rollout gets, and what each mode sends to a worker."""
+"""The sync mode of a rollout, and the tensors of each mode."""
 
 import copy
 from dataclasses import replace
@@ -23,23 +23,19 @@ from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 from epfsdp2.rollout.vllm.server import EXTENSION, check_parallelism
 from tests.parity import families
 from tests.support.engine.sharded import sharded_model
-from tests.support.models.names import send_stacks
 from tests.support.models.quantised import COMPRESSED
 from tests.support.models.tiny import reference_model, save_qwen3_moe
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 from tests.support.rollout.sent_slices import collected, weights_for
 
 WORLD = 4
 MEMORY, ROOMY = 1 << 18, 1 << 22
-
 
 OURS = {"engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION}}}
 TP2 = {"tensor_model_parallel_size": 2, **OURS}
 EP2 = {"data_parallel_size": 2, "expert_parallel_size": 2, **OURS}
 FP8 = {**TP2, "quantization": "fp8"}
 ONLINE = {**TP2, "engine_kwargs": {"vllm": {"worker_extension_cls": EXTENSION, "quantization": "fp8_per_tensor"}}}
-
-
 KIND = "quantization_config"
 
 
@@ -48,7 +44,7 @@ def rollout_of(config):
 
 
 def _compressed(kind="int8", group=None, **settings):
-    """A rollout that holds weights as compressed-tensors does, with other settings of its config or of its group."""
+    """A rollout with weights of compressed-tensors, and other settings of its config or of its group."""
     asked = copy.deepcopy(COMPRESSED[kind]) | settings
     for key, values in (group or {}).items():
         asked["config_groups"]["group_0"][key] = {**(asked["config_groups"]["group_0"][key] or {}), **values}
@@ -162,32 +158,19 @@ def test_choose_mode_reads_verls_dataclass_like_a_mapping():
         choose_mode("sliced", verls, "qwen3_moe")
 
 
-def _stacks(folder):
-    send_stacks()
-    model, meshes = sharded_model(folder, WORLD, 2)
-    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", ROOMY))
-    assert dict(sync.weights()).keys() == dict(reference_model(folder).named_parameters()).keys()
-
-
-def test_full_tensors_are_stacks_where_memory_holds_them(tmp_path):
-    run_ranks(_stacks, WORLD, save_qwen3_moe(tmp_path))
-
-
 def _cast_slices(folder):
     rank = dist.get_rank()
-    model, meshes = sharded_model(folder, WORLD, 2)
+    model, meshes = sharded_model(folder, 2, 2)
     layers, low = layer_names(model), torch.bfloat16
     dtypes = dict.fromkeys((name for name, p in model.named_parameters() if "norm" not in name), low)
 
     def sent(dtypes):
         sync = RolloutSync(model, meshes, layers, dtypes, SyncSettings("auto", ROOMY))
-        weights = weights_for(sync, Rollout(2), rank % 2)
+        weights = weights_for(sync, Rollout(2), rank)
         return collected(weights.tensors()), weights.traffic
 
     (wide, wide_traffic), (narrow, traffic) = sent({}), sent(dtypes)
-    assert traffic.sent < 0.55 * wide_traffic.sent and traffic.received < 0.55 * wide_traffic.received, (
-        "parameters are cast before they are sent"
-    )
+    assert traffic.sent < 0.55 * wide_traffic.sent and traffic.received < 0.55 * wide_traffic.received
     assert wide.keys() == narrow.keys()
     for name, values in narrow.items():
         assert values.dtype == (torch.float32 if "norm" in name else low)
@@ -195,34 +178,30 @@ def _cast_slices(folder):
 
 
 def test_sliced_sends_float32_parameters_as_their_casts(tmp_path):
-    # Columns that are long enough to be sent in pieces, in both dtypes.
-    run_ranks(_cast_slices, WORLD, save_qwen3_moe(tmp_path, moe_intermediate_size=128))
+    # Columns are long enough to be sent in pieces, in both dtypes.
+    run_ranks(_cast_slices, 2, save_qwen3_moe(tmp_path, moe_intermediate_size=128))
 
 
-def _for_a_quantised_rollout(folder):
-    model, meshes = sharded_model(folder, WORLD, 2)
+def _quantised_rollout_in_full_gets_checkpoint_tensors_without_checksums(folder):
+    model, meshes = sharded_model(folder, 2, 2)
     wanted = dict(hf_names.as_checkpoint(model, reference_model(folder).named_parameters()))
     assert max(tensor.dim() for tensor in wanted.values()) == 2  # which verl's quantization asserts
     for memory in (ROOMY, MEMORY):
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", memory, verify_syncs=-1))
-        assert sync.weights().for_rollout(TP2, dist.get_rank() % 2).has_checksums
+        assert sync.weights().for_rollout(TP2, dist.get_rank()).has_checksums
         full = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("full", memory, verify_syncs=-1))
         for own, settings in (
             (full, {"quantization": "fp8"}),
             (sync, {"quantization": "torchao"}),
             (sync, {"qat": {"enable": True}}),
         ):
-            weights = own.weights().for_rollout({**TP2, **settings}, dist.get_rank() % 2)
+            weights = own.weights().for_rollout({**TP2, **settings}, dist.get_rank())
             assert (weights.mode, weights.has_checksums) == ("full", False)
             got = {name: tensor.clone() for name, tensor in weights.tensors()}
             assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_quantised_rollout_of_mode_full_gets_checkpoint_tensors_without_checksums(tmp_path):
-    run_ranks(_for_a_quantised_rollout, WORLD, save_qwen3_moe(tmp_path))
-
-
-def _said_once(folder):
+def _auto_that_falls_back_warns_once_on_rank_0(folder):
     model, meshes = sharded_model(folder, 2, 2)
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", ROOMY))
     lines = []
@@ -230,12 +209,8 @@ def _said_once(folder):
     config = {**TP2, "quantization": "torchao"}
     for _ in range(3):
         assert len(dict(sync.weights().for_rollout(config, dist.get_rank()).tensors())) > 0
-    said = "epfsdp2: engine.rollout_sync=auto falls back to full: actor_rollout_ref.rollout.quantization=torchao: "
-    assert [line.startswith(said) for line in lines] == [True] * (dist.get_rank() == 0)
-
-
-def test_mode_auto_that_falls_back_to_full_warns_once_on_rank_0(tmp_path):
-    run_ranks(_said_once, 2, save_qwen3_moe(tmp_path))
+    warning = "epfsdp2: engine.rollout_sync=auto falls back to full: actor_rollout_ref.rollout.quantization=torchao: "
+    assert [line.startswith(warning) for line in lines] == [True] * (dist.get_rank() == 0)
 
 
 TRANSFER = TransferStats(tensors=3, nbytes=2_000_000_000, gather_seconds=1.0, wire_seconds=0.25, load_seconds=2.0)
@@ -259,17 +234,13 @@ def _counted(folder):
     gathered, sliced, again = reports
     assert gathered.min_received_bytes == whole - own
     # Shards are padded to 16 bytes, and to the largest rank's.
-    assert (
-        gathered.min_received_bytes
-        <= gathered.traffic.received
-        == gathered.traffic.sent
-        <= 1.2 * gathered.min_received_bytes
-    )
+    least, traffic = gathered.min_received_bytes, gathered.traffic
+    assert least <= traffic.received == traffic.sent <= 1.2 * least
     assert memory / 3 < gathered.traffic.peak <= memory
     exchange = weights.sync.exchange(rollout_of(TP2))
     plan, (own, kind) = exchange.plan, (rank, rank % 2)
     assert sliced.min_received_bytes == plan.needed[kind] - plan.sent[own, kind]
-    # What is short is sent whole to every worker: norms, and routers' weights.
+    # Short tensors (norms, routers' weights) are sent whole to every worker.
     short = sum(round_.whole_offsets[1] for _, round_ in plan.rounds)
     assert sliced.min_received_bytes < sliced.traffic.received <= sliced.min_received_bytes + (WORLD - 1) * short
     assert sliced.traffic.received < 1.1 * sliced.min_received_bytes
@@ -290,7 +261,7 @@ def test_report_counts_bytes_and_buffers(tmp_path):
     run_ranks(_counted, WORLD, save_qwen3_moe(tmp_path))
 
 
-def _one_plan(folder):
+def _differing_plans_are_refused_on_every_rank(folder):
     rank = dist.get_rank()
     model, meshes = sharded_model(folder, 2, 2)
     layers = layer_names(model)
@@ -311,5 +282,14 @@ def _one_plan(folder):
         export(MEMORY if rank else 10).check_plans(None)
 
 
-def test_check_plans_raises_on_every_rank_if_plans_differ(tmp_path):
-    run_ranks(_one_plan, 2, save_qwen3_moe(tmp_path))
+def _two_ranks(folder):
+    checks = (
+        _quantised_rollout_in_full_gets_checkpoint_tensors_without_checksums,
+        _auto_that_falls_back_warns_once_on_rank_0,
+        _differing_plans_are_refused_on_every_rank,
+    )
+    each_case([(check.__name__, check) for check in checks], lambda name, check: check(folder))
+
+
+def test_modes_on_two_ranks_warn_of_full_refuse_differing_plans_and_send_checkpoints_to_quantised_rollouts(tmp_path):
+    run_ranks(_two_ranks, 2, save_qwen3_moe(tmp_path))

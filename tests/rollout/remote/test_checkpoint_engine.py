@@ -1,9 +1,7 @@
 """The checkpoint engine between a trainer's ranks and rollout ranks of another torch world."""
 
 import os
-import threading
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +21,14 @@ from tests.support.rollout.remote.member import Member, check_equal, taken
 
 TRAINERS, TP = Member.trainers, Member.tp
 SECONDS = 15.0
-OTHER = "theirs.Extension"  # which loads no slices
+OTHER = "theirs.Extension"  # loads no slices
+
+
+def _check_sync(member, factor=1):
+    """Run a sync in which every worker gets its parameters, of the first weights times ``factor``."""
+    got = member.sync()
+    if not member.is_trainer:
+        check_equal(got, member.parameters(member.index % TP, factor))
 
 
 def _syncs(folder):
@@ -35,7 +40,7 @@ def _syncs(folder):
         got, crossed[0] = member.sync(), sum(member.crossed)
         if member.is_trainer:
             dist.all_reduce(crossed)
-            # Two replicas take what their workers keep; tensors of a few hundred bytes are sent to all whole.
+            # Two replicas get their workers' slices; tensors of a few hundred bytes are sent whole to all.
             assert kept_bytes <= crossed.item() < 1.2 * kept_bytes
             if member.rank == 0:
                 assert kept_bytes / 2 <= got["weight_sync/sent_megabytes"] * 2**20 < kept_bytes * 0.6
@@ -46,8 +51,8 @@ def _syncs(folder):
                     param.mul_(2)
         else:
             check_equal(got, member.parameters(member.index % TP, factor))
-    # Workers that do not support slices, or a trainer that is set to full: all receive full tensors, expert by expert
-    # where a stack does not fit the memory.
+    # Workers without slices, or a trainer with mode full: all receive full tensors, and single experts of stacks that
+    # exceed the memory.
     full = dict(hf_names.as_checkpoint(reference_model(folder / "model"), member.whole.items()))
     full = {name: tensor * 8 for name, tensor in full.items()}
     for wanted, extension in (("auto", OTHER), ("full", EXTENSION)):
@@ -55,7 +60,7 @@ def _syncs(folder):
         if not member.is_trainer:
             check_equal(got, full)
 
-    # Weights of an engine that is not ours.
+    # Weights of another engine.
     theirs = {"a": torch.arange(5000.0), "b": torch.ones(3, dtype=torch.bfloat16)}
     got = member.sync(lambda: iter(theirs.items()))
     if not member.is_trainer:
@@ -75,7 +80,7 @@ def _syncs(folder):
         member.finalize()
     assert member.engine._endpoint.group.process_group is group
 
-    # Workers of which one has another config: all members raise, and make a new group.
+    # One worker has another config: all members raise, and make a new group.
     member.connect()
     with pytest.raises(WeightSyncError, match="the rollout's ranks differ in config or release: full for .*sliced for"):
         if member.is_trainer:
@@ -85,10 +90,8 @@ def _syncs(folder):
     # A rollout rank was restarted: all members make a new group.
     if member.rank == TRAINERS:
         member.new_engine()
-    got = member.sync()
+    _check_sync(member, 8)
     assert member.engine._endpoint.group.process_group is not group
-    if not member.is_trainer:
-        check_equal(got, member.parameters(member.index % TP, 8))
 
 
 def test_checkpoint_engine_sends_rollout_ranks_what_they_keep_every_sync(tmp_path):
@@ -104,7 +107,7 @@ class _WithAdapters(Member):
     }
 
     def stages(self, weights, **settings):
-        """Run a sync; return what a rollout rank loads, stage by stage, with the arguments of vLLM's worker."""
+        """Run a sync; return a rollout rank's stages, each with the arguments of vLLM's worker."""
         self.connect()
         if self.is_trainer:
             found = self.send(weights)
@@ -116,7 +119,7 @@ class _WithAdapters(Member):
 
 
 def _adapters_of(folder, seed):
-    """Adapters that vLLM's loader takes, of the plain model."""
+    """Adapters of the plain model under names of vLLM's loader."""
     model = reference_model(folder / "model")
     lora, read = Lora(model, lora_settings()), stirred(model, seed)
     names = RolloutNames(model, lora, ADAPTED_AS_STACKS)
@@ -181,12 +184,10 @@ def _faults(folder):
     with pytest.raises(WeightSyncError, match="a fault that the test injected"):
         if member.is_trainer:
             member.send(_raising() if member.rank == 0 else iter([]))
-            # The other rank only takes part among the trainer's ranks, whose error is the trainer's own.
+            # The other trainer rank joins only collectives of the trainer, whose error the trainer raises itself.
             raise WeightSyncError("a fault that the test injected")
         dict(member.receive())
-    got = member.sync()
-    if not member.is_trainer:
-        check_equal(got, member.parameters(member.index % TP))
+    _check_sync(member)
 
     # One raises in its second round, beside a rank that waits for it there: the others raise its cause soon.
     def failing(name):
@@ -204,36 +205,22 @@ def _faults(folder):
             member.send(exporter.weights())
         taken(member.receive())
     assert time.monotonic() - float(member.facts.get("raised")) < SECONDS / 4
-    got = member.sync()
-    if not member.is_trainer:
-        check_equal(got, member.parameters(member.index % TP))
+    _check_sync(member)
 
     # A rank that never joins: waits time out.
     member.connect()
+    member.engine._endpoint.group.timeout_seconds = 2.0
     started = time.monotonic()
     if member.is_trainer:
-        with pytest.raises(WeightSyncError, match="rollout rank 0 did not publish its 'request' within 15 s"):
+        with pytest.raises(WeightSyncError, match="rollout rank 0 did not publish its 'request' within 2 s"):
             member.send(member.exporter().weights())
-        assert time.monotonic() - started < SECONDS + 5
+        assert time.monotonic() - started < SECONDS / 2
     elif member.rank == TRAINERS + 1:
         with pytest.raises(WeightSyncError, match="rollout rank 0 did not publish its 'request'"):
             dict(member.receive())
     else:
-        time.sleep(SECONDS + 2)
-    got = member.sync()
-
-    # A rank hangs in the set-up of a new group: the others raise in time, and the next sync makes another group.
-    if member.rank == TRAINERS:
-        member.new_engine()
-    member.engine.timeout_seconds = 3.0
-    first = (lambda *args, **kwargs: threading.Event().wait()) if member.rank == TRAINERS else dist.all_to_all_single
-    did_not_end = pytest.raises(WeightSyncError, match="set-up, which did not end within 3 s")
-    with mock.patch.object(dist, "all_to_all_single", first), did_not_end:
-        member.connect()
-    member.engine.timeout_seconds = SECONDS
-    got = member.sync()
-    if not member.is_trainer:
-        check_equal(got, member.parameters(member.index % TP))
+        time.sleep(4)
+    _check_sync(member)
 
     # A rollout rank is killed in the middle of a sync.
     member.connect()

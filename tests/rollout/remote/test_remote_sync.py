@@ -11,15 +11,8 @@ from epfsdp2.rollout.remote.remote_sync import Endpoint
 from epfsdp2.rollout.sync import SyncSettings
 from epfsdp2.rollout.transport.buckets import buckets_of
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-from tests.support.rollout.remote.peers import three_members
 
 LIMIT = 1000
-
-
-@pytest.fixture
-def together():
-    with three_members(5.0) as members:
-        yield members
 
 
 def _tensors():

@@ -1,4 +1,4 @@
-"""What a weight sync opens: where it listens, what has no token of the run, and what is unpickled of a socket."""
+"""Sockets of a weight sync: addresses, entries without the run's token, and pickles from strangers."""
 
 import contextlib
 import os
@@ -100,7 +100,7 @@ class _Runs:
 
 @contextlib.contextmanager
 def _connected(path):
-    """A worker's socket, and the plain one of whoever binds its name."""
+    """A worker's socket, and a plain one that a stranger has bound to its name."""
     address, context = f"ipc://{path}", zmq.Context()
     sender = context.socket(zmq.REQ)
     sender.bind(address)

@@ -20,16 +20,9 @@ from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from epfsdp2.rollout.remote.signed_store import SignedStore, connect_store, serve_store
 from epfsdp2.rollout.transport.watched_sockets import CHECK_SECONDS, WeightSyncError, wait_for_work
 from tests.support import ranks  # noqa: F401 (what processes are forked from has imported torch)
-from tests.support.rollout.remote.peers import three_members
 
 SECONDS = 3.0
 MEMBERS = Members(2, 3)
-
-
-@pytest.fixture
-def together():
-    with three_members(SECONDS) as members:
-        yield members
 
 
 def _blocks(*args, **kwargs):
@@ -41,7 +34,7 @@ def _is_killed(*args, **kwargs):
 
 
 def _member(rank, port, token, first, errors):
-    """A process that joins the group; ``first`` is what its first collective does, instead."""
+    """A process that joins the group; ``first`` replaces its first collective."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if first is not None:
         dist.all_to_all_single = first
@@ -63,11 +56,8 @@ def _member(rank, port, token, first, errors):
     ],
 )
 def test_group_of_processes_of_which_one_does_not_end_its_set_up_raises_in_time_on_the_others(case, cause):
-    served, token, context = (
-        serve_store("127.0.0.1", SECONDS),
-        secrets.token_hex(32),
-        multiprocessing.get_context("forkserver"),
-    )
+    served, token = serve_store("127.0.0.1", SECONDS), secrets.token_hex(32)
+    context = multiprocessing.get_context("forkserver")
     errors, first = context.SimpleQueue(), {"is killed": _is_killed, "hangs": _blocks}
     processes = [
         context.Process(target=_member, args=(rank, served.port, token, first.get(case) if rank == 2 else None, errors))
@@ -83,7 +73,7 @@ def test_group_of_processes_of_which_one_does_not_end_its_set_up_raises_in_time_
         rank, error, seconds, threads = errors.get()
         found[rank] = error
         assert seconds < SECONDS + 3
-        # One that a native call returns to while the interpreter ends would abort the process.
+        # No thread is in a native call, which aborts the process if it returns at interpreter exit.
         assert not threads or case == "is killed" or rank == 2
     assert {0, 1} <= found.keys()
     for rank in (0, 1):
@@ -109,19 +99,6 @@ def test_broadcast_group_to_which_a_member_never_comes_raises_on_the_others(toge
         members[0].broadcast(torch.zeros(1))
 
 
-def test_broadcast_whose_set_up_blocks_for_ever_raises_in_time_and_closes_the_group(together):
-    (_, _, member), _ = together
-    member.timeout_seconds = 0.5
-    started = time.monotonic()
-    member.publish("from trainer 0", [])  # all came, trainer rank 0 says
-    never_ends = mock.patch.multiple(dist, broadcast=_blocks), mock.patch.object(member, "_make_group")
-    raises = pytest.raises(WeightSyncError, match="trainer rank 0 did not come to the group's set-up within 0.5 s")
-    with never_ends[0], never_ends[1], raises, member.abort_on_error():
-        member.broadcast(torch.zeros(1))
-    assert time.monotonic() - started < SECONDS
-    assert member.failed and member.process_group is None
-
-
 class _Counted:
     """A store that counts its requests."""
 
@@ -141,7 +118,7 @@ def _count(group):
 
 
 class _Pending:
-    """Work that ends when it is told to."""
+    """Work that ends at ``end``."""
 
     ended = None
 
@@ -173,19 +150,19 @@ def test_waits_ask_the_store_some_times_a_second(together):
 
     requests.clear()
     assert first.wait_for("a") == 1
-    assert requests == {"check": 1, "get": 1}, "what is there is not waited for"
+    assert requests == {"check": 1, "get": 1}, "a published message needs no wait"
 
 
 def test_end_of_work_and_of_a_wait_is_seen_within_two_milliseconds(together):
     (first, second, _), _ = together
     of_work, of_messages = [], []
-    for _ in range(60):
+    for _ in range(30):
         work = _Pending()
         threading.Timer(0.03, work.end).start()
         wait_for_work(work, SECONDS)
         of_work.append(time.perf_counter() - work.ended)
 
-    for _ in range(60):
+    for _ in range(30):
         first.begin_sync(), second.begin_sync()
         sent = []
         timer = threading.Timer(0.03, lambda sent=sent: (second.publish("a", 1), sent.append(time.perf_counter())))

@@ -6,7 +6,6 @@ import sys
 from contextlib import contextmanager
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,13 +15,13 @@ from epfsdp2.engine.topology.index_ranges import shard_ranges
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.plan.transfer_plan import ROUND_BUFFERS
 from epfsdp2.rollout.sent_tensors import tensor_specs
-from epfsdp2.rollout.servers import target_slices
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.report import Traffic
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.rollout.sent_slices import bits, collected, stored_parameters, weights_for
+from tests.support.rollout.sent_slices import collected, weights_for
+from tests.support.rollout.units import check_stored, stored_parameters, worker_slices
 
 WORLD = 4
 LIMIT = 1 << 16
@@ -41,24 +40,14 @@ def _state(model):
 
 
 def _whole_parameters(sync, whole, rollout, worker):
-    """Return what a worker keeps, cut from whole tensors, and which elements of each parameter are filled."""
-    slices = [
-        (part, whole[spec.name].detach().to(sync.dtypes[spec.name]))
-        for spec in sync.sent_model().tensors
-        for part in target_slices(spec, rollout, worker, sync.heads)
-    ]
-    return stored_parameters(slices)
-
-
-def _check_parameters(found, expected, where):
-    assert found.keys() == expected.keys(), where
-    for name, (values, is_filled) in expected.items():
-        assert (found[name].shape, found[name].dtype) == (values.shape, values.dtype), (where, name)
-        assert torch.equal(bits(found[name][is_filled]), bits(values[is_filled])), (where, name)
+    """Return a worker's parameters, cut from whole tensors, and the masks of their filled elements."""
+    tensors = ((spec.name, whole[spec.name].detach()) for spec in sync.sent_model().tensors)
+    cast = ((name, tensor.to(sync.dtypes[name])) for name, tensor in tensors)
+    return stored_parameters(worker_slices(cast, rollout, worker, sync.heads))
 
 
 def _planned_bytes(exchange):
-    """Return the bytes that this rank sends to others and receives: what they need, and every short tensor whole."""
+    """Return the bytes that this rank sends to others and receives: their slices, and every short tensor whole."""
     plan, member = exchange.plan, exchange.member
     own, sent, received = dist.get_rank() % plan.topology.fsdp, 0, 0
     others = [rank for rank in range(plan.topology.fsdp) if rank != own]
@@ -89,14 +78,14 @@ def _brings_the_parameters(folder, cases):
         tensors = tensor_specs(sync.model, dtype.itemsize)
         before = tensors_before_sharding(reference, topology, mesh[2], itemsize=dtype.itemsize)
         assert [_facts(t, sync.meshes) for t in tensors] == [_facts(t, sync.meshes) for t in before], where
-        for number in range(3):
+        for number in range(2):
             with torch.no_grad():
                 for each in (sync.model, reference):
                     for param in _state(each).values() if number else ():
                         param.mul_(-1.5)
             weights = weights_for(sync, rollout, worker)
             found = collected(weights.tensors())
-            _check_parameters(found, _whole_parameters(sync, _state(reference), rollout, worker), (where, number))
+            check_stored(found, _whole_parameters(sync, _state(reference), rollout, worker), (where, number))
             exchange = weights.sync.exchange(weights._rollout)
             assert (weights.traffic.sent, weights.traffic.received) == _planned_bytes(exchange), where
             assert weights.traffic.held == 0 < weights.traffic.peak <= MEMORY, (where, weights.traffic.peak)
@@ -135,7 +124,7 @@ def test_exchange_of_tied_parameters_sends_them_once(tmp_path):
     run_ranks(_brings_the_parameters, WORLD, save_qwen3_moe(tmp_path, tie_word_embeddings=True), cases)
 
 
-def _one_stops_early(folder):
+def _stops_early(folder):
     sync, rank = _sync(folder), dist.get_rank()
     exchange, traffic = sync.exchange(Rollout(2)), Traffic()
     parameters = exchange.run(sync.values(), traffic)
@@ -143,11 +132,6 @@ def _one_stops_early(folder):
     parameters.close()
     assert len(taken) == 3 or rank != 1
     assert (traffic.sent, traffic.received) == _planned_bytes(exchange)
-    dist.barrier()
-
-
-def test_exchange_whose_consumer_stops_early_blocks_no_rank(tmp_path):
-    run_ranks(_one_stops_early, WORLD, save_qwen3_moe(tmp_path))
 
 
 @contextmanager
@@ -163,29 +147,16 @@ def _recorded(events):
         yield
 
 
-def _bounded(folder):
-    sync, sizes = _sync(folder), []
-    exchange = sync.exchange(Rollout(2))
-    with _recorded(sizes):
-        for _ in exchange.run(sync.values()):
-            pass
-    assert len(sizes) == len(list(exchange.plan.rounds))
-    assert max(max(pair) for pair in sizes) <= LIMIT
-    assert sum(max(pair) > LIMIT // 2 for pair in sizes) > len(sizes) // 3
-
-
-def test_exchange_buffers_stay_within_the_limit(tmp_path):
-    run_ranks(_bounded, WORLD, save_qwen3_moe(tmp_path))
-
-
 def _round_by_round(folder):
-    """Parameters come in the order of rounds, and the next round is on its way while they are used."""
-    sync, events = _sync(folder, dtype=torch.bfloat16), []
+    """Rounds have a limit, parameters come in their order, and the next round is in flight while they are used."""
+    sync, events = _sync(folder), []
     exchange, traffic = sync.exchange(Rollout(2)), Traffic()
     with _recorded(events):
         for found in exchange.run(sync.values(), traffic):
             events.append((found.parameter, found.first, found.step))
     rounds = [len(event) == 2 for event in events]
+    sizes = [max(event) for event in events if len(event) == 2]
+    assert max(sizes) <= LIMIT and sum(size > LIMIT // 2 for size in sizes) > len(sizes) // 3
     expected = [
         [
             (exchange.plan.layers[layer][0], arrival.share.part, arrival.share.parts)
@@ -195,7 +166,7 @@ def _round_by_round(folder):
         for number in range(len(exchange.plan.templates[template].rounds))
     ]
     assert sum(rounds) == len(expected)
-    # Two rounds have begun when the first parameter comes, and one more for each that has come.
+    # Two rounds have begun when the first parameter comes, and one more for each completed round.
     begun = list(itertools.accumulate(rounds))
     at = iter(zip(events, begun, strict=True))
     for number, arrivals in enumerate(expected):
@@ -207,43 +178,53 @@ def _round_by_round(folder):
     assert traffic.peak <= MEMORY
 
 
-def test_exchange_yields_rounds_one_after_the_other(tmp_path):
-    run_ranks(_round_by_round, WORLD, save_qwen3_moe(tmp_path))
+def _rounds(folder):
+    _round_by_round(folder)
+    _stops_early(folder)
 
 
-def _counts_calls(folder, rollout, out):
-    """Write the calls, in Python and from it, of a second sync that rank 0 makes, and its rounds and parameters."""
-    sync = _sync(folder, (1, -1, 1, 1), memory=1 << 24)
-    exchange = sync.exchange(rollout)
-    found = [len(list(exchange.run(sync.values()))), len(list(exchange.plan.rounds))]
-    for _ in exchange.run(sync.values()):
-        pass
-    calls = {"call": 0, "c_call": 0}
+def test_exchange_runs_bounded_rounds_in_order_also_if_a_consumer_stops_early(tmp_path):
+    run_ranks(_rounds, WORLD, save_qwen3_moe(tmp_path))
 
-    def counting(frame, event, argument):
-        if event in calls:
-            calls[event] += 1
 
-    values = sync.values()
-    sys.setprofile(counting)
-    for _ in exchange.run(values):
-        pass
-    sys.setprofile(None)
+ROLLOUTS = [Rollout(1), Rollout(2), Rollout(2, expert_parallel=True)]
+
+
+def _counts_calls(folder, out):
+    """Write, for each rollout, the Python calls of rank 0 in a second sync, its rounds and its parameters."""
+    found = []
+    for rollout in ROLLOUTS:
+        sync = _sync(folder, (1, -1, 1, 1), memory=1 << 24)
+        exchange = sync.exchange(rollout)
+        counted = [len(list(exchange.run(sync.values()))), len(list(exchange.plan.rounds))]
+        for _ in exchange.run(sync.values()):
+            pass
+        calls = {"call": 0, "c_call": 0}
+
+        def counting(frame, event, argument, calls=calls):
+            if event in calls:
+                calls[event] += 1
+
+        values = sync.values()
+        sys.setprofile(counting)
+        for _ in exchange.run(values):
+            pass
+        sys.setprofile(None)
+        found.append([counted, calls])
     if dist.get_rank() == 0:
-        out.write_text(json.dumps([found, calls]))
+        out.write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("rollout", [Rollout(1), Rollout(2), Rollout(2, expert_parallel=True)], ids=str)
-def test_exchange_makes_as_many_calls_for_more_ranks_and_experts(tmp_path, rollout):
+def test_exchange_makes_as_many_calls_for_more_ranks_and_experts(tmp_path):
     found = []
     for experts, world in ((4, 2), (8, 2), (8, 4)):
         folder, out = tmp_path / f"{experts}", tmp_path / f"{experts}-{world}.json"
         if not folder.exists():
-            # Runs of bytes whose greatest common divisor is the least of them: so all have the same rounds.
+            # With runs of these sizes, whose gcd is the shortest of them, all cases have the same rounds.
             save_qwen3_moe(folder, num_experts=experts, hidden_size=128, moe_intermediate_size=64)
-        run_ranks(_counts_calls, world, folder, rollout, out)
+        run_ranks(_counts_calls, world, folder, out)
         found.append(json.loads(out.read_text()))
     assert found[0] == found[1] == found[2]
-    (parameters, rounds), calls = found[0]
-    assert parameters > 2 * rounds
-    assert calls["call"] + calls["c_call"] < 60 * parameters
+    for (parameters, rounds), calls in found[0]:
+        assert parameters > 2 * rounds
+        assert calls["call"] + calls["c_call"] < 60 * parameters

@@ -60,7 +60,7 @@ def _full_buckets():
 
 
 def test_bucket_memory_when_given_back_has_no_views(monkeypatch):
-    """What is still referenced stays reserved on the GPU, beside vLLM's cache."""
+    """Memory with references stays reserved on the GPU, beside vLLM's cache."""
     references, cls = [], sender.sender_class()
     cleanup = cls._cleanup
 
@@ -95,22 +95,17 @@ def test_sender_fingerprint_of_installed_verl_is_known():
     assert sender.fingerprint() in sender._KNOWN
 
 
-def test_sender_class_with_unknown_fingerprint_uses_verls_and_warns_once(monkeypatch, caplog):
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_sender_class_with_unknown_or_no_source_is_verls_with_one_warning(monkeypatch, caplog, is_missing):
+    if is_missing:
+        monkeypatch.setattr(sender.inspect, "getsource", mock.Mock(side_effect=OSError("could not get source code")))
+    else:
+        monkeypatch.setattr(sender, "_KNOWN", set())
     sender.sender_class.cache_clear()
-    monkeypatch.setattr(sender, "_KNOWN", set())
     with caplog.at_level("WARNING", "epfsdp2"):
         classes = {sender.sender_class().__name__ for _ in range(2)}
     sender.sender_class.cache_clear()
     assert classes == {"BucketedWeightSender"} and caplog.text.count("is not that of verl 0.9.1") == 1
-
-
-def test_sender_class_without_verls_source_uses_verls(monkeypatch, caplog):
-    monkeypatch.setattr(sender.inspect, "getsource", mock.Mock(side_effect=OSError("could not get source code")))
-    sender.sender_class.cache_clear()
-    with caplog.at_level("WARNING", "epfsdp2"):
-        name = sender.sender_class().__name__
-    sender.sender_class.cache_clear()
-    assert name == "BucketedWeightSender" and "is not that of verl 0.9.1" in caplog.text
 
 
 def test_tensor_larger_than_shared_memory_is_refused_with_the_setting_to_raise():

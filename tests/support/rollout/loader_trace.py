@@ -1,9 +1,8 @@
 """Traces where vLLM's and SGLang's own loaders put every element of a model, to check ``rollout/layout``.
 
-No values are moved. Tensors on the meta device stand for the trainer's; whatever views naming and loaders take of them,
-torch keeps storage, offset and strides. A dispatch mode intercepts the copies with which loaders end, and from their
-two sides computes a block of a tensor and a block of a parameter. Imports torch only; ``vllm_extension.py`` passes the
-model.
+No values are moved. Tensors on the meta device represent the trainer's tensors, and torch tracks storage, offset and
+strides of their views. Loaders end with copies. A dispatch mode intercepts each copy, and computes the block of the
+tensor and the block of the parameter from its two sides.
 """
 
 import math
@@ -47,11 +46,11 @@ def differing_layouts(
     worker: int,
     heads: Heads,
 ) -> Iterator[tuple[str, list[TargetSlice], list[TargetSlice]]]:
-    """Yield the tensors whose computed slices are not those that a worker's loader was seen to copy, with both.
+    """Yield the tensors whose computed slices differ from the traced slices of a worker's loader, with both.
 
     Args:
         model: the trainer's, on any device.
-        parameters: the worker's, by name, and what else its loader fills.
+        parameters: the worker's parameters by name, and its buffers that the loader fills.
         load_weights: the worker's.
     """
     specs = [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in checkpoint_tensors(model).items()]
@@ -88,10 +87,7 @@ def checkpoint_views(model: Any, tensors: Iterable[TensorSpec]) -> list[View]:
 
 
 def _parts(model: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors as vLLM's loader receives them; flattened experts, which are copies, in their three dims.
-
-    A loader of such a family gives them these dims before anything else.
-    """
+    """Yield tensors as vLLM's loader receives them, flattened experts in the three dims that it restores."""
     flattened = {name: found for name in tensors if (found := flattened_matrices(model, name))}
     others = ((name, tensor) for name, tensor in tensors.items() if name not in flattened)
     yield from hf_names.as_singles(model, others)
@@ -115,10 +111,8 @@ class LoaderTracer(TorchDispatchMode):
         self._tensors = {view.tensor: torch.empty(view.shape, device="meta") for view in views}
         # Keyed by storage, since ``parameter.data`` in a loader is another tensor of the same storage.
         self._sources = {storage_id(tensor): (name, tensor) for name, tensor in self._tensors.items()}
-        self._zeroed: set[int] = set()
-        self._decaying: set[int] = set()
+        self._forms: dict[int, SliceForm] = {}  # of a source's storage, once the loader has changed its values
         self._decayed: set[str] = set()
-        self._halved: set[int] = set()
         self._kept: list[torch.Tensor] = []
         self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
@@ -142,10 +136,10 @@ class LoaderTracer(TorchDispatchMode):
         if func is torch.ops.aten.clone.default and storage_id(args[0]) in self._sources:
             return self._in_halves(args[0])
         if func is torch.ops.aten.zero_.default and storage_id(args[0]) in self._sources:
-            self._zeroed.add(storage_id(args[0]))
+            self._forms[storage_id(args[0])] = "zeros"
             return args[0]
         if func in _DECAY and storage_id(args[0]) in self._sources:  # vLLM's loader of Mamba's decay
-            self._decaying.add(storage_id(args[0]))
+            self._forms[storage_id(args[0])] = "decay"
             return args[0]
         if func is torch.ops.aten.exp.default and storage_id(args[0]) in self._targets:  # of Mamba2's, once it is there
             self._decayed.add(self._targets[storage_id(args[0])][0])
@@ -170,9 +164,9 @@ class LoaderTracer(TorchDispatchMode):
         return self._record(target, source, *args[2:], **(kwargs or {}))
 
     def _in_halves(self, source: torch.Tensor) -> torch.Tensor:
-        """Return what stands for a copy: the source, or a tensor with the even rows of each head before the odd ones.
+        """Replace a clone by its source, or by a tensor that represents the source in halves.
 
-        Such a copy, ``[heads, 2, rows / 2, inputs]``, is of the whole source.
+        A clone in halves, ``[heads, 2, rows / 2, inputs]``, has the even rows of each head before the odd ones.
         """
         name, whole = self._sources[storage_id(source)]
         is_halved = source.dim() == 4 and source.shape[1] == 2 and source.numel() == whole.numel()
@@ -180,16 +174,14 @@ class LoaderTracer(TorchDispatchMode):
             return source
         copy = torch.empty(source.shape, device="meta")
         self._sources[storage_id(copy)] = (name, whole)
-        self._halved.add(storage_id(copy))
+        self._forms[storage_id(copy)] = "halves"
         self._kept.append(copy)
         return copy
 
     def _record(self, target: torch.Tensor, source: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if storage_id(source) not in self._sources:
             if source.is_meta:
-                raise ValueError(
-                    "a loader copies a tensor that it has made instead of a view of one that it was given."
-                )
+                raise ValueError("a loader copies a tensor of its own instead of a view of a checkpoint tensor.")
             return target.copy_(source, *args, **kwargs)
         name, tensor = self._sources[storage_id(source)]
         if storage_id(target) not in self._targets:
@@ -204,11 +196,7 @@ class LoaderTracer(TorchDispatchMode):
             raise ValueError(
                 f"a loader permutes dims of {name} {list(tensor.shape)} for {parameter} {list(whole.shape)}."
             )
-        form: SliceForm = "zeros" if storage_id(source) in self._zeroed else "transposed" if is_transposed else ""
-        if storage_id(source) in self._decaying:
-            form = "decay"
-        if storage_id(source) in self._halved:
-            form = "halves"
+        form = self._forms.get(storage_id(source), "transposed" if is_transposed else "")
         self._slices.setdefault(name, set()).add(TargetSlice(block, parameter, target_block.low, form))
         return target
 
@@ -227,9 +215,8 @@ def merge_slices(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
         kept: list[TargetSlice] = []
         for part in found:
             if kept and _continues(kept[-1], part, dim):
-                last = kept[-1]
-                block = last.block.with_dim(dim, last.block.low[dim], part.block.high[dim])
-                kept[-1] = replace(last, block=block)
+                block = kept[-1].block.with_dim(dim, kept[-1].block.low[dim], part.block.high[dim])
+                kept[-1] = replace(kept[-1], block=block)
             else:
                 kept.append(part)
         found = kept

@@ -1,6 +1,7 @@
 """Plans that hypothesis draws, and the exchange of a plan among all its ranks in one process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 import torch
@@ -8,11 +9,11 @@ from hypothesis import strategies as st
 
 from epfsdp2.engine.topology.index_ranges import ShardStep, shard_ranges
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.rollout.layout.specs import Heads, Rollout, TargetSlice, TensorSpec
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.plan.routes import Member, route_of
 from epfsdp2.rollout.plan.transfer_plan import Targets, TransferPlan
 
-__all__ = ["Emulated", "expected_parameters", "problems", "shard_of"]
+__all__ = ["Emulated", "problems", "shard_of"]
 
 
 @st.composite
@@ -63,29 +64,12 @@ def problems(draw):
 
 
 def shard_of(value: torch.Tensor, tensor: TensorSpec, plan: TransferPlan, rank: int) -> torch.Tensor:
-    """Return what a rank of a trainer replica holds of a tensor."""
+    """Return the shard of a rank of a trainer replica."""
     ranges = shard_ranges(tensor.shape, tensor.cuts, plan.topology.coordinate(rank))
     if len(ranges) == 1:
         return value[ranges[0].slices]
     dim = next(d for d, low in enumerate(ranges[0].low) if low != ranges[1].low[d])
     return torch.cat([value[held.slices] for held in ranges], dim)
-
-
-def expected_parameters(
-    tensors: Sequence[TensorSpec], slices_of: Callable[[TensorSpec], Sequence[TargetSlice]], whole: Mapping
-) -> dict[str, torch.Tensor]:
-    """Return the parameters of a worker, made of whole tensors; what no tensor fills is NaN. No slice has a form."""
-    parts: dict[str, list[tuple[TargetSlice, torch.Tensor]]] = {}
-    for tensor in tensors:
-        for part in slices_of(tensor):
-            parts.setdefault(part.parameter, []).append((part, whole[tensor.name][part.block.slices]))
-    found = {}
-    for name, placed in parts.items():
-        shape = tuple(map(max, zip(*(part.end for part, _ in placed), strict=True)))
-        found[name] = torch.full(shape, torch.nan, dtype=placed[0][1].dtype)
-        for part, values in placed:
-            found[name][tuple(map(slice, part.at, part.end))] = values
-    return found
 
 
 class Emulated:
@@ -101,6 +85,7 @@ class Emulated:
 
     def __init__(self, plan: TransferPlan, whole: Mapping[str, torch.Tensor]):
         self.plan, self._whole = plan, whole
+        self._route = cache(lambda round_, member: route_of(round_, member, plan))
         self.moved: list[list[tuple[int, int]]] = []
         self.parameters: list[dict[str, torch.Tensor]] = [{} for _ in plan.targets.kinds]
         ranks, world = plan.topology.fsdp, plan.topology.world
@@ -125,7 +110,7 @@ class Emulated:
     def _messages(self, round_, prefix, member: Member) -> list[np.ndarray]:
         if member.source is None:
             return [np.zeros(0, dtype=np.uint8)] * len(member.targets)
-        packing = route_of(round_, member, self.plan)
+        packing = self._route(round_, member)
         flat = np.zeros(packing.flat_bytes, dtype=np.uint8)
         for copy in packing.copies:
             spec = round_.specs[copy.tensor]
@@ -140,7 +125,7 @@ class Emulated:
         return np.split(sent, np.cumsum(packing.sent_sizes)[:-1])
 
     def _receive(self, round_, prefix, member: Member, incoming: list[np.ndarray], worker: int) -> None:
-        found = route_of(round_, member, self.plan)
+        found = self._route(round_, member)
         assert [len(message) for message in incoming] == found.received_sizes
         received = np.concatenate(incoming)
         rows = received.reshape(-1, round_.unit)[found.received].reshape(-1)

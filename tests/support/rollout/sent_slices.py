@@ -1,6 +1,6 @@
-"""What a sync sends to a worker, beside the slices of whole weights."""
+"""A sync's tensors for a worker, and their comparison with the slices of whole weights."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,30 +10,20 @@ import torch.distributed as dist
 from epfsdp2.engine.lora.merge import AdapterUse
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.slice_names import slice_name
-from epfsdp2.rollout.layout.specs import Heads, Rollout, TargetSlice, TensorSpec
-from epfsdp2.rollout.servers import is_quantised, server_of, slices_of_scales, target_slices
+from epfsdp2.rollout.layout.specs import Heads, Rollout
+from epfsdp2.rollout.servers import server_of
 from epfsdp2.rollout.sync import RolloutSync, RolloutWeights, SyncSettings
 from epfsdp2.rollout.vllm.server import EXTENSION
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.quantised import BLOCK, COMPRESSED
 from tests.support.models.tiny import reference_model
+from tests.support.rollout.units import Quantise, bits, check_stored, stored_parameters, worker_slices
 
-__all__ = [
-    "Sent",
-    "bits",
-    "check_slices_of_the_whole",
-    "collected",
-    "config_for",
-    "joined",
-    "stored_parameters",
-    "weights_for",
-]
-
-Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+__all__ = ["Sent", "bits", "check_slices_of_the_whole", "collected", "config_for", "stored_parameters", "weights_for"]
 
 
 class Sent(NamedTuple):
-    """What a sync sent to the worker of this rank."""
+    """A sync to the worker of this rank."""
 
     sync: RolloutSync
     weights: RolloutWeights
@@ -41,7 +31,7 @@ class Sent(NamedTuple):
 
 
 def config_for(rollout: Rollout) -> dict[str, Any]:
-    """Return verl's config of a vLLM with these sizes that loads this package's slices."""
+    """Return verl's config of such a vLLM rollout, which loads slices."""
     held: dict[str, Any] = {"worker_extension_cls": EXTENSION}
     if rollout.channels:
         held["hf_overrides"] = {"quantization_config": COMPRESSED[rollout.channels]}
@@ -57,27 +47,23 @@ def config_for(rollout: Rollout) -> dict[str, Any]:
 
 
 def weights_for(sync: RolloutSync, rollout: Rollout, worker: int, adapters: AdapterUse = "merged") -> RolloutWeights:
-    """Return what a sync sends to a worker of such a rollout."""
+    """Return the weights of a sync for a worker of such a rollout."""
     return sync.weights(adapters).for_rollout(config_for(rollout), worker)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
 def collected(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return copies of the parameters that a sync sends, put together where one comes in parts."""
+    """Return copies of the parameters that a sync sends, joined from their parts."""
     parts: dict[str, list[tuple[int, int, int, torch.Tensor]]] = {}
-    for name, values in tensors:  # which are the sender's until the next ones are asked for
-        parameter, *numbers = name.rsplit("/", 3)
+    for name, values in tensors:  # valid until the next request
+        parameter, *numbers = name.removeprefix("__epfsdp2__/").rsplit("/", 3)
         first, step, axis = map(int, numbers)
-        assert name == slice_name(parameter.removeprefix("__epfsdp2__/"), first, step, axis)
-        parts.setdefault(parameter.removeprefix("__epfsdp2__/"), []).append((first, step, axis, values.clone()))
-    return {parameter: joined(parameter, sent) for parameter, sent in parts.items()}
+        assert name == slice_name(parameter, first, step, axis)
+        parts.setdefault(parameter, []).append((first, step, axis, values.clone()))
+    return {parameter: _joined(parameter, sent) for parameter, sent in parts.items()}
 
 
-def joined(parameter: str, parts: list[tuple[int, int, int, torch.Tensor]]) -> torch.Tensor:
-    """Return a parameter of which there are all parts: first index, step, axis, and values."""
+def _joined(parameter: str, parts: list[tuple[int, int, int, torch.Tensor]]) -> torch.Tensor:
+    """Join all parts of a parameter: first index, step, axis, and values."""
     ((step, axis, dtype),) = {(step, axis, values.dtype) for _, step, axis, values in parts}
     assert sorted(first for first, *_ in parts) == list(range(step)), parameter
     if step == 1:
@@ -90,49 +76,11 @@ def joined(parameter: str, parts: list[tuple[int, int, int, torch.Tensor]]) -> t
     return found
 
 
-def stored_parameters(
-    slices: Iterable[tuple[TargetSlice, torch.Tensor]], head_dim: int = 1
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the parameters that slices of whole tensors fill, and which of their elements.
-
-    Args:
-        slices: with the whole tensor of each.
-        head_dim: rows of a head, for slices in ``halves``.
-    """
-    parts: dict[str, list[tuple[TargetSlice, torch.Tensor]]] = {}
-    for part, whole in slices:
-        parts.setdefault(part.parameter, []).append((part, _stored(whole[part.block.slices], part, head_dim)))
-    found = {}
-    for name, placed in parts.items():
-        shape = tuple(map(max, zip(*(part.end for part, _ in placed), strict=True)))
-        dtype = max((values.dtype for _, values in placed), key=lambda dtype: dtype.itemsize)
-        whole, is_filled = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
-        for part, values in placed:
-            into = tuple(map(slice, part.at, part.end))
-            whole[into] = values.reshape(values.shape[values.dim() - len(part.at) :])
-            is_filled[into] = True
-        found[name] = whole, is_filled
-    return found
-
-
-def _stored(values: torch.Tensor, part: TargetSlice, head_dim: int) -> torch.Tensor:
-    if part.form == "transposed":
-        return values.mT
-    if part.form == "zeros":
-        return torch.zeros_like(values)
-    if part.form == "decay":
-        return -torch.exp(values.float())
-    if part.form == "halves":
-        return torch.cat([torch.cat([head[::2], head[1::2]]) for head in values.split(head_dim)])
-    return values
-
-
 def check_slices_of_the_whole(folder: Path, mesh: tuple[int, int], rollout: Rollout, quantise: Quantise) -> Sent:
-    """Compare, bit for bit, what a sync sends with the slices of whole weights in bfloat16 that ``quantise`` rounds.
+    """Compare a sync, bit for bit, with the slices of whole weights in bfloat16 that ``quantise`` rounds.
 
     Args:
         mesh: ``ep`` and ``etp``.
-        quantise: returns the values and the scales of a weight.
     """
     model, meshes = sharded_model(folder, dist.get_world_size(), mesh[0], etp=mesh[1])
     dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
@@ -141,30 +89,12 @@ def check_slices_of_the_whole(folder: Path, mesh: tuple[int, int], rollout: Roll
     weights = weights_for(sync, rollout, worker)
     assert weights.is_quantised_here
     sent = collected(weights.tensors())
-    config = config_for(rollout)
-    kept = server_of(config).rollout_of(config)
-    expected = stored_parameters(_quantised_slices(folder, kept, worker, quantise))
-    assert sent.keys() == expected.keys()
-    for parameter, (wanted, is_filled) in expected.items():
-        found = sent[parameter]
-        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), parameter
-        assert torch.equal(bits(found[is_filled]), bits(wanted[is_filled])), (parameter, mesh, rollout)
-        layout = weights.planned_layouts()[worker][parameter]
-        assert layout.startswith(str(list(wanted.shape))), (parameter, layout)
+    config, reference = config_for(rollout), reference_model(folder)
+    whole = ((name, weight.detach().bfloat16()) for name, weight in reference.named_parameters())
+    kept, heads = server_of(config).rollout_of(config), Heads.of(reference.config)
+    expected = stored_parameters(worker_slices(whole, kept, worker, heads, quantise))
+    check_stored(sent, expected, (mesh, rollout))
+    layout = weights.planned_layouts()[worker]
+    for parameter, (wanted, _) in expected.items():
+        assert layout[parameter].startswith(str(list(wanted.shape))), (parameter, layout[parameter])
     return Sent(sync, weights, sent)
-
-
-def _quantised_slices(
-    folder: Path, rollout: Rollout, worker: int, quantise: Quantise
-) -> Iterable[tuple[TargetSlice, torch.Tensor]]:
-    model = reference_model(folder)
-    heads = Heads.of(model.config)
-    for name, weight in model.named_parameters():
-        tensor, weight = TensorSpec(name, tuple(weight.shape), 1), weight.detach().bfloat16()
-        slices = target_slices(tensor, rollout, worker, heads)
-        if not is_quantised(heads.family, name):
-            yield from ((part, weight) for part in slices)
-            continue
-        values, scales = quantise(weight)
-        yield from ((part, values) for part in slices)
-        yield from ((part, scales) for part in slices_of_scales(tensor, slices, rollout, heads.family))

@@ -1,6 +1,6 @@
-"""The units that a worker is sent, made of full tensors in one process: the plain twin of what ranks exchange."""
+"""A worker's parameters computed from full tensors in one process: the plain twin of the ranks' exchange."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -8,30 +8,82 @@ from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TargetSlice, TensorSpec
 from epfsdp2.rollout.servers import is_quantised, slices_of_scales, target_slices
 
-__all__ = ["Quantise", "worker_parameters", "worker_units"]
+__all__ = ["Quantise", "bits", "check_stored", "stored_parameters"]
+__all__ += ["worker_parameters", "worker_slices", "worker_units"]
 
 # Returns the values and the scales of a weight.
 Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def worker_units(
-    tensors: Mapping[str, torch.Tensor],
+def worker_slices(
+    tensors: Iterable[tuple[str, torch.Tensor]],
     rollout: Rollout,
     worker: int,
     heads: Heads,
-    *,
-    steps: int = 1,
     quantise: Quantise | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the units of a worker; arguments as of ``worker_parameters``.
+) -> Iterator[tuple[TargetSlice, torch.Tensor]]:
+    """Yield a worker's slices, each with its whole tensor: of the weight, its quantised values, or its scales."""
+    for name, whole in tensors:
+        spec = TensorSpec(name, tuple(whole.shape), whole.element_size())
+        slices, scales = target_slices(spec, rollout, worker, heads), None
+        if rollout.is_quantised and is_quantised(heads.family, name):
+            assert quantise is not None
+            whole, scales = quantise(whole)
+        yield from ((part, whole) for part in slices)
+        if scales is not None:
+            yield from ((part, scales) for part in slices_of_scales(spec, slices, rollout, heads.family))
+
+
+def stored_parameters(
+    slices: Iterable[tuple[TargetSlice, torch.Tensor]], head_dim: int = 1
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parameters that slices of whole tensors fill, and the mask of their filled elements.
 
     Args:
-        steps: how many units a parameter comes in; fewer where it has fewer rows.
+        slices: with the whole tensor of each.
+        head_dim: rows of a head, for slices in ``halves``.
     """
-    for parameter, values in worker_parameters(tensors, rollout, worker, heads, quantise).items():
-        count = min(steps, len(values)) if values.dim() else 1
-        for first in range(count):
-            yield slice_name(parameter, first, count), values[first::count] if count > 1 else values
+    parts: dict[str, list[tuple[TargetSlice, torch.Tensor]]] = {}
+    for part, whole in slices:
+        parts.setdefault(part.parameter, []).append((part, _stored(whole[part.block.slices], part, head_dim)))
+    found = {}
+    for name, placed in parts.items():
+        shape = tuple(map(max, zip(*(part.end for part, _ in placed), strict=True)))
+        dtype = max((values.dtype for _, values in placed), key=lambda dtype: dtype.itemsize)
+        whole, is_filled = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
+        for part, values in placed:
+            into = tuple(map(slice, part.at, part.end))
+            assert not is_filled[into].any(), f"slices of {name} overlap"
+            whole[into] = values.reshape(values.shape[values.dim() - len(part.at) :])
+            is_filled[into] = True
+        found[name] = whole, is_filled
+    return found
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def check_stored(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[torch.Tensor, torch.Tensor]], case: object = ""
+) -> None:
+    """Check names, dtypes, shapes and the bits of filled elements against ``stored_parameters``."""
+    assert found.keys() == expected.keys(), (case, found.keys() ^ expected.keys())
+    for name, (values, is_filled) in expected.items():
+        assert (found[name].dtype, found[name].shape) == (values.dtype, values.shape), (case, name)
+        assert torch.equal(bits(found[name][is_filled]), bits(values[is_filled])), (case, name)
+
+
+def _stored(values: torch.Tensor, part: TargetSlice, head_dim: int) -> torch.Tensor:
+    if part.form == "transposed":
+        return values.mT
+    if part.form == "zeros":
+        return torch.zeros_like(values)
+    if part.form == "decay":
+        return -torch.exp(values.float())
+    if part.form == "halves":
+        return torch.cat([head[odd::2] for head in values.split(head_dim) for odd in (0, 1)])
+    return values
 
 
 def worker_parameters(
@@ -43,49 +95,17 @@ def worker_parameters(
         tensors: the trainer's full tensors by name, each in the dtype in which it is sent.
         worker: index in its replica.
         quantise: for a rollout that holds quantised weights.
-
-    Raises:
-        ValueError: the slices of a parameter overlap, leave elements out or differ in dtype.
     """
-    placed: dict[str, list[tuple[TargetSlice, torch.Tensor]]] = {}
-    for name, whole in tensors.items():
-        spec = TensorSpec(name, tuple(whole.shape), whole.element_size())
-        slices = target_slices(spec, rollout, worker, heads)
-        kinds = [(slices, whole)]
-        if rollout.is_quantised and is_quantised(heads.family, name):
-            assert quantise is not None
-            values, scales = quantise(whole)
-            kinds = [(slices, values), (slices_of_scales(spec, slices, rollout, heads.family), scales)]
-        rows = heads.of_layer(name).dim
-        for parts, values in kinds:
-            for part in parts:
-                placed.setdefault(part.parameter, []).append((part, _stored(values[part.block.slices], part, rows)))
-    return {parameter: _joined(parameter, parts) for parameter, parts in placed.items()}
+    found = stored_parameters(worker_slices(tensors.items(), rollout, worker, heads, quantise), heads.dim)
+    assert all(is_filled.all() for _, is_filled in found.values())
+    return {name: values for name, (values, _) in found.items()}
 
 
-def _stored(values: torch.Tensor, part: TargetSlice, rows: int) -> torch.Tensor:
-    """Return a slice's values as its parameter stores them; ``rows`` of a head."""
-    if part.form == "transposed":
-        values = values.transpose(-1, -2)
-    elif part.form == "zeros":
-        values = torch.zeros_like(values)
-    elif part.form == "decay":
-        values = -torch.exp(values.float())
-    elif part.form == "halves":
-        values = torch.cat([head[odd::2] for head in values.split(rows) for odd in (0, 1)])
-    return values.reshape(values.shape[values.dim() - len(part.at) :])
-
-
-def _joined(parameter: str, parts: list[tuple[TargetSlice, torch.Tensor]]) -> torch.Tensor:
-    if len({values.dtype for _, values in parts}) > 1:
-        raise ValueError(f"{parameter} has slices in several dtypes")
-    ends = zip(*((low + size for low, size in zip(p.at, v.shape, strict=True)) for p, v in parts), strict=True)
-    whole = parts[0][1].new_empty([max(end) for end in ends])
-    times = torch.zeros(whole.shape, dtype=torch.uint8)
-    for part, values in parts:
-        at = tuple(slice(low, low + size) for low, size in zip(part.at, values.shape, strict=True))
-        whole[at] = values
-        times[at] += 1
-    if not bool((times == 1).all()):
-        raise ValueError(f"the slices of {parameter} overlap or leave elements out")
-    return whole
+def worker_units(
+    tensors: Mapping[str, torch.Tensor], rollout: Rollout, worker: int, heads: Heads, *, steps: int = 1
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``worker_parameters``, each in ``steps`` units, or fewer if it has fewer rows."""
+    for parameter, values in worker_parameters(tensors, rollout, worker, heads).items():
+        count = min(steps, len(values)) if values.dim() else 1
+        for first in range(count):
+            yield slice_name(parameter, first, count), values[first::count] if count > 1 else values

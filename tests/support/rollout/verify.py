@@ -1,6 +1,6 @@
-"""Computes from a full checkpoint what each vLLM worker must hold, and compares it with the worker's digests.
+"""Computes the tensors of each vLLM worker from a full checkpoint in plain torch, and compares digests.
 
-This is the sender's side of the check, in plain torch; the workers' is ``vllm_extension.ReadableWorker``.
+``vllm_extension.ReadableWorker`` computes the worker's digests.
 """
 
 import hashlib

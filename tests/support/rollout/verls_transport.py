@@ -1,4 +1,4 @@
-"""verl's transport of weights where Ray and vLLM, which its packages import, need not be installed; and a receiver."""
+"""verl's transport of weights without Ray and vLLM, which verl's packages import, and a receiver."""
 
 import contextlib
 import importlib
@@ -17,7 +17,7 @@ _TRANSPORT = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
 
 
 def find_verls_transport() -> Any:
-    """Return verl's module, which stays importable; of its packages only what it needs is executed."""
+    """Import verl's module, with empty modules in place of its packages if they can't be imported."""
     with contextlib.suppress(ImportError):
         return importlib.import_module(_TRANSPORT)
     for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
@@ -34,12 +34,12 @@ def find_verls_transport() -> Any:
     utils: Any = types.ModuleType("verl.workers.rollout.utils")
     utils.ensure_async_iterator = lambda weights: weights
     sys.modules[utils.__name__] = utils
-    importlib.import_module("epfsdp2.engine.integration.cpu_platform")  # which verl's plug-in loads where verl is whole
+    importlib.import_module("epfsdp2.engine.integration.cpu_platform")  # verl's plug-in loads it if verl is whole
     return importlib.import_module(_TRANSPORT)
 
 
 def receive(handle: str, on_gpu: bool, results: Any) -> None:
-    """Be the worker: put the sum of each tensor that arrives, by name, into the queue ``results``.
+    """Receive like a worker: put the sum of each tensor, by name, into the queue ``results``.
 
     Args:
         handle: address of the sender's socket.

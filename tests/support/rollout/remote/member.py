@@ -1,4 +1,4 @@
-"""A trainer and a rollout of another torch world, process by process, and what the rollout's workers should get."""
+"""A trainer and a rollout of another torch world, process by process, and the parameters that workers should get."""
 
 import asyncio
 import pickle
@@ -52,7 +52,7 @@ class Member:
         self.index = self.rank if self.is_trainer else self.rank - self.trainers
         self.facts, self.syncs = dist.FileStore(str(folder / "facts"), self.world), 0
         self.crossed: list[int] = []
-        dist.barrier()  # a rank that is still connecting fails when another one has left
+        dist.barrier()  # because a rank that is still connecting fails if another one has left
         dist.destroy_process_group()
         dist.init_process_group(
             "cpu:gloo",
@@ -74,7 +74,7 @@ class Member:
         )
 
     def connect(self) -> None:
-        """Do what verl's manager does before each sync."""
+        """Connect as verl's manager does before each sync."""
         self.syncs += 1
         self.facts.set(f"{self.syncs}/{self.rank}", pickle.dumps(self.engine.prepare()))
         metadata = [pickle.loads(self.facts.get(f"{self.syncs}/{rank}")) for rank in range(self.world)]
@@ -83,12 +83,12 @@ class Member:
         self.engine.init_process_group(**{name: values[self.index] for name, values in kwargs.items()})
 
     def finalize(self) -> None:
-        """Do what verl's manager does after a sync in which all members succeeded."""
+        """Finalize as verl's manager does after a sync in which all members succeeded."""
         self.meet()
         self.engine.finalize()
 
     def meet(self) -> None:
-        """Wait for all members: trainer rank 0, whose store has the cause of a failure, outlives a sync."""
+        """Wait for all members, because trainer rank 0's store has the cause of a failure."""
         self.facts.set(f"{self.syncs}/{self.rank} done", "")
         self.facts.wait([f"{self.syncs}/{rank} done" for rank in range(self.world)])
 
@@ -109,11 +109,7 @@ class Member:
         return RolloutConfig(name="vllm", tensor_model_parallel_size=self.tp, engine_kwargs=engine_kwargs, **settings)
 
     def sync(self, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None, **settings: Any) -> Any:
-        """Run a sync; return the trainer's metrics, or what a rollout rank received.
-
-        Args:
-            weights: returns what the trainer's ranks send.
-        """
+        """Run a sync of ``weights()``; return the trainer's metrics, or a rollout rank's tensors."""
         self.connect()
         with self.counting():
             if self.is_trainer:
@@ -146,11 +142,10 @@ class Member:
         rollout: Rollout | None = None,
         quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Compute what a worker should have, of whole weights times ``factor``.
+        """Compute a worker's parameters from whole weights times ``factor``.
 
         Args:
-            quantise: returns the values and the scales of a weight in bfloat16, for a rollout that is quantised; the
-                other weights are sent in bfloat16 too.
+            quantise: for a quantised rollout, which gets all weights in bfloat16.
         """
         heads = Heads.of(reference_model(self.folder / "model").config)
         whole = {name: (t * factor).detach() for name, t in self.whole.items()}
@@ -160,7 +155,7 @@ class Member:
 
 
 def taken(received: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Collect full tensors, and a worker's parameters, put together of the units that came."""
+    """Collect full tensors, and a worker's parameters joined from their parts."""
     found: dict[str, torch.Tensor] = {}
     units: list[tuple[str, torch.Tensor]] = []
     for name, values in received:

@@ -1,4 +1,4 @@
-"""Two trainer ranks and a rollout rank of one group, in threads: what needs no process of its own is quicker so."""
+"""Two trainer ranks and a rollout rank of one group in threads, which start faster than processes."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ _MEMBERS = Members(2, 3)
 
 @contextmanager
 def three_members(timeout_seconds: float) -> Iterator[tuple[list[SyncGroup], Callable[..., list]]]:
-    """The members, and a ``map`` that has each do something at the same time."""
+    """The members, and a ``map`` that calls a function for all of them at the same time."""
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool, mock.patch.dict("os.environ", GLOO_SOCKET_IFNAME="lo"):
 

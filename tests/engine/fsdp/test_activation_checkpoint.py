@@ -140,7 +140,9 @@ class _FakeStreams:
         self.compute = SimpleNamespace(name="compute", wait_stream=lambda other: self.log.append("compute waits"))
         self.copies = SimpleNamespace(name="copies", wait_stream=lambda other: None)
         monkeypatch.setattr(torch, "get_device_module", lambda device: self)
-        monkeypatch.setattr(activation_checkpoint.HostInputs, "_own_stream", lambda inputs, device: self.copies)
+        init = activation_checkpoint._Held.__init__
+        on_copies = lambda held, saved, stream, before: init(held, saved, self.copies, before)  # noqa: E731
+        monkeypatch.setattr(activation_checkpoint._Held, "__init__", on_copies)
         monkeypatch.setattr(activation_checkpoint, "_empty_on_host", lambda like, pinned: torch.empty_like(like))
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("kept for the copy"))
         copy = torch.Tensor.copy_

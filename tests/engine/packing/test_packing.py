@@ -225,7 +225,7 @@ def test_packed_attention_of_rows_that_are_not_packed_changes_nothing():
     assert torch.equal(model(**batch, use_cache=False).logits, plain(**batch, use_cache=False).logits)
     batch["attention_mask"] = None
     assert torch.equal(model(**batch, use_cache=False).logits, plain(**batch, use_cache=False).logits)
-    with pytest.raises(ValueError, match="packed into one row, and there are 2"):
+    with pytest.raises(ValueError, match="need one row of position_ids, and there are 2"):
         model(**{**batch, "position_ids": torch.arange(11).expand(2, -1) % 6})
     assert plain.config._attn_implementation == "sdpa"  # configs may be shared with what else is built of them
 

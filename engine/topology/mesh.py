@@ -36,16 +36,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Topology:
-    """The sizes of the mesh axes of ``world`` ranks.
-
-    ``inner`` are the axes of the experts' mesh inside ``ep``: ``(("etp", 2),)``, or none if ``etp`` is 1.
-    """
+    """The sizes of the mesh axes of ``world`` ranks; ``etp`` ranks share each expert."""
 
     world: int
     ep: int
     ep_fsdp: int
     dp_replicate: int
-    inner: tuple[tuple[str, int], ...] = ()
+    etp: int = 1
 
     @classmethod
     def arrange(cls, world: int, ep_size: int, fsdp_size: int = -1, etp_size: int = 1) -> "Topology":
@@ -67,13 +64,7 @@ class Topology:
         ranks = f"the number of ranks of one copy of the model by engine.ep_size, {replica} / {ep_size}"
         ranks += f" (ep * etp * ep_fsdp * dp_replicate == {world})"
         check_divides("engine.etp_size", etp_size, replica // ep_size, ranks)
-        inner = (("etp", etp_size),) if etp_size > 1 else ()
-        return cls(world, ep_size, replica // ep_size // etp_size, world // replica, inner)
-
-    @property
-    def etp(self) -> int:
-        """Ranks that share each expert."""
-        return dict(self.inner).get("etp", 1)
+        return cls(world, ep_size, replica // ep_size // etp_size, world // replica, etp_size)
 
     @property
     def fsdp(self) -> int:
@@ -82,12 +73,13 @@ class Topology:
 
     @property
     def expert_axes(self) -> dict[str, int]:
-        """The axes of the experts' mesh and their sizes, slowest first."""
-        return {"dp_replicate": self.dp_replicate, "ep_fsdp": self.ep_fsdp, "ep": self.ep, **dict(self.inner)}
+        """The axes of the experts' mesh and their sizes, slowest first; without ``etp`` if it is 1."""
+        axes = {"dp_replicate": self.dp_replicate, "ep_fsdp": self.ep_fsdp, "ep": self.ep}
+        return {**axes, "etp": self.etp} if self.etp > 1 else axes
 
     @property
     def model_parallel_axes(self) -> tuple[str, ...]:
-        """The axes that shard the experts before FSDP does: ``ep`` and the inner ones."""
+        """The axes that shard the experts before FSDP does: ``ep``, and ``etp`` if it is not 1."""
         return tuple(self.expert_axes)[2:]
 
     def communicators(self, sp: int = 1) -> dict[str, int]:

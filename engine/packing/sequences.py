@@ -114,8 +114,8 @@ def why_not_packed(model: Any, attention: str) -> str | None:
 class PackedSequences:
     """Makes a model separate the sequences of a packed row; install it before anything else wraps its modules.
 
-    From then on a forward without an attention mask finds its sequences in ``position_ids [1, S]``, which restart with
-    each sequence, or in the first row of ``[4, 1, S]``. A forward with an attention mask is unchanged.
+    From then on a forward without an attention mask finds its sequences in ``position_ids``, which restart with each:
+    ``[1, S]``, or the first row of ``[4, 1, S]``. A forward with an attention mask is unchanged.
 
     Args:
         model: its config names the attention to run.

@@ -47,10 +47,6 @@ class IndexRange:
         low[dim], high[dim] = start, stop
         return IndexRange(tuple(low), tuple(high))
 
-    def elements_before(self, rows: "IndexRange") -> int:
-        """Return the number of elements of this range before ``rows``, a range of its rows."""
-        return (rows.low[0] - self.low[0]) * math.prod(self.shape[1:]) if self.low else 0
-
     def intersection(self, other: "IndexRange") -> "IndexRange | None":
         """Return the range that both contain, or None if it is empty."""
         low = tuple(map(max, self.low, other.low))

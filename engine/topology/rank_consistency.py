@@ -43,7 +43,7 @@ def check_agreement(
         Exception: ``failure``, if it is the same on all ranks.
     """
     failed = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    mine = {section: {str(k): str(v) for k, v in entries.items()} for section, entries in facts.items()}
+    mine = {f"{section}: {entry}": str(value) for section in facts for entry, value in facts[section].items()}
     digest = hashlib.sha256(json.dumps([failed, mine], sort_keys=True).encode()).digest()
     sent = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
@@ -61,8 +61,8 @@ def check_agreement(
     if failures:
         lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in failures.items()]
         raise RankMismatchError("\n".join(["Some ranks failed:", *lines])) from failure
-    differences = _differences([facts for _, facts in everyone])
-    raise RankMismatchError("\n".join(["The ranks do not agree:", *differences]))
+    differences = first_of(_differences([held for _, held in everyone]))
+    raise RankMismatchError("\n  ".join(["The ranks do not agree:", *differences]))
 
 
 @contextlib.contextmanager
@@ -101,19 +101,17 @@ def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _differences(everyone: list[dict[str, dict[str, str]]]) -> list[str]:
-    """Format a line for each of the first entries that differ, with each value's ranks."""
+def _differences(everyone: list[dict[str, str]]) -> list[str]:
+    """Format a line for each entry that differs, with each value's ranks."""
     lines = []
-    for section in sorted({s for facts in everyone for s in facts}):
-        entries = [facts.get(section, {}) for facts in everyone]
-        for entry in sorted({e for held in entries for e in held}):
-            holders: dict[str, list[int]] = {}
-            for rank, held in enumerate(entries):
-                holders.setdefault(held.get(entry, "(not there)"), []).append(rank)
-            if len(holders) > 1:
-                values = "; ".join(f"{value[:_SHOWN]} on {_ranks(ranks)}" for value, ranks in holders.items())
-                lines.append(f"{section}: {entry}: {values}")
-    return [f"  {line}" for line in first_of(lines)]
+    for entry in sorted({entry for held in everyone for entry in held}):
+        holders: dict[str, list[int]] = {}
+        for rank, held in enumerate(everyone):
+            holders.setdefault(held.get(entry, "(not there)"), []).append(rank)
+        if len(holders) > 1:
+            values = "; ".join(f"{value[:_SHOWN]} on {_ranks(ranks)}" for value, ranks in holders.items())
+            lines.append(f"{entry}: {values}")
+    return lines
 
 
 def _ranks(ranks: list[int]) -> str:

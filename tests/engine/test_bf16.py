@@ -1,7 +1,7 @@
 """Error of bfloat16 compute with float32 reduction, beside verl's own fsdp2 engine on the same model.
 
-All sides use the routes of the float32 model: a token with another expert, in a near tie, is off by many times the
-error that is measured.
+All sides use the routes of the float32 model, because a token with another expert, in a near tie, has a much larger
+error.
 """
 
 import json

@@ -39,7 +39,7 @@ def test_wrap_forward_of_every_feature_wraps_in_the_listed_order():
         model, other = (FAMILIES["glm4_moe"].build(first_k_dense_replace=0) for _ in range(2))
     experts, layers = find_experts(model), list(model.model.layers)
     RouterLosses(model, experts, aux_coef=0.1)
-    RouterReplay(model, experts, 2)
+    RouterReplay(model, experts, len(layers))
     for info in experts:
         SharedExperts(model.get_submodule(info.fqn.rpartition(".")[0]), info.module)
     modules = [info.module for info in experts]
@@ -50,7 +50,7 @@ def test_wrap_forward_of_every_feature_wraps_in_the_listed_order():
     assert wrapped_by(block.shared_experts) == ("shared_experts",)
     assert wrapped_by(attention) == ("compile",) and wrapped_by(layers[0]) == ("recompute",)
     with pytest.raises(RuntimeError, match="router_replay can't wrap"):
-        RouterReplay(model, experts, 2)
+        RouterReplay(model, experts, len(layers))
     # A part that is compiled and recomputed is compiled inside.
     layers, modules = list(other.model.layers), [info.module for info in find_experts(other)]
     compile_dense_parts(layers, modules, backend="eager")

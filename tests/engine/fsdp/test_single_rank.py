@@ -126,28 +126,28 @@ def _whose_shards_move_holds_no_old_memory(folder):
     assert torch.equal(before, after)
 
 
-class _Casts(TorchDispatchMode):
-    """Elements of each tensor that was cast or copied to another dtype or device."""
+class _Operators(TorchDispatchMode):
+    """Names of the operators that returned a tensor, without views, and the elements of their results."""
 
     def __init__(self):
         super().__init__()
-        self.sizes = []
+        self.ran = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
-            self.sizes.append(out.numel())
+        if isinstance(out, torch.Tensor) and func.name() not in ("aten::detach", "aten::view"):
+            self.ran.append((func.name(), out.numel()))
         return out
 
 
 def _of_another_dtype_casts_its_shards_once(folder):
     model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16)
-    with _Casts() as cast:
+    with _Operators() as operators:
         loss, found = _computed_with(model, _own_tokens())
     loss.backward()
     experts = _experts(model)
     assert not {_pointer(p) for p in experts.values()} & {*found.values()}
-    assert not {p.to_local().numel() for p in experts.values()} & {*cast.sizes}
+    assert not {("aten::_to_copy", p.to_local().numel()) for p in experts.values()} & {*operators.ran}
     assert all(p.grad.dtype == torch.float32 for p in experts.values())
 
 
@@ -220,29 +220,15 @@ def _left_gathered_is_freed_when_fsdp_reshards_it(folder):
     assert _kept(model) == 0 and torch.equal(token_loss(model, _own_tokens()), losses[0])
 
 
-class _Passes(TorchDispatchMode):
-    """Names of the operators whose results have ``size`` elements, without views."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size, self.names = size, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        is_view = func in (torch.ops.aten.detach.default, torch.ops.aten.view.default)
-        if isinstance(out, torch.Tensor) and out.numel() == self.size and not is_view:
-            self.names.append(func.name())
-        return out
-
-
 def _scales_casts_and_adds_a_gradient_in_one_pass(folder):
     model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16)
     keep, found = single_rank._keep_gradient, []
 
     def recorded(param, scale):
-        with _Passes(param.sharded_param.to_local().numel()) as passes:
+        with _Operators() as operators:
             keep(param, scale)
-        found.append(passes.names)
+        size = param.sharded_param.to_local().numel()
+        found.append([name for name, numel in operators.ran if numel == size])
 
     with mock.patch.object(single_rank, "_keep_gradient", recorded):
         for _ in range(2):
@@ -317,7 +303,7 @@ def test_same_buffer_after_an_error_is_allocated_anew():
     with pytest.raises(OSError):
         fails()
     packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)
-    with pytest.raises(RuntimeError, match="an odd number of times"):
+    with pytest.raises(RuntimeError, match="an odd number of gradient buffers"):
         buffer.check_is_complete()
     assert buffer.allocate((4,), dtype=torch.float32, device=cpu) is packed
     buffer.check_is_complete()

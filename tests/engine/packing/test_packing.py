@@ -317,7 +317,7 @@ def test_packed_sequences_of_unknown_mixers_are_refused(tmp_path):
     check_packing(settings | {"override_config": {"attn_implementation": "sdpa"}}, facts)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_packed_sequences_in_ppo_updates_equal_the_plain_model(tmp_path, name):
     pytest.importorskip("verl")
     attention = families.ALL[name].attention

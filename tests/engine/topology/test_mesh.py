@@ -134,7 +134,7 @@ def test_ep_fsdp_dim_refuses_an_explicit_dim_that_does_not_divide():
         ((8, 64, 32), EtpDim(1, parts=2), 1, 2),
         ((8, 32, 64), EtpDim(2), 1, 1),
         ((8, 64), EtpDim(1), 1, 0),
-        ((8,), None, 1, 0),  # one entry per expert
+        ((32,), None, 1, 0),  # one entry per expert
     ],
 )
 def test_ep_fsdp_dim_is_never_the_one_that_etp_shards(shape, etp_dim, wanted, dim):

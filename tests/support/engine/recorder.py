@@ -18,6 +18,8 @@ class Recorder:
         self.events = []
         self.model = model
         for i, layer in enumerate(model.model.layers):
+            if not hasattr(layer.mlp, "experts"):
+                continue
             before, after = self._hooks(f"experts {i}")
             layer.mlp.experts.register_forward_pre_hook(before)
             layer.mlp.experts.register_forward_hook(after)

@@ -180,7 +180,8 @@ class _Step:
         return self.options.keep_casts and is_alone and unit.param_dtype != self.sizes.master
 
     def gathered(self, unit: Unit) -> int:
-        is_shard = self.gloo and self.size[id(unit)].ranks == 1 and unit.param_dtype == self.sizes.master
+        uses_shards = self.size[id(unit)].ranks == 1 and (self.gloo or self.options.keep_casts)
+        is_shard = uses_shards and unit.param_dtype == self.sizes.master
         is_there = (is_shard and not self.options.cpu_offload) or self.is_cast_kept(unit)
         return 0 if is_there else self.whole(unit)
 

@@ -1,4 +1,4 @@
-"""What trains: meshes, expert dispatch, FSDP2 wrapping, loading, optimizers and the engines behind verl's interface.
+"""Training: meshes, expert dispatch, FSDP2 wrapping, loading, optimizers and the engines behind verl's interface.
 
 An update (``docs/tour.md``)::
 

@@ -1,9 +1,7 @@
-"""From a model on the meta device to one that is sharded, loaded and verified.
+"""Build a sharded model: parallelize, match the checkpoint, allocate, load, verify.
 
-The sequence is parallelize, compare with the checkpoint, allocate, load, verify.
-
-It knows nothing of verl. ``integration/engine.py`` calls it with the model as verl's settings have it, and the tests
-with a tiny one (``tests/support/engine/sharded.py``), so that what is tested is the sequence that runs.
+It does not depend on verl. ``integration/engine.py`` calls it, and tests call it with tiny models
+(``tests/support/engine/sharded.py``).
 """
 
 import importlib.util
@@ -41,18 +39,18 @@ def shard_and_load(
 
     Args:
         device: type of the device of the meshes.
-        device_id: where shards are allocated, but for FSDP's CPU offload policy.
-        initialize: fills a parameter that the checkpoint has nothing for (``match_weights``).
-        finish: fills what is left, e.g. adapters, after the checkpoint has been read.
-        progress: whether this rank shows how far it is.
+        device_id: device of the shards, unless FSDP's CPU offload policy is on.
+        initialize: fills a parameter that the checkpoint lacks (``match_weights``).
+        finish: fills further parameters, e.g. adapters, after loading.
+        progress: show a progress bar on this rank.
         may_be_unused: matches names that the checkpoint may have and the model not (``match_weights``).
 
     Returns:
-        Names of the checkpoint's tensors that have no place in the model.
+        Names of the checkpoint's tensors that the model does not have.
 
     Raises:
-        UninitializedError: something has been filled by nothing.
-        Exception: whatever ``parallelize``, ``match_weights``, ``load_weights`` and ``verify_experts`` raise.
+        UninitializedError: a parameter or buffer got no value.
+        Exception: errors of ``parallelize``, ``match_weights``, ``load_weights`` and ``verify_experts``.
     """
     if device == "cuda" and importlib.util.find_spec("triton") is not None:
         from .compat.triton_cache import compile_once_per_node

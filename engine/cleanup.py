@@ -1,11 +1,11 @@
-"""Finds and removes shared-memory segments and socket files that a weight sync, vLLM and SGLang leave behind.
+"""Find and remove shared-memory segments and socket files that a weight sync, vLLM and SGLang leave behind.
 
-A normal end of a verl job with vLLM, or with tensor-parallel workers of SGLang, leaves a few ``psm_*`` segments in
-/dev/shm: the workers are killed, and no longer remove the message queues between them. A killed job also leaves its
-weight bucket (``verl_weights_*``) and its sockets. That a file looks unused is not enough to remove it: other
-containers may share /dev/shm (``docker run --ipc=host``), and their processes do not appear in this one's /proc. So a
-run notes what its own processes hold, and when they have ended removes what no process holds any more. Uses /proc, so
-Linux only.
+verl kills the workers of vLLM, and of tensor-parallel SGLang, at the end of a job, so their message queues stay as
+``psm_*`` in /dev/shm. A killed job also leaves its weight bucket (``verl_weights_*``) and its sockets.
+
+A file that looks unused may belong to another container with the same /dev/shm (``docker run --ipc=host``), whose
+processes are not in this one's /proc. So a run notes the files of its own processes, and at their end removes those
+that no process holds. Linux only.
 """
 
 import glob
@@ -18,7 +18,7 @@ from contextlib import suppress
 
 __all__ = ["held_by", "present", "remove_unused", "report_leftovers"]
 
-# verl's weight buckets, Python's unnamed segments (message queues), the CPU build's tensor-parallel collectives.
+# verl's weight buckets, collectives of vLLM's CPU build, Python's unnamed segments (message queues).
 SEGMENTS = ("/dev/shm/verl_weights_*", "/dev/shm/*-cpushm_*", "/dev/shm/psm_*")
 SOCKETS = ("/tmp/rl-colocate-zmq-*.sock",)
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("epfsdp2")
 
 
 def present() -> set[str]:
-    """Return the paths of this user's segments and sockets, whoever holds them."""
+    """Return the paths of this user's segments and sockets."""
     return set(_own((*SEGMENTS, *SOCKETS)))
 
 
@@ -39,14 +39,14 @@ def held_by(processes: Iterable[int]) -> set[str]:
 
 
 def remove_unused(paths: Iterable[str]) -> None:
-    """Remove those of these segments and sockets that no process has mapped, open or bound."""
+    """Remove the segments and sockets that no process has mapped, open or bound."""
     for path in set(paths) - _used_files(glob.glob("/proc/[0-9]*")):
         with suppress(FileNotFoundError, PermissionError):
             os.unlink(path)
 
 
 def report_leftovers() -> None:
-    """Log segments that no visible process uses, in one line; removes nothing."""
+    """Log segments that no visible process uses, in one line."""
     latest = time.time() - _MINIMUM_AGE_SECONDS
     old = {path: status.st_size for path, status in _own(SEGMENTS).items() if status.st_ctime <= latest}
     found = sorted(old.keys() - _used_files(glob.glob("/proc/[0-9]*"))) if old else []
@@ -61,7 +61,7 @@ def report_leftovers() -> None:
 
 
 def _own(patterns: Iterable[str]) -> dict[str, os.stat_result]:
-    """Return this user's files of these globs."""
+    """Return this user's files that match the globs, with their status."""
     found = {}
     for path in (path for pattern in patterns for path in glob.glob(pattern)):
         with suppress(FileNotFoundError):
@@ -72,17 +72,16 @@ def _own(patterns: Iterable[str]) -> dict[str, os.stat_result]:
 
 
 def _used_files(processes: Iterable[str]) -> set[str]:
-    """Return every file that processes, given by their folders in /proc, have mapped, open or bound.
+    """Return every file that processes, by their folders in /proc, have mapped, open or bound.
 
-    Other users' processes can't be read without privileges, but they can't open this user's segments either, which
-    Python creates with mode 0600.
+    Other users' processes are not readable, but they can't open this user's segments, which have mode 0600.
     """
     bound, used = {}, set()
     with suppress(OSError), open("/proc/net/unix") as table:
         bound = {f"socket:[{row[6]}]": row[7] for row in map(str.split, table) if len(row) == 8}
     for process in processes:
         with suppress(FileNotFoundError, PermissionError, ProcessLookupError):
-            # Names are compared, not device and inode: /proc/*/maps can show another device number than stat does.
+            # By name: /proc/*/maps can show another device number than stat.
             with open(f"{process}/maps") as maps:
                 used.update(re.findall(r"(/dev/shm/\S+)", maps.read()))
             for descriptor in os.listdir(f"{process}/fd"):

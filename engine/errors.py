@@ -1,4 +1,4 @@
-"""How a wrong setting is refused, offenders are listed, and a similar name is suggested."""
+"""Errors of settings, lists of offenders, and similar names."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -7,12 +7,12 @@ __all__ = ["SettingError", "close_matches", "first_of", "listed"]
 
 
 class SettingError(ValueError):
-    """A setting that can't work, in one paragraph: its name, its value, the rule, and what would work.
+    """A setting that can't work.
 
     Args:
-        setting: the name a user types, e.g. ``engine.ep_size``.
-        value: what they gave.
-        rule: what has to hold, with the numbers that broke it.
+        setting: the user's name of it, e.g. ``engine.ep_size``.
+        value: the user's value.
+        rule: the condition, with the numbers that break it.
         works: a value, or a change, that would work.
     """
 
@@ -21,7 +21,7 @@ class SettingError(ValueError):
         super().__init__(f"{setting}={value}: {rule} What works: {works}")
 
     def __reduce__(self):
-        # Ray pickles exceptions by their args; ours has four.
+        # Ray pickles exceptions by their args, here the message alone.
         return type(self), (self.setting, self.value, self.rule, self.works)
 
 
@@ -31,16 +31,12 @@ def listed(offenders: Sequence[str], most: int = 5) -> str:
 
 
 def first_of(offenders: Sequence[str], most: int = 5) -> list[str]:
-    """Return the first offenders, and in an entry of its own the number of the others."""
+    """Return the first offenders, and the number of the others as one more entry."""
     more = [f"and {len(offenders) - most} more"] if len(offenders) > most else []
     return [*offenders[:most], *more]
 
 
 def close_matches(wanted: str, known: Iterable[str], most: int = 3, cutoff: float = 0.3) -> list[str]:
-    """Return the known names that are most like ``wanted``, the best first, whatever their case.
-
-    Args:
-        cutoff: similarity between 0 and 1 that a name needs (``difflib``).
-    """
+    """Return the known names that are most similar to ``wanted`` (``difflib``), the best first, ignoring case."""
     by_lower = {name.lower(): name for name in known}
     return [by_lower[name] for name in difflib.get_close_matches(wanted.lower(), by_lower, n=most, cutoff=cutoff)]

@@ -1,7 +1,7 @@
-"""The small files of a checkpoint's folder, which a save passes on with the trained weights.
+"""The small files of a checkpoint's folder, which a save copies beside the trained weights.
 
-Generation config, tokenizer, chat templates, processor and custom code decide how a model is served, so they are copied
-byte for byte. transformers' ``save_pretrained`` would write other files, and none that it finds invalid.
+A server's behaviour depends on generation config, tokenizer, chat templates, processor and custom code, so their bytes
+are copied. Saved by transformers they would be rewritten, and files that it finds invalid would be missing.
 """
 
 import json
@@ -34,27 +34,27 @@ __all__ = [
 logger = logging.getLogger("epfsdp2")
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-# What a download of the weights brings along.
+# Files that are downloaded with the weights.
 PATTERNS = ("*.json", "*.jinja", "*.model", "*.model.*", "*.py", "*.tiktoken", "*.txt", "LICENSE*")
 _MOST_BYTES = 256 << 20  # the largest tokenizers have 40 MB
 _TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _LEFT_OUT = (
-    # the weights, also in other frameworks' formats, and their indices
+    # weights, also in other frameworks' formats, and their indices
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"),
-    # configs of weights that are not written: of this format, of Mistral's, of quantised ones, of adapters
+    # configs that describe the base's weights: this format's, Mistral's, quantised ones', adapters'
     *(CONFIG, "params.json", "hf_quant_config.json", "quant*_config.json", "adapter_*"),
-    # a trainer's state, and what describes the base alone
+    # a trainer's state, and descriptions of the base
     *("optimizer*", "scheduler*", "rng_state*", "training_args*", "trainer_state.json", "README*", ".*"),
 )
-# Layers of multi-token prediction, which no class of transformers loads, so that an export is without them.
+# Layers of multi-token prediction, which transformers does not load, so that an export lacks them.
 _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def read_small_files(folder: Path) -> dict[str, bytes]:
-    """Read the files that belong to a model beside its config and its weights, by their names in the folder.
+    """Read a model's files beside its config and weights, by their names in the folder.
 
-    A file that is larger than any tokenizer is left out, with a warning, and so is a link to outside of the folder.
-    Links of a hub's cache lead to the blobs of the repository, and are read.
+    Files larger than any tokenizer, and links that lead out of the folder, are left out with a warning. Links of the
+    hub's cache to the repository's blobs are read.
     """
     own = folder.resolve()
     places = [own, own.parent.parent / "blobs"] if own.parent.name == "snapshots" else [own]
@@ -76,10 +76,10 @@ def read_small_files(folder: Path) -> dict[str, bytes]:
 
 
 def folder_of(path: str) -> Path:
-    """Return the folder of a model that is given as a folder or as an id on the hub, of which verl has read files.
+    """Return the folder of a model, given a folder or a hub id with files in the hub's cache.
 
     Raises:
-        FileNotFoundError: the hub's cache has none of its files.
+        FileNotFoundError: the hub's cache has no files of it.
     """
     if os.path.isdir(path):
         return Path(path)
@@ -105,7 +105,7 @@ def json_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, bytes]:
-    """Replace the chat template, wherever the files have it."""
+    """Replace the chat template in all files that have one."""
     kept = {name: content for name, content in files.items() if not name.startswith((_TEMPLATES, "chat_template."))}
     for name in kept.keys() & {"tokenizer_config.json", "processor_config.json"}:
         fields = json.loads(kept[name])
@@ -117,14 +117,14 @@ def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, b
 def with_overrides(base: Path, overrides: Mapping[str, Any], trained: PretrainedConfig) -> dict[str, Any]:
     """Return the ``config.json`` of the trained weights: the base's fields under the base's names, and the overrides.
 
-    The base's fields count before transformers' reading of them. An older transformers or vLLM does not know the newer
-    names, and verl replaces the list of end tokens by the tokenizer's one.
+    The base's file is read, not ``trained``, because an older transformers or vLLM does not have newer names. Also,
+    in verl the tokenizer's end token replaces the base's list.
 
     Args:
         base: the base's file.
-        overrides: the run's. Left out is what the family's config does not have, such as the attention implementation,
-            and the dtype, because a model is served in its base's.
-        trained: the config of the model that was trained.
+        overrides: the run's. Those that the family's config does not have (attention implementation) are ignored, and
+            so is the dtype, because a model is served in the base's.
+        trained: the config of the trained model.
     """
     known = type(trained).from_json_file(base)
     written = _overridden(json.loads(base.read_text()), overrides, known.to_dict())
@@ -148,7 +148,7 @@ def _overridden(base: Mapping[str, Any], overrides: Mapping[str, Any], known: Ma
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config whose weights, and those of the configs inside of it, are said to be of a dtype."""
+    """Return a config with another dtype of the weights, also in its nested configs."""
     written = {
         name: with_dtype(value, dtype) if isinstance(value, Mapping) and name.endswith("_config") else value
         for name, value in config.items()

@@ -7,7 +7,7 @@ Two device meshes over the same ranks (``topology/mesh.py``), here for 16 ranks 
     experts   (dp_replicate, ep_fsdp, ep)     ep          0  1  2  3  4  5  6  7 |  0  1  2  3  4  5  6  7
                                               ep_fsdp     0  0  0  0  0  0  0  0 |  1  1  1  1  1  1  1  1
 
-    dp_replicate * ep_fsdp * ep * etp == dp_replicate * fsdp == world        (etp, fastest, is 1 where it is not given)
+    dp_replicate * ep_fsdp * ep * etp == dp_replicate * fsdp == world        (etp, fastest, is 1 by default)
 
     parameter                       global shape      placements                              a rank computes with
     experts, gate_up_proj           [E, 2I, D]        ep: Shard(0), ep_fsdp: Shard(0 or 1)    [E / ep, 2I, D]
@@ -20,36 +20,37 @@ Two device meshes over the same ranks (``topology/mesh.py``), here for 16 ranks 
 
 Tokens move over ``ep``: dispatch and combine are all-to-alls inside the experts' forward. Parameters move over
 ``ep_fsdp`` and ``fsdp``: FSDP2 all-gathers them before a module computes and reduce-scatters their gradients after it.
-With ``etp`` each rank has a part of gate, up and down of its experts: what a rank received is gathered over ``etp``,
-each computes a summand of the outputs, and these are reduce-scattered, ``out == sum over etp of act_j @ down_j``.
-Three invariants hold for this to be the gradient of the plain model:
+With ``etp`` each rank has a part of gate, up and down of its experts. Received rows are gathered over ``etp``, and the
+partial outputs are reduce-scattered, ``out == sum over etp of act_j @ down_j``.
 
-1. One divide factor. The loss is a mean over ``world`` ranks, so of every parameter
+The gradient is that of the plain model under three invariants:
+
+1. One divide factor. The loss is a mean over ``world`` ranks, so for every parameter
 
        grad == 1 / world * sum over all ranks of d(loss of the rank) / d(parameter)
 
-   The backward all-to-all has already summed an expert's gradient over ``ep`` (and a gather over ``etp``, the gradient
-   of the reduce-scatter), and FSDP sums it over ``ep_fsdp * dp_replicate == world / (ep * etp)`` ranks, by whose number
-   it would divide: experts would come out ``ep * etp`` times too large. Hence every unit divides by ``world`` (step 6).
+   The backward all-to-all has already summed an expert's gradient over ``ep``, and the backward of the reduce-scatter
+   over ``etp``. FSDP sums it over the other ``world / (ep * etp)`` ranks and would divide by their number, which makes
+   experts' gradients ``ep * etp`` times too large. Hence every unit divides by ``world`` (step 6).
 
 2. One order of collectives on all ranks:
 
        all-to-alls (and, inside them, etp's) of an experts module's backward  <  its reduce-scatter  <  the next unit's
 
    whatever the routing is. Experts are FSDP units of their own, with dispatch and combine inside their forward, so FSDP
-   launches their reduce-scatter when autograd has left that forward. Were they part of their layer's unit or dispatch
-   outside their module, ranks could launch the two in different orders, and NCCL would hang. Routing changes sizes and
-   never the order: a rank without tokens sends zero rows (``tests/engine/test_order.py``).
+   launches their reduce-scatter after autograd has left that forward. If experts were part of their layer's unit, ranks
+   could launch the two in different orders, and NCCL would hang. Routing changes sizes and never the order: a rank
+   without tokens sends zero rows (``tests/engine/test_order.py``).
 
 3. Experts are DTensors of their full global shape:
 
        param.shape == (E, ...)      param.placements == (ep_fsdp: Shard(0 or 1), ep: Shard(0)), and etp's as above
 
-   Where they are plain tensors of ``E / ep`` experts instead, every rank has a parameter of the same name and shape
-   with other contents: a checkpoint keeps the experts of one EP rank, a gradient norm counts those of one, and loading
-   gives all ranks rank 0's. As DTensors, checkpoints, clipping, export and a weight sync need no code for EP.
+   Plain tensors of ``E / ep`` experts would have the same names and shapes but other contents on each rank. Checkpoints
+   and gradient norms would cover one EP rank, and loading would give rank 0's experts to all. With DTensors,
+   checkpoints, clipping, export and weight syncs need no code for EP.
 
-A dense model has no experts, and its ``ep`` is 1: steps 2 and 3 do nothing, and the rest is plain FSDP2.
+A dense model has ``ep == 1`` and no experts: steps 2 and 3 do nothing, and the rest is plain FSDP2.
 See also ``fsdp/wrap_plan.py`` (units), ``moe/forward.py`` (experts' forward), ``tests/engine/test_exactness.py``.
 """
 
@@ -83,12 +84,11 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     """Shard ``model``, which may be on the meta device, in place over ``meshes`` and return it, an ``FSDPModule``.
 
     Raises:
-        UnsupportedModelError: if it has experts that can't be dispatched.
-        SettingError: if the expert-parallel size does not divide the number of experts, the wanted shard dim does not
-            divide, the experts' backend can't run here, a pattern matches nothing, or there is nothing of what should
-            overlap.
+        UnsupportedModelError: the model has experts that can't be dispatched.
+        SettingError: ``ep``, ``etp`` or ``ep_fsdp`` does not divide, the experts' backend can't run here, a pattern
+            matches nothing, or no shared experts can overlap.
     """
-    # 1. Find the experts modules, and plan what FSDP wraps: a list of units, an inner module before an outer one.
+    # 1. Find the experts modules, and plan the FSDP units, inner modules before outer ones.
     experts = find_experts(model, options.expert_plan)
     check_experts_divide([info.num_experts for info in experts], meshes.topology, type(model).__name__)
     check_etp(experts, meshes.topology, type(model).__name__)
@@ -101,7 +101,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     for info in experts:
         shard_experts(info, meshes)
 
-    # 3. Have the experts dispatch their tokens, compute the local experts, and combine.
+    # 3. Give the experts a forward that dispatches their tokens, computes the local experts, and combines.
     install_experts_forward(
         model,
         experts,
@@ -129,11 +129,11 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     for unit in plan:
         wrap(model, unit, meshes, options)
 
-    # 6. Give every unit the one factor that its gradient is divided by.
+    # 6. Set the one divide factor of every unit's gradient.
     for unit in plan:
         divide_gradient(_fsdp_module(model, unit.name), unit, meshes, options)
 
-    # 7. Have the units that are needed next gathered while one computes, in forward and in backward.
+    # 7. Gather the next units while one computes, in forward and in backward.
     for unit in plan:
         module = _fsdp_module(model, unit.name)
         module.set_modules_to_forward_prefetch([_fsdp_module(model, name) for name in unit.forward_prefetch])
@@ -142,8 +142,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
 
 
 def shard_experts(info: ExpertsInfo, meshes: Meshes) -> None:
-    """Make each parameter of an experts module that has a dim for its experts a DTensor over ``ep`` along it, and over
-    ``etp`` along its inner dim.
+    """Make parameters with an experts dim DTensors, sharded over ``ep`` along it and over ``etp`` along an inner dim.
 
     ``[E, ..., ...]`` keeps its shape; its local tensor is ``[E / ep, ..., ...]``.
     """
@@ -151,13 +150,13 @@ def shard_experts(info: ExpertsInfo, meshes: Meshes) -> None:
     for name, ep_dim in info.ep_dims.items():
         param = info.module.get_parameter(name)
         placements = model_parallel_placements(axes, ep_dim, etp_dims.get(name))
-        # No source rank: each rank cuts what it has (nothing yet, on the meta device).
+        # No source rank: each rank slices its own copy, which on the meta device has no values.
         sharded = distribute_tensor(param.detach(), meshes.model_parallel, placements, src_data_rank=None)
         info.module.register_parameter(name, nn.Parameter(sharded, requires_grad=param.requires_grad))
 
 
 def wrap(model: nn.Module, unit: Unit, meshes: Meshes, options: ShardingOptions) -> None:
-    """Make the modules of a unit one group of parameters of FSDP2."""
+    """Make the modules of a unit one parameter group of FSDP2."""
     modules = [model.get_submodule(fqn) for fqn in unit.modules]
     topology, shard_dim = meshes.topology, options.expert_shard_dim
     dims = {model.get_parameter(name): unit.shard_dim(name, topology, shard_dim) for name in unit.shapes}
@@ -176,21 +175,22 @@ def wrap(model: nn.Module, unit: Unit, meshes: Meshes, options: ShardingOptions)
     module = cast(FSDPModule, modules[0])
     if not unit.unshard_in_backward:
         module.set_unshard_in_backward(False)
-    if unit.ranks(topology) == 1:
+    # Measured to gain on CPUs alone; a GPU uses it only for the user's ``keep_casts``.
+    if unit.ranks(topology) == 1 and (options.keep_casts or meshes.dense.device_type == "cpu"):
         compute_with_shards(module)
 
 
 def divide_gradient(module: FSDPModule, unit: Unit, meshes: Meshes, options: ShardingOptions) -> None:
-    """Have FSDP divide as invariant 1 says; it divides by the number of ranks of the unit where nothing is set."""
+    """Divide the unit's gradient as in invariant 1; FSDP's default is the number of ranks of the unit."""
     factor = unit.divide_factor(meshes.topology)
     if unit.ranks(meshes.topology) == 1:
-        # FSDP would copy what it has nothing to reduce of; and with summed reductions torch 2.13 divides twice.
-        is_kept = unit.keeps_gradients(meshes.topology, options.cpu_offload)
+        # Not set_gradient_divide_factor: torch 2.13 divides twice in a group of one rank with summed reductions.
+        is_kept = unit.keeps_gradients(meshes.topology, options.cpu_offload, meshes.dense.device_type)
         (keep_gradients if is_kept else reduce_in_place)(module, factor)
         return
     module.set_gradient_divide_factor(factor)
-    # FSDP divides by PREMUL_SUM, which NCCL alone has, and which its float16 and bfloat16 kernels get a factor of zero
-    # for (pytorch#190745). With a sum the division comes after the reduction.
+    # Sum, then divide: FSDP's PREMUL_SUM exists in NCCL alone, whose float16 and bfloat16 kernels multiply by zero
+    # (pytorch#190745).
     if not meshes.reduces_by_nccl or unit.reduce_dtype != torch.float32:
         module.set_force_sum_reduction_for_comms(True)
 

@@ -1,7 +1,6 @@
-"""What verl loads at ``import verl``, in every process (entry point group ``verl.plugins``).
+"""verl's plug-in, which every process imports at ``import verl`` (entry point group ``verl.plugins``).
 
-Small on purpose, and loud: verl logs a plug-in's import error at debug level and goes on, and the user would meet it
-much later as "Unknown backend: epfsdp2".
+It prints its errors, because verl logs them at debug level, and later fails with "Unknown backend: epfsdp2".
 """
 
 import sys
@@ -11,7 +10,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Let this process know the CPU platform, the CPU build of vLLM and the ``engine`` group of Hydra."""
+    """Register the CPU platform, the CPU build of vLLM and Hydra's ``engine`` group in this process."""
     from .integration.shims import cpu_backend_shim, vllm_distribution
 
     # isort: split

@@ -21,24 +21,23 @@ ORDER = (
     "compile",
     "recompute",
 )
-"""What wraps forwards, the innermost first.
+"""Wrappers, the innermost first.
 
-Routers are watched and replayed inside of what is computed again in backward, so that a recomputation takes the same
-routes. Autocast and a compiled forward are inside of it too: both are part of what is computed again.
+Router losses, router replay, autocast and compilation are inside ``recompute``, so that a recomputation repeats them.
 """
 _WRAPPED_BY = "_epfsdp2_wrapped_by"
 
 
 def wrap_forward(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Have ``function(forward, *args, **kwargs)`` called instead of a module's forward, which it gets as ``forward``.
+    """Replace a module's ``forward`` by ``function(forward, *args, **kwargs)``.
 
-    On the instance: the module keeps its class and its parameters their names, and hooks stay outside.
+    The wrapper is on the instance: class and parameter names stay, and hooks run outside of it.
 
     Args:
-        name: what wraps it, of ``ORDER``.
+        name: of the wrapper, in ``ORDER``.
 
     Raises:
-        RuntimeError: the forward is wrapped already by what comes later in ``ORDER``.
+        RuntimeError: a later wrapper in ``ORDER`` already wraps the forward.
     """
     before, place = wrapped_by(module), ORDER.index(name)
     if any(ORDER.index(other) > place for other in before):
@@ -50,5 +49,5 @@ def wrap_forward(module: nn.Module, name: str, function: Callable[..., Any]) -> 
 
 
 def wrapped_by(module: nn.Module) -> tuple[str, ...]:
-    """Return what has wrapped the forward of a module, the innermost first."""
+    """Return the names of a module's wrappers, the innermost first."""
     return getattr(module, _WRAPPED_BY, ())

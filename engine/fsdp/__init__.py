@@ -1,1 +1,1 @@
-"""What FSDP2 wraps and how, activation checkpointing, compilation, sequence parallelism."""
+"""FSDP2 units, activation checkpointing, compilation, sequence parallelism."""

@@ -1,9 +1,9 @@
-"""Activation checkpointing that routes a token the same way when it is computed again.
+"""Activation checkpointing whose recomputation routes each token as the forward did.
 
-Recomputing a router in another kernel, or after a reduction in another order, may flip near ties: the all-to-alls of
-the recomputed layer would then have other sizes than those of the forward (NVIDIA-NeMo/Automodel#3156). So the ids that
-``topk`` chose are kept from the forward, and a recomputation takes the scores at these ids. The plan of the dispatch is
-kept too, which saves the recomputation an all-to-all, two sorts and a wait for the device.
+Recomputing a router in another kernel, or after a reduction in another order, may flip near ties. The recomputed
+layer's all-to-alls then have other sizes than the forward's (NVIDIA-NeMo/Automodel#3156). So the forward's ``topk`` ids
+are kept, and a recomputation uses the scores at these ids. The dispatch plan is kept too, which saves the recomputation
+an all-to-all, two sorts and a wait for the device.
 """
 
 import copy
@@ -39,16 +39,15 @@ def checkpoint_layers(
     mode: Checkpointing,
     inputs_on_host: bool = False,
 ) -> None:
-    """Have layers, or parts of them, computed again in backward instead of keeping their activations.
+    """Recompute layers, or parts of them, in backward instead of keeping their activations.
 
     Args:
-        layers: without the last one of a forward: its backward comes first, when what it keeps would have to be there
-            again.
+        layers: without the last one of a forward, whose backward runs first: recomputing it saves no memory.
         experts: the experts modules of the model.
-        num_experts: the largest number of experts: a ``topk`` over more than these is no routing.
+        num_experts: the largest number of experts; a ``topk`` over more is no routing.
         mode: ``full`` recomputes each layer whole, dispatch and experts included; ``selective`` the parts of a layer
-            that hold no experts (attention, norms, dense MLPs), so that no all-to-all runs twice.
-        inputs_on_host: keep what goes into them, all that is kept under ``full``, in the host's memory.
+            without experts (attention, norms, dense MLPs), so that no all-to-all runs twice.
+        inputs_on_host: keep the inputs of recomputed layers, the only activations under ``full``, in host memory.
     """
     host = HostInputs() if inputs_on_host else None
     for unit in units_recomputed(layers, experts, mode):
@@ -57,10 +56,8 @@ def checkpoint_layers(
 
 def units_recomputed(layers: Iterable[nn.Module], experts: Iterable[nn.Module], mode: Checkpointing) -> list[nn.Module]:
     """Return the modules that are recomputed as a whole."""
-    if mode == "none":
-        return []
-    if mode == "full":
-        return list(layers)
+    if mode != "selective":
+        return list(layers) if mode == "full" else []
     holding = set(experts)
     parts = [child for layer in layers for child in layer.children()]
     return [part for part in parts if not holding & set(part.modules()) and any(True for _ in part.parameters())]
@@ -77,32 +74,30 @@ def _recomputed(
 ) -> Any:
     if not (module.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    # A cache would be appended to a second time.
+    # A recomputation would append to a cache a second time.
     kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
-    if left := {name: value for name, value in kwargs.items() if isinstance(value, MutableMapping)}:
-        forward = _as_at_first(left, forward)
-    context = functools.partial(_routing_contexts, num_experts)
-    if host is not None and not args:  # torch keeps keyword arguments as they are
+    if mappings := {name: value for name, value in kwargs.items() if isinstance(value, MutableMapping)}:
+        forward = _with_first_mappings(mappings, forward)
+    if host is not None and not args:  # torch saves only positional arguments by hooks
         forward, args = _first_as("hidden_states", forward), (kwargs.pop("hidden_states"),)
     with host.holding(args[0]) if host is not None else nullcontext():
         return checkpoint(
             forward,
             *args,
             use_reentrant=False,
-            context_fn=context,
-            # To get and set the device's random state waits for it.
-            preserve_rng_state=draws_numbers(module),
+            context_fn=functools.partial(_routing_contexts, num_experts),
+            preserve_rng_state=draws_numbers(module),  # reading and writing the random state waits for the device
             **kwargs,
         )
 
 
-def _as_at_first(left: dict[str, MutableMapping], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Have ``forward`` get copies of mappings as they are now each time that it is computed again.
+def _with_first_mappings(mappings: dict[str, MutableMapping], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass each recomputation copies of the mappings as they are now.
 
-    A layer leaves keys and values in them for later layers (Gemma 4): the recomputation would find these there, which
-    the guards of a compiled part tell from the forward.
+    A layer writes keys and values for later layers into them (Gemma 4). A recomputation that finds these trips the
+    guards of a compiled part.
     """
-    now, calls = {name: copy.copy(value) for name, value in left.items()}, itertools.count()
+    now, calls = {name: copy.copy(value) for name, value in mappings.items()}, itertools.count()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         again = {name: copy.copy(value) for name, value in now.items()} if next(calls) else {}
@@ -116,15 +111,18 @@ def _first_as(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def draws_numbers(module: nn.Module) -> bool:
-    """Return whether a forward may draw random numbers, by the names of settings of the module and of its config.
+    """Return whether a forward may draw random numbers, judged by settings of the modules and their configs.
 
-    A rate of dropout is not zero (``attention_dropout``, ``resid_pdrop``), or a router has a setting of noise, whatever
-    its value (``router_jitter_noise``): sparsemixer draws also where it is zero.
+    It may if a dropout rate is not zero (``attention_dropout``, ``resid_pdrop``). It may with any setting of router
+    noise (``router_jitter_noise``), because sparsemixer draws even if it is zero.
     """
     if module not in _draws:
         places = [place for part in module.modules() for place in (part, getattr(part, "config", None)) if place]
-        rates = (vars(place).get("p", 0) if isinstance(place, _DROPOUTS) else _rates(place) for place in places)
-        _draws[module] = any(rates)
+        _draws[module] = any(
+            _NOISE.search(name) or ("drop" in name and isinstance(rate, float) and rate)
+            for place in places
+            for name, rate in ({"drop": float(place.p)} if isinstance(place, _DROPOUTS) else vars(place)).items()
+        )
     return _draws[module]
 
 
@@ -132,18 +130,11 @@ _draws: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
 
-def _rates(place: Any) -> bool:
-    return any(
-        _NOISE.search(name) or ("drop" in name and isinstance(rate, float) and rate)
-        for name, rate in vars(place).items()
-    )
-
-
 class HostInputs:
-    """Holds what autograd saves of layers' inputs in the host's memory, and brings it back when backward asks for it.
+    """Offloads the layer inputs that autograd saves to host memory.
 
-    On an accelerator both ways go by a stream of their own. Backward asks for the inputs from the last to the first:
-    with each, the one before it is started, so that it arrives while a layer computes.
+    On an accelerator a stream of its own copies both ways. Backward needs the inputs from the last to the first. With
+    each input, the copy of the one before starts, so that it arrives while a layer computes.
     """
 
     def __init__(self) -> None:
@@ -151,13 +142,15 @@ class HostInputs:
         self._stream: Any = None
 
     def holding(self, hidden: torch.Tensor) -> AbstractContextManager:
-        """Hold ``hidden`` on the host where autograd saves it inside."""
-        address, shape = hidden.data_ptr(), hidden.shape  # hooks live as long as what they saved
+        """Offload ``hidden`` if autograd saves it inside this context."""
+        address, shape = hidden.data_ptr(), hidden.shape  # not ``hidden``: hooks live as long as the saved tensors
 
         def pack(saved: torch.Tensor) -> "torch.Tensor | _Held":
             if saved.data_ptr() != address or saved.shape != shape:
                 return saved
-            held = _Held(saved, self._own_stream(saved.device), self._last)
+            if self._stream is None and saved.device.type != "cpu":
+                self._stream = torch.get_device_module(saved.device).Stream(saved.device)
+            held = _Held(saved, self._stream, self._last)
             self._last = weakref.ref(held)
             return held
 
@@ -166,17 +159,12 @@ class HostInputs:
 
         return saved_tensors_hooks(pack, unpack)
 
-    def _own_stream(self, device: torch.device) -> Any:
-        if self._stream is None and device.type != "cpu":
-            self._stream = torch.get_device_module(device).Stream(device)
-        return self._stream
-
 
 class _Held:
     """One input on the host.
 
     Args:
-        stream: that copies; None on a CPU, where copies are done when they return.
+        stream: copies it; None on a CPU.
         before: returns the input that was saved before this one, if it is still held.
     """
 
@@ -184,40 +172,38 @@ class _Held:
         self._device, self._stream, self._before = saved.device, stream, before
         self._arriving: torch.Tensor | None = None
         self._host = _empty_on_host(saved, pinned=stream is not None)
-        with self._after_what_was_launched():
+        with self._on_stream():
             self._host.copy_(saved, non_blocking=True)
             if stream is not None:
                 saved.record_stream(stream)  # it is freed before the copy has run
 
     def back(self) -> torch.Tensor:
-        """Return the input on its device, and start to bring the one before it."""
+        """Return the input on its device, and start the copy of the one before."""
         arrived, self._arriving = self.start(), None
         if self._stream is not None:
-            self._module().current_stream(self._device).wait_stream(self._stream)
+            torch.get_device_module(self._device).current_stream(self._device).wait_stream(self._stream)
             if (before := self._before()) is not None:
                 before.start()
         return arrived
 
     def start(self) -> torch.Tensor:
-        """Start to bring it to its device, unless it is on its way."""
+        """Start the copy to the device, once."""
         if self._arriving is None:
-            # Allocated on the stream that computes, which waits for the copy before it reads, and frees it afterwards.
+            # Allocated on the compute stream, which waits for the copy before it reads, and frees it afterwards.
             self._arriving = torch.empty_like(self._host, device=self._device, pin_memory=False)
-            with self._after_what_was_launched():
+            with self._on_stream():
                 self._arriving.copy_(self._host, non_blocking=True)
         return self._arriving
 
     @contextmanager
-    def _after_what_was_launched(self) -> Iterator[None]:
+    def _on_stream(self) -> Iterator[None]:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(self._module().current_stream(self._device))
-        with self._module().stream(self._stream):
+        module = torch.get_device_module(self._device)
+        self._stream.wait_stream(module.current_stream(self._device))
+        with module.stream(self._stream):
             yield
-
-    def _module(self) -> Any:
-        return torch.get_device_module(self._device)
 
 
 def _empty_on_host(like: torch.Tensor, pinned: bool) -> torch.Tensor:
@@ -225,14 +211,14 @@ def _empty_on_host(like: torch.Tensor, pinned: bool) -> torch.Tensor:
 
 
 def _routing_contexts(num_experts: int) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of one checkpointed call: that of its forward, and that of its recomputation."""
+    """Return the contexts of one checkpointed call: for its forward, and for its recomputation."""
     tape: list[torch.Tensor] = []
     plans: list[list[DispatchPlan]] = []
     return _KeepRouting(tape, plans, num_experts, replay=False), _KeepRouting(tape, plans, num_experts, replay=True)
 
 
 class _KeepRouting(RoutingMode):
-    """Records the ids of each routing ``topk`` and the plans of dispatch, or returns them again in the same order."""
+    """Records the ids of each routing ``topk`` and the dispatch plans, or replays them in the same order."""
 
     def __init__(self, tape: list[torch.Tensor], plans: list[list[DispatchPlan]], num_experts: int, replay: bool):
         super().__init__(num_experts)
@@ -248,7 +234,6 @@ class _KeepRouting(RoutingMode):
         return super().__exit__(*error)
 
     def choose(self, scores: torch.Tensor, dim: int, native: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # Taken in the same way both times, so that autograd keeps the same tensors.
         if self.replay:
             self.next += 1
             return self.tape[self.next - 1].long()

@@ -1,14 +1,14 @@
 """``torch.compile`` for the dense parts of the layers.
 
-What is compiled holds no experts and issues no collective, so a rank that falls back to eager does not fall out of step
-with the others. The experts stay eager: their sizes change with every batch. So do the routers: modes that record or
-replay their choice (``moe/router``) change from call to call, and a part whose guards read them would be compiled anew
-when it is computed again in backward.
+Compiled parts hold no experts and issue no collective, so a rank that falls back to eager stays in step with the
+others. Experts stay eager because their sizes change with every batch. Routers stay eager because the modes that record
+or replay their choice (``moe/router``) change between calls: a recomputation in backward would compile anew.
 """
 
 import functools
 import importlib
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -29,12 +29,12 @@ def compile_dense_parts(
 ) -> int:
     """Compile the children of each layer that hold parameters but no experts and are no router; returns how many.
 
-    The first failure of the compiler is logged with its cause; that part, and every part that has not been compiled by
-    then, runs eagerly from there on. A part that was compiled stays so: under activation checkpointing it is computed
-    again in backward, and has to come out the same. Backwards are compiled in the forward, so that they fail there.
+    The first failure of the compiler is logged with its cause. That part, and every part that is not compiled yet, then
+    runs eagerly. A compiled part stays compiled, because a recomputation in backward must give the same result.
+    Backwards are compiled in the forward, so that they fail there.
     """
     holding = set(experts)
-    failure, with_backward = _Failure(), functools.partial(_with_backward, backend)
+    failed, with_backward = threading.Event(), functools.partial(_with_backward, backend)
     count = 0
     for layer in layers:
         stacks = [child for child in layer.children() if child in holding]
@@ -42,19 +42,19 @@ def compile_dense_parts(
             if not any(True for _ in child.parameters()) or holding & set(child.modules()) or _routes(child, stacks):
                 continue
             compiled = torch.compile(child.forward, backend=with_backward)
-            wrap_forward(child, "compile", _Fallback(failure, type(child).__name__, compiled))
+            wrap_forward(child, "compile", _Fallback(failed, type(child).__name__, compiled))
             count += 1
     return count
 
 
 def _routes(part: nn.Module, stacks: Iterable[nn.Module]) -> bool:
-    """Return whether a part is the router of experts beside it: a matrix in it has a row for each of them."""
+    """Return whether a part is the router of experts beside it: it has a matrix with a row for each expert."""
     counts = {param.shape[0] for stack in stacks for param in stack.parameters()}
     return any(param.dim() == 2 and param.shape[0] in counts for param in part.parameters())
 
 
 def _with_backward(backend: str | Callable, graph: Any, inputs: Any) -> Any:
-    """Compile a graph with its backward, which AOTAutograd else leaves to the first backward where shapes are fixed."""
+    """Compile a graph and its backward, which AOTAutograd defers to the first backward if shapes are fixed."""
     config = importlib.import_module("torch._functorch.config")
     name = "force_non_lazy_backward_lowering"
     with config.patch(name, True) if hasattr(config, name) else nullcontext():
@@ -62,36 +62,29 @@ def _with_backward(backend: str | Callable, graph: Any, inputs: Any) -> Any:
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the compiler's errors. Their names are private, so they are looked up only when something has failed."""
+    """Return the compiler's errors; their names are private, so they are looked up after a failure alone."""
     found = []
     for module, name in (("torch._dynamo.exc", "TorchDynamoException"), ("torch._inductor.exc", "InductorError")):
-        with suppress(ImportError):
-            found.append(getattr(importlib.import_module(module), name, None))
-    return tuple(kind for kind in found if kind is not None)
-
-
-class _Failure:
-    """Whether the compiler has failed on any part."""
-
-    def __init__(self) -> None:
-        self.happened = False
+        with suppress(ImportError, AttributeError):
+            found.append(getattr(importlib.import_module(module), name))
+    return tuple(found)
 
 
 class _Fallback:
-    """A part's forward: the compiled one until compiling fails, then the eager one."""
+    """A part's forward: compiled until compiling fails (of any part, ``failed``), then eager."""
 
-    def __init__(self, failure: _Failure, name: str, compiled: Callable):
-        self.failure, self.name, self.compiled = failure, name, compiled
+    def __init__(self, failed: threading.Event, name: str, compiled: Callable):
+        self.failed, self.name, self.compiled = failed, name, compiled
         self.has_compiled = False
 
     def __call__(self, eager: Callable, *args: Any, **kwargs: Any) -> Any:
-        if self.failure.happened and not self.has_compiled:
+        if self.failed.is_set() and not self.has_compiled:
             return eager(*args, **kwargs)
         try:
             with without_function_modes():
                 output = self.compiled(*args, **kwargs)
         except _compiler_errors() as error:
-            if not self.failure.happened:
+            if not self.failed.is_set():
                 inner = getattr(error, "inner_exception", None) or error
                 reason = next((line for line in str(inner).splitlines() if line.strip()), "no reason given")
                 logger.warning(
@@ -100,7 +93,8 @@ class _Fallback:
                     type(inner).__name__,
                     reason,
                 )
-            self.failure.happened, self.has_compiled = True, False
+            self.failed.set()
+            self.has_compiled = False
             return eager(*args, **kwargs)
         self.has_compiled = True
         return output

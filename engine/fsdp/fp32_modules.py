@@ -1,16 +1,16 @@
 """Modules that compute in float32 while the rest of the model computes in a lower precision.
 
-Two kinds, wrapped as FSDP modules of their own:
+There are two kinds, each an FSDP unit of its own:
 
-* what the model's class keeps in float32 whatever dtype it is loaded in (``_keep_in_fp32_modules_strict``): its code
-  expects float32 parameters there and casts for itself, so inputs are left alone;
-* what the user names (``engine.fp32_modules``), e.g. routers: their inputs are cast to float32 as well.
+* modules that the model's class keeps in float32 (``_keep_in_fp32_modules_strict``): their code casts by itself, so
+  inputs are not cast;
+* modules that the user names (``engine.fp32_modules``), e.g. routers: inputs are cast to float32 as well.
 
-Correction biases are never cast either. In most families they are buffers, which FSDP leaves alone; where they are
-frozen parameters FSDP is told to (``correction_biases``).
+Correction biases are never cast. In most families they are buffers, which FSDP ignores; as frozen parameters they are
+in FSDP's ``ignored_params`` (``correction_biases``).
 
-FSDP casts parameters, not buffers. Where a module multiplies float32 buffers of its own into its activations, these
-are float32 when they meet the next weight. Such modules run under autocast (``mixing_buffers``).
+FSDP casts parameters, not buffers. A module that multiplies float32 buffers into its activations passes float32 to the
+next weight, so it runs under autocast (``mixing_buffers``).
 """
 
 import functools
@@ -30,19 +30,11 @@ from ..model.families import READ_WITHOUT_A_CALL
 from ..model.meta import kept_in_float32
 from ..wrap_forward import wrap_forward
 
-__all__ = [
-    "Float32Module",
-    "correction_biases",
-    "find_float32_modules",
-    "keep_input_dtype",
-    "mixing_buffers",
-    "run_under_autocast",
-    "unmatched_patterns",
-]
+__all__ = ["correction_biases", "find_float32_modules", "keep_input_dtype", "run_under_autocast", "unmatched_patterns"]
 
 logger = logging.getLogger("epfsdp2")
 
-# What routers call their correction biases: e_score_correction_bias, and expert_bias in Afmoe.
+# Names of correction biases in routers: e_score_correction_bias, and expert_bias in Afmoe.
 _CORRECTION_BIAS = re.compile(r"(?:^|[._])(?:correction|expert)_bias$")
 
 
@@ -51,8 +43,8 @@ class Float32Module:
     """A module whose parameters FSDP gathers in float32.
 
     Args:
-        low_precision_children: submodules kept in ``param_dtype``; they are wrapped as one FSDP unit before this one.
-        casts_inputs: the module's inputs are cast to float32.
+        low_precision_children: submodules that are gathered in ``param_dtype``, as one FSDP unit before this one.
+        casts_inputs: cast the module's inputs to float32.
     """
 
     module: nn.Module
@@ -63,16 +55,16 @@ class Float32Module:
 def find_float32_modules(
     model: nn.Module, experts: Sequence[nn.Module], patterns: Sequence[str] = ()
 ) -> list[Float32Module]:
-    """Find the modules that are kept in float32, inner ones first, in the order for ``fully_shard``.
+    """Find the modules that are kept in float32, in the order for ``fully_shard``: inner ones first.
 
-    Those that patterns name come first, then those that the model's class keeps so.
+    Modules that patterns match come first, then those that the model's class keeps in float32.
 
     Args:
-        experts: the experts modules, which are never in float32 alone.
+        experts: the experts modules.
         patterns: FQNs of modules, ``*`` matches anything.
 
     Raises:
-        SettingError: if a pattern matches no module that has parameters, or one that holds experts.
+        SettingError: a pattern matches no module that has parameters, or one that holds experts.
     """
     named = _named(model, set(experts), patterns)
     kept = kept_in_float32(model)
@@ -85,7 +77,7 @@ def find_float32_modules(
 def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.Parameter]:
     """Find frozen parameters with one entry per expert, which are added to routing scores (Afmoe, Laguna, Ernie 4.5).
 
-    By their names too: other parameters may be frozen, and as large (``head_dim`` is 128 in a model of 128 experts).
+    Names are matched too, because other frozen parameters may have this size (``head_dim`` of 128, 128 experts).
     """
     return {
         p
@@ -97,24 +89,23 @@ def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.
 def mixing_buffers(model: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:
     """Find modules with linears and floating-point buffers of their own, but no experts: MiniMax's linear attention.
 
-    Not so routers, whose buffers are correction biases, and rotary embeddings: they cast for themselves, and have no
-    linear below them.
+    Routers (correction biases) and rotary embeddings have no linear below them; they cast their buffers themselves.
     """
-
-    def mixes(module: nn.Module) -> bool:
-        below = list(module.modules())[1:]
-        buffers = any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
-        return buffers and any(isinstance(m, nn.Linear) for m in below) and not any(m in experts for m in below)
-
-    return [module for module in model.modules() if mixes(module)]
+    return [
+        module
+        for module in model.modules()
+        if any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
+        and any(isinstance(below, nn.Linear) for below in list(module.modules())[1:])
+        and not any(below in experts for below in list(module.modules())[1:])
+    ]
 
 
 def run_under_autocast(
     model: nn.Module, experts: Collection[nn.Module], device_type: str, param_dtype: torch.dtype
 ) -> None:
-    """Have ``mixing_buffers`` run under autocast where parameters are gathered in a lower precision, and log it once.
+    """Run ``mixing_buffers`` under autocast if parameters are gathered in a lower precision, and log it once.
 
-    Without it the float32 product of such a buffer meets a weight of ``param_dtype``, which no matmul takes.
+    Otherwise a matmul gets a float32 activation and a weight of ``param_dtype``, and raises.
     """
     mixing = mixing_buffers(model, experts) if param_dtype != torch.float32 else []
     for module in mixing:
@@ -138,7 +129,7 @@ def _under_autocast(
 def keep_input_dtype(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Cast the output to the dtype of the input; a forward hook.
 
-    A float32 weight makes some families' norms return float32, which the next linear can't take (DeepSeek-V4).
+    With a float32 weight some families' norms return float32, which the next linear can't multiply (DeepSeek-V4).
     """
     like = args[0] if args else None
     if isinstance(output, torch.Tensor) and isinstance(like, torch.Tensor) and output.shape == like.shape:
@@ -167,7 +158,7 @@ def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -
         if any(experts & set(module.modules()) for module in matching):
             rule = "matches a module that holds experts, which compute in engine.dtype."
             raise SettingError("engine.fp32_modules", pattern, rule, "the router alone, e.g. '*.mlp.gate'")
-        for fqn, _ in ((fqn, m) for fqn, m in with_params.items() if m in matching):
+        for fqn in (fqn for fqn, m in with_params.items() if m in matching):
             parent, _, own = fqn.rpartition(".")
             if (type(model.get_submodule(parent)).__name__, own) in READ_WITHOUT_A_CALL:
                 rule = f"matches {fqn}, whose weight the model's code reads without calling it, and casts to float32."
@@ -177,11 +168,10 @@ def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -
 
 
 def _owners(model: nn.Module, kept: set[nn.Parameter]) -> Iterator[Float32Module]:
-    """The largest modules that hold nothing but ``kept``, and the modules that hold some of it directly; a module comes
-    before those below it.
+    """Yield the largest modules with ``kept`` parameters alone, and those that hold some directly, outer ones first.
 
-    A convolution's parameters count as its parent's: linear attention passes them to a kernel and does not call the
-    convolution (Bailing), so that FSDP would never gather them.
+    A convolution's parameters count as its parent's. Linear attention passes them to a kernel without calling the
+    convolution (Bailing), so FSDP would never gather them.
     """
     todo = [model]
     while todo:

@@ -1,4 +1,4 @@
-"""How a model is sharded: what ``parallelize`` is told, and what the planner counts with."""
+"""Options of sharding, for ``parallelize`` and the planner."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +12,16 @@ __all__ = ["ShardingOptions"]
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How ``parallelize`` shards.
+    """Options of ``parallelize``.
 
-    A field that a setting of the engine is declared to feed means what that setting does
-    (``declared/engine_settings.py``). The others:
+    Most are settings of the same name (``declared/engine_settings.py``). The others:
 
     Args:
         param_dtype: dtype of the gathered parameters and of the compute.
         reduce_dtype: dtype of the gradient reduction.
-        dispatch_chunks, overlap_shared_experts: the settings' values, or what sizes decided where they are automatic
-            (``declared/automatic.py``).
-        activation_offload: keep on the host what is kept of the activations that are computed again.
-        head_in_root: leave the head to the root, for code that reads its weight without calling it (fused linear
+        dispatch_chunks, overlap_shared_experts: the settings' values, or automatic ones (``declared/automatic.py``).
+        activation_offload: keep the inputs of recomputed layers on the host.
+        head_in_root: keep the head in the root's unit, for code that reads its weight without calling it (fused linear
             cross-entropy).
     """
 

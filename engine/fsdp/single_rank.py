@@ -1,15 +1,17 @@
 """Skip FSDP2's copies where a unit's shard group has a single rank (experts with ``ep * etp == world``).
 
-FSDP2 copies the shards of such a unit into the parameters that it computes with, packs its gradients into a buffer,
-divides that into another and copies the result into a third (``FSDPParamGroup.wait_for_unshard`` and ``post_backward``,
-``foreach_reduce``; torch 2.13). Here it computes with the shards themselves, or casts them once where it needs another
-dtype, and its gradients, divided in place, are those of the shards. FSDP2 has no extension point for either, so two
-methods of the parameter groups concerned are wrapped, and two of their parameters. With replicas (HSDP) FSDP2 reduces
-over these what it has packed; ``set_custom_reduce_scatter`` and ``set_all_reduce_hook`` let that buffer become the
-gradient.
+FSDP2 copies such shards into the parameters that it computes with. It packs the gradients into a buffer, divides that
+into another and copies the result into a third (``FSDPParamGroup.wait_for_unshard`` and ``post_backward``,
+``foreach_reduce``; torch 2.13). Here the unit computes with its shards, or casts each once to another dtype, and
+autograd's gradients, divided in place, become the shards'. FSDP2 has no extension point for either, so private methods
+of the groups and parameters concerned are wrapped. ``parallelize`` does so on CPUs, where a gain was measured.
+
+``reduce_in_place`` uses public hooks alone, for GPUs, replicas (HSDP) and offloading: FSDP2's packed buffer becomes the
+gradient (``set_custom_reduce_scatter``, ``set_all_reduce_hook``).
 """
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,60 +24,47 @@ from torch.distributed.fsdp import FSDPModule
 from ..compat.fsdp_groups import keeping_version, parameter_groups
 from ..topology.dtensor import local_tensor
 
-__all__ = ["compute_with_copies", "compute_with_shards", "keep_gradients", "keeping_casts", "reduce_in_place"]
+__all__ = ["compute_with_shards", "keep_gradients", "keeping_casts", "reduce_in_place"]
 
 
 def compute_with_shards(module: FSDPModule) -> None:
-    """Have a unit compute with its shards, or with what they are in its dtype; its shard group has one rank."""
+    """Make a unit whose shard group has one rank compute with its shards, or with casts of them."""
     for group in parameter_groups(module):
         group.own_shards = [_OwnShard(param) for param in group.fsdp_params]
-        _wrap_unshard(group, group.own_shards)
+        group.wait_for_unshard = functools.partial(_wait_for_unshard, group, group.wait_for_unshard)
 
 
 @contextlib.contextmanager
 def keeping_casts(model: nn.Module) -> Iterator[None]:
-    """Cast each shard once inside of this context, in which no weight may change, and free what it was cast into.
+    """Cast each shard once inside this context, in which no weight may change, and free the casts at its end.
 
-    No counter tells a cast of old weights from one of new ones: torch's fused and foreach optimizers step DTensors
-    without a new ``_version`` (2.13).
+    No counter shows that a cast is stale: torch's fused and foreach optimizers step DTensors without a new ``_version``
+    (2.13).
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [g for module in modules for g in parameter_groups(module) if hasattr(g, "own_shards")]
-    for group in groups:
-        for shard in group.own_shards:
-            shard.keeps_cast = True
+    groups = [group for module in modules for group in parameter_groups(module)]
+    shards = [(group, shard) for group in groups for shard in getattr(group, "own_shards", ())]
+    for _, shard in shards:
+        shard.keeps_cast = True
     try:
         yield
     finally:
-        for group in groups:
-            for shard in group.own_shards:
-                shard.let_go(group.is_sharded)
+        for group, shard in shards:
+            shard.forget_cast(group.is_sharded)
 
 
-def compute_with_copies(group: Any) -> None:
-    """Leave a parameter group the copies that FSDP makes, for code that changes them."""
-    group.computes_with_copies = True
-
-
-def _wrap_unshard(group: Any, shards: list["_OwnShard"]) -> None:
-    fsdps = group.wait_for_unshard
-
-    def wait_for_unshard() -> None:
-        if group._all_gather_result is None or getattr(group, "computes_with_copies", False):
-            return fsdps()
-        with contextlib.ExitStack() as unsharding:
-            for shard in shards:
-                unsharding.enter_context(shard.as_gathered())
-            fsdps()
-
-    group.wait_for_unshard = wait_for_unshard
+def _wait_for_unshard(group: Any, fsdps: Callable[[], None]) -> None:
+    with contextlib.ExitStack() as unsharding:
+        for shard in group.own_shards if group._all_gather_result is not None else ():
+            unsharding.enter_context(shard.as_gathered())
+        fsdps()
 
 
 class _OwnShard:
-    """Has one ``FSDPParam`` take its shard for what was gathered: FSDP then copies it to itself, which does nothing.
+    """Presents the shard of one ``FSDPParam`` as its all-gather output; FSDP then copies it to itself, a no-op.
 
-    FSDP keeps the parameter that it computes with, whose data are the shard's, from one step to the next. Where the
-    shard moves (offloading) both are made anew, so that nothing holds the memory that it was in.
+    FSDP keeps the parameter that it computes with, whose data are the shard's, from one step to the next. If the shard
+    moves (offloading), both are rebuilt, so that nothing holds the old memory.
     """
 
     def __init__(self, param: Any):
@@ -86,24 +75,20 @@ class _OwnShard:
 
     @contextlib.contextmanager
     def as_gathered(self) -> Iterator[None]:
-        """While FSDP unshards, it finds the shard as what was gathered, or, in another dtype, what it was cast into.
+        """While FSDP unshards, present the shard, or its cast, as the all-gather output.
 
-        FSDP itself would cast it into a new tensor and copy that. A shard on the host is left to FSDP, and so is one
-        that is a part of a larger storage, which FSDP would resize.
+        FSDP handles shards on the host, and shards that are a part of a larger storage, which FSDP would resize.
         """
         param, shard = self._param, self._param._sharded_param_data
-        if type(shard) is not torch.Tensor or param.offload_to_cpu:
-            yield
-        elif param.param_dtype is None:
-            if not param.all_gather_outputs and shard.untyped_storage().size() == shard.nbytes:
-                param.all_gather_outputs = [shard]
-            yield
-        else:
+        is_left = type(shard) is not torch.Tensor or param.offload_to_cpu
+        if not is_left and param.param_dtype is not None:
             param._sharded_param_data = self._cast(shard)
-            try:
-                yield
-            finally:
-                param._sharded_param_data = shard
+        elif not is_left and not param.all_gather_outputs and shard.untyped_storage().size() == shard.nbytes:
+            param.all_gather_outputs = [shard]
+        try:
+            yield
+        finally:
+            param._sharded_param_data = shard
 
     @torch.no_grad()
     def _cast(self, shard: torch.Tensor) -> torch.Tensor:
@@ -117,8 +102,8 @@ class _OwnShard:
             self._is_cast = self.keeps_cast
         return gathered
 
-    def let_go(self, is_sharded: bool) -> None:
-        """Keep no cast any more; one that is not in use is freed."""
+    def forget_cast(self, is_sharded: bool) -> None:
+        """Cast anew from here on, and free a cast that is not in use."""
         self.keeps_cast = self._is_cast = False
         if is_sharded:
             self._free_copy()
@@ -142,31 +127,21 @@ class _OwnShard:
 def keep_gradients(module: FSDPModule, divide_by: float) -> None:
     """Make a unit's gradients, divided in place, those of its shards; its shard group has one rank and no replicas."""
     for group in parameter_groups(module):
-        _wrap_post_backward(group, divide_by)
+        group.post_backward = functools.partial(_post_backward, group, group.post_backward, 1 / divide_by)
 
 
-def _wrap_post_backward(group: Any, divide_by: float) -> None:
-    fsdps = group.post_backward
-
-    def post_backward(*unused: Any) -> None:
-        if group.reduce_grads:
-            _keep_gradients(group.fsdp_params, divide_by)
-        fsdps(*unused)  # finds no gradients
-
-    group.post_backward = post_backward
+def _post_backward(group: Any, fsdps: Callable[..., None], scale: float, *unused: Any) -> None:
+    for param in group.fsdp_params if group.reduce_grads else ():
+        _keep_gradient(param, scale)
+    fsdps(*unused)  # finds no gradients
 
 
 @torch.no_grad()
-def _keep_gradients(params: list[Any], divide_by: float) -> None:
-    for param in params:
-        _keep_gradient(param, divide_by)
-
-
-def _keep_gradient(param: Any, divide_by: float) -> None:
+def _keep_gradient(param: Any, scale: float) -> None:
     gradient, unsharded = None, getattr(param, "_unsharded_param", None)
     if unsharded is None:
         return
-    if hasattr(param, "accumulate_unsharded_grad_if_needed"):  # torch 2.13 holds what it has not reduced apart
+    if hasattr(param, "accumulate_unsharded_grad_if_needed"):  # torch 2.13 keeps unreduced gradients apart
         param.accumulate_unsharded_grad_if_needed()
         if param.unsharded_accumulated_grad is not None:
             gradient, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad_data, None
@@ -174,7 +149,7 @@ def _keep_gradient(param: Any, divide_by: float) -> None:
         gradient, unsharded.grad = param.unsharded_grad_data, None
     if gradient is None:
         return
-    sharded, scale = param.sharded_param, 1 / divide_by
+    sharded = param.sharded_param
     if sharded.grad is None:
         sharded.grad = param.to_sharded_dtensor(_scaled(gradient, scale, param.orig_dtype))
     else:
@@ -184,18 +159,18 @@ def _keep_gradient(param: Any, divide_by: float) -> None:
 
 
 def _scaled(gradient: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Scale and cast a gradient in one pass over it; one of ``dtype`` is changed in place."""
+    """Scale and cast a gradient in one pass, in place if it has ``dtype``."""
     if scale == 1:
         return gradient.to(dtype)
     if gradient.dtype == dtype:
         return gradient.mul_(scale)
-    # A dim, unlike a number, takes part in the choice of the result's dtype.
+    # A tensor with a dim, unlike a number, promotes the result to float32.
     return torch.mul(gradient, torch.tensor([scale], dtype=torch.float32, device=gradient.device)).to(dtype)
 
 
 def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
-    """Divide the packed gradients of a module in place, in addition to the mean over replicas that FSDP takes; its
-    shard group has one rank."""
+    """Divide the packed gradients of a unit whose shard group has one rank, in place, after FSDP's mean over
+    replicas."""
     module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     buffer = _SameBuffer()
     module.set_custom_reduce_scatter(cast(Any, buffer))
@@ -204,27 +179,27 @@ def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
         buffer.check_is_complete()
         if divide_by != 1:
             gradients.div_(divide_by)
-        if gradients.is_cuda:  # allocated on another stream than this one
+        if gradients.is_cuda:  # allocated on another stream
             gradients.record_stream(torch.cuda.current_stream())
 
     module.set_all_reduce_hook(divide)
 
 
 class _SameBuffer:
-    """Replaces FSDP's reduce-scatter: input and output are one buffer, so FSDP's copy between them is a no-op.
+    """Replaces FSDP's reduce-scatter by one buffer as input and output, so FSDP's copy between them is a no-op.
 
-    FSDP allocates the buffer that it packs into, then the one for the result. Only FSDP holds the first, so an error
-    between the two leaves no buffer behind for the next backward.
+    FSDP allocates the input, then the output. Only FSDP holds the input: after an error between the two, the next
+    backward allocates a new one.
     """
 
     def __init__(self) -> None:
         self._packed: Callable[[], torch.Tensor | None] = lambda: None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a new buffer to pack into, or the packed one for the result.
+        """Return a new buffer as input, or the input as output.
 
         Raises:
-            RuntimeError: the result is not of the size and dtype of what was packed.
+            RuntimeError: the output differs from the input in size or dtype.
         """
         packed = self._packed()
         if packed is None:
@@ -235,20 +210,19 @@ class _SameBuffer:
         if (packed.numel(), packed.dtype) != (math.prod(size), dtype):
             raise RuntimeError(
                 f"FSDP packed {packed.numel()} gradients of {packed.dtype} and asks for {math.prod(size)} of {dtype} "
-                f"to reduce them into: torch {torch.__version__} reduces in another way than this was made for."
+                f"as output: epfsdp2 does not support how torch {torch.__version__} reduces."
             )
         return packed
 
     def check_is_complete(self) -> None:
-        """Check that the result was allocated as well.
-
+        """
         Raises:
-            RuntimeError: a buffer was packed, and the result is another one.
+            RuntimeError: an input was allocated without an output.
         """
         if self._packed() is not None:
             raise RuntimeError(
-                f"FSDP asked for gradients' buffers an odd number of times: torch {torch.__version__} reduces in "
-                "another way than this was made for, or goes on after an error in a backward."
+                "FSDP allocated an odd number of gradient buffers: a backward failed before this one, or epfsdp2 does "
+                f"not support how torch {torch.__version__} reduces."
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:

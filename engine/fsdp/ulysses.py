@@ -1,20 +1,18 @@
-"""Ulysses sequence parallelism (https://arxiv.org/abs/2309.14509) for whatever is on transformers' attention interface.
+"""Ulysses sequence parallelism (https://arxiv.org/abs/2309.14509) for attention on transformers' interface.
 
-The ranks of a group hold the same packed row, each an equal slice of its tokens. What a model does to each token alone
-is done to the slice. Attention needs the whole row, and does each head alone: an all-to-all brings a rank all tokens of
-its part of the heads, the attention that was configured runs, and another all-to-all brings the slices back.
+The ranks of a group share a packed row, each with an equal slice of its tokens. Work per token runs on the slice.
+Attention runs on the whole row and a part of the heads, between two all-to-alls:
 
     q, k, v    [B, H, S/sp, D]  ->  [B, H/sp, S, D]  ->  attention  ->  [B, S, H/sp, D]  ->  [B, S/sp, H, D]
 
-The model is handed its slice of the tokens and the positions of the whole row. From these its own code makes rotary
-embeddings, of which each rank keeps its slice; masks are of the sequences (``packing/attention.py``). A model with
-a vision tower gets all tokens, puts images among their embeddings, and what its decoder gets is cut. Layers that
-carry a state along the row are shared otherwise (``packing/shared_mixers.py``).
+The model gets its slice of the tokens and the positions of the whole row. Its own code makes rotary embeddings of the
+row, and each rank keeps its slice; masks are per sequence (``packing/attention.py``). A model with a vision tower gets
+all tokens, inserts images among their embeddings, and the decoder's inputs are sliced. Layers that carry a state along
+the row are shared by ``packing/shared_mixers.py``.
 
-Shapes: ``B`` rows (1 where they are packed), ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
+Shapes: ``B`` rows (1 if packed), ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
 """
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -23,65 +21,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..errors import SettingError
 from ..model.layers import attention_modules, decoder_layers
 from ..moe.find import UnsupportedModelError
+from ..packing.attention import wrap_attention
 from ..packing.exchange import to_heads, to_tokens
 from ..packing.sequences import PackedSequences, find_mixers
-from ..topology.mesh import divisors
+from ..topology.mesh import check_divides
 
-__all__ = [
-    "SETTING",
-    "SequenceParallel",
-    "check_attention_splits",
-    "gather_parts",
-    "heads_to_split",
-    "own_part",
-]
+__all__ = ["SETTING", "SequenceParallel", "check_attention_splits", "gather_parts", "heads_to_split", "own_part"]
 
 SETTING = "engine.ulysses_sequence_parallel_size"
 _HANDLE = "_epfsdp2_sequence"
-# Tensors that attention may get: those that are sliced here, and those of the whole row for every head.
+# Tensor arguments of attention functions: sliced here, or the same for every head.
 _KNOWN = ("position_ids", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k")
-# Arguments of an attention module that are of its queries, and their dim of tokens (Beam scales queries by the second).
-_OF_QUERIES = {"position_ids": -1, "attention_scaling": -2}
+# Arguments of attention modules that are sliced with the queries, by their dim of tokens (Beam has the second).
+_PER_QUERY = {"position_ids": -1, "attention_scaling": -2}
 
 
 def check_attention_splits(model: Any, size: int) -> None:
-    """Check that the ranks divide the heads of every layer's attention.
-
-    Args:
-        model: may be on the meta device.
+    """Check that ``size`` divides the attention heads of every layer of a model, which may be on the meta device.
 
     Raises:
         UnsupportedModelError: see ``heads_to_split``.
         SettingError: with the sizes that divide the heads.
     """
     heads = heads_to_split(model)
-    if heads % size:
-        raise SettingError(
-            SETTING,
-            size,
-            f"has to divide the number of attention heads of {type(model).__name__}, {heads}.",
-            f"{SETTING}= one of {divisors(heads)}",
-        )
+    check_divides(SETTING, size, heads, f"the number of attention heads of {type(model).__name__}, {heads}")
 
 
 def heads_to_split(model: Any) -> int:
-    """Return the number of heads that sharing ranks have to divide; the greatest common divisor if layers differ.
-
-    Args:
-        model: may be on the meta device.
+    """Return the number of heads that the ranks have to divide; the greatest common divisor if layers differ.
 
     Raises:
-        UnsupportedModelError: tokens of a row meet elsewhere than in attention on transformers' interface and in
-            modules that take whole sequences, so that rows can't be shared at all.
+        UnsupportedModelError: rows can't be shared, because tokens are mixed outside attention on transformers'
+            interface and outside modules that may get whole sequences.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if hasattr(model.config, "audio_config") and not hasattr(model.config, "vision_config"):
-        raise UnsupportedModelError(f"{name} puts audio among the tokens, which verl would have cut before that.")
+        raise UnsupportedModelError(f"{name} inserts audio among the tokens, which verl slices before that.")
     if getattr(config, "index_topk", None):
         raise UnsupportedModelError(f"an indexer of {name} chooses among the keys of a whole row before its attention.")
     mixers = find_mixers(model)
@@ -94,11 +72,7 @@ def heads_to_split(model: Any) -> int:
 
 
 def own_part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return this rank's slice of a tensor of the whole row; all of it without a group.
-
-    Raises:
-        ValueError: ``dim`` does not divide by the ranks of the group.
-    """
+    """Return this rank's slice of a tensor of the whole row along ``dim``, or all of it if there is no group."""
     if group is None:
         return tensor
     size = dist.get_world_size(group)
@@ -111,22 +85,22 @@ def gather_parts(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch
     """Gather the slices of all ranks along dim 0; without gradient."""
     if group is None:
         return tensor
-    part = tensor.detach().contiguous().view(torch.uint8)  # no backend has every integer
+    part = tensor.detach().contiguous().view(torch.uint8)  # no backend has all integer dtypes
     whole = part.new_empty(dist.get_world_size(group) * part.shape[0], *part.shape[1:])
     dist.all_gather_into_tensor(whole, part, group=group)
     return whole.view(tensor.dtype)
 
 
 class SequenceParallel:
-    """Has a model compute slices; install it before the model is sharded.
+    """Makes a model compute on slices; install it before the model is sharded.
 
-    From then on the model is called with ``input_ids [B, s]`` (``[B, S]`` if its config has a vision tower's, as verl
-    does it), with ``position_ids [B, S]`` or ``[4, B, S]`` and without an attention mask.
+    From then on the model gets ``input_ids [B, s]`` (``[B, S]`` if it has a vision tower, as in verl), ``position_ids
+    [B, S]`` or ``[4, B, S]``, and no attention mask.
 
     Args:
-        model: a causal LM or the like; its config names the attention that is to run.
+        model: its config names the attention function.
         group: the ranks that share rows, in the order of the slices.
-        packed: what keeps the sequences of the model's rows apart.
+        packed: of the same model.
 
     Raises:
         UnsupportedModelError, SettingError: see ``check_attention_splits``.
@@ -146,24 +120,24 @@ class SequenceParallel:
         for module in attention_modules(decoder).values():
             module.register_forward_pre_hook(self._cut_positions, with_kwargs=True)
             setattr(module, _HANDLE, self)
-        _wrap(ALL_ATTENTION_FUNCTIONS, model.config.get_text_config()._attn_implementation, _attention)
+        wrap_attention(model.config.get_text_config()._attn_implementation, _attention)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions = kwargs.get("position_ids")
         if positions is None:
-            raise ValueError("the positions of the whole row are needed: position_ids [B, S].")
+            raise ValueError("sequence parallelism needs the positions of the whole row: position_ids [B, S].")
         self._positions = positions if positions.dim() == 2 else positions[0]
 
     def _cut_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Slice the embeddings of the whole row, text with images in their places, before the decoder."""
+        """Slice the embeddings of the whole row, text with images, before the decoder."""
         whole = kwargs.get("inputs_embeds")
         if whole is None:
             return None
         own: dict[str, Any] = {"inputs_embeds": own_part(whole, 1, self.group)}
-        seen = kwargs.get("visual_pos_masks")  # of tokens that features of images are added to in early layers
-        if seen is not None:
-            own["visual_pos_masks"] = own_part(seen, 1, self.group)
-            counts = seen.view(self.size, -1).sum(1).tolist()  # of one row
+        images = kwargs.get("visual_pos_masks")  # tokens to which early layers add features of images
+        if images is not None:
+            own["visual_pos_masks"] = own_part(images, 1, self.group)
+            counts = images.view(self.size, -1).sum(1).tolist()  # of one row
             features = kwargs["deepstack_visual_embeds"]
             own["deepstack_visual_embeds"] = [each.split(counts)[self.rank] for each in features]
         return args, {**kwargs, **own}
@@ -174,9 +148,9 @@ class SequenceParallel:
         return type(output)(own_part(part, -2, self.group) for part in output)
 
     def _cut_positions(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Slice the positions that scale queries to those of these queries; the attention itself gets all of them."""
-        whole = {name: (kwargs[name], dim) for name, dim in _OF_QUERIES.items() if kwargs.get(name) is not None}
-        return args, kwargs | {name: own_part(tensor, dim, self.group) for name, (tensor, dim) in whole.items()}
+        """Slice positions that scale queries; ``attend`` passes the attention function all of them."""
+        dims = {name: dim for name, dim in _PER_QUERY.items() if kwargs.get(name) is not None}
+        return args, kwargs | {name: own_part(kwargs[name], dim, self.group) for name, dim in dims.items()}
 
     def attend(
         self,
@@ -198,21 +172,21 @@ class SequenceParallel:
             ``[B, s, H, D]``, and no weights.
 
         Raises:
-            UnsupportedModelError: the attention gets a tensor of which is not known how it would be sliced.
+            UnsupportedModelError: it is not known how to slice one of the arguments.
         """
         unknown = [n for n, x in kwargs.items() if isinstance(x, torch.Tensor) and n not in _KNOWN]
         if unknown:
             raise UnsupportedModelError(
-                f"{type(module).__name__} hands its attention {', '.join(unknown)}, and how to cut that is not known."
+                f"{type(module).__name__} passes its attention {', '.join(unknown)}; it is not known how to slice that."
             )
         heads, kv_heads = query.shape[1], key.shape[1]
         copies = math.lcm(kv_heads, self.size) // kv_heads
         own: dict[str, Any] = {}
-        if copies > 1:  # each rank needs those of its queries, and they may be those of other ranks' too
+        if copies > 1:  # ranks whose queries share a head of keys each need it
             key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
             own["num_key_value_groups"] = heads // (kv_heads * copies)
-        kwargs["position_ids"] = self._positions  # by which flash attention keeps sequences apart
-        if kwargs.get("s_aux") is not None:  # which eager attention reads off the module
+        kwargs["position_ids"] = self._positions  # flash attention separates sequences by them
+        if kwargs.get("s_aux") is not None:  # eager attention reads the module's ``sinks`` instead
             own["sinks"] = kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self.rank]
         heads_of_rank = to_heads(self.group, query, key, value)
         output, _ = attention(_Part(module, own), *heads_of_rank, attention_mask, **kwargs)
@@ -220,19 +194,9 @@ class SequenceParallel:
 
 
 def _embeds_positions(module: nn.Module) -> bool:
-    """Tell whether it computes something of each position and of nothing that is trained: a rotary embedding."""
+    """Whether the module is a rotary embedding (takes position_ids, has no parameters)."""
     takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
     return takes_positions and next(module.parameters(), None) is None
-
-
-def _wrap(interface: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Put ``wrapper`` around a function of an interface of transformers, once."""
-    real = inner = interface[name]
-    while isinstance(inner, functools.partial):
-        if inner.func is wrapper:
-            return
-        inner = inner.args[0] if inner.args else inner.func
-    interface.register(name, functools.partial(wrapper, real))
 
 
 def _attention(real: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -241,11 +205,7 @@ def _attention(real: Callable[..., Any], module: nn.Module, *args: Any, **kwargs
 
 
 class _Part:
-    """An attention module as it is with the heads of one rank.
-
-    Args:
-        own: attributes that are other than the module's.
-    """
+    """An attention module with the attributes ``own`` replaced by those of this rank's heads."""
 
     def __init__(self, module: nn.Module, own: dict[str, Any]):
         self._module, self._own = module, own

@@ -1,4 +1,4 @@
-"""One FSDP unit, the result of one call of ``fully_shard``, as data; and its sizes on a mesh.
+"""One FSDP unit (one call of ``fully_shard``) as data, and its sizes on a mesh.
 
 A unit names modules and parameters and holds none, so it can be compared, printed, and kept without the model.
 """
@@ -25,11 +25,10 @@ class UnitSizes:
     """Elements of a unit on a mesh.
 
     Args:
-        ranks: that share the unit; nothing is gathered where it is one.
+        ranks: that share the unit.
         local: of a rank's shard, padded as FSDP pads it.
         trained: of the parameters in that shard that have a gradient.
-        moved: of the parameters that are sharded along another dim than the first: FSDP copies these once more after
-            the all-gather.
+        moved: of parameters that are not sharded along dim 0, which FSDP copies again after the all-gather.
         last: of the last parameter with a gradient, which FSDP holds while it reduces.
     """
 
@@ -41,37 +40,37 @@ class UnitSizes:
 
     @property
     def full(self) -> int:
-        """Elements that an all-gather ends with: the unit's parameters, of experts those of one EP rank."""
+        """Elements of the all-gather's output: the unit's parameters, or one EP rank's part of experts."""
         return self.ranks * self.local
 
     @property
     def reduced(self) -> int:
-        """Elements that a reduce-scatter starts with: the gradients of these."""
+        """Elements of the reduce-scatter's input: their gradients."""
         return self.ranks * self.trained
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP2 gathers, frees and reduces together, and how it does so.
+    """Parameters that FSDP2 gathers, frees and reduces together.
 
     Args:
-        kind: what the modules are. ``low_precision`` are children of a module that is kept in float32, which are
-            themselves gathered in the lower precision, as one unit.
-        modules: their FQNs; the root's is ``""``. Several modules share one unit only where ``kind`` says so.
-        stage: when it is needed: in the root, the embeddings, the head, or the layer that it is a part of.
+        kind: of the modules. ``low_precision``: children of a module that is kept in float32, which are gathered in the
+            lower precision, as one unit.
+        modules: FQNs; the root's is ``""``.
+        stage: the root, the embeddings, the head, or the layer that it is a part of.
         shapes: global shape of each parameter, by FQN. A parameter belongs to the first unit that holds it.
-        ep_dims: for each parameter of experts, the dim that counts the experts; empty for every other unit.
+        param_dtype: dtype of the gathered parameters.
+        reduce_dtype: dtype of the gradient reduction.
+        reshard_after_forward: free gathered parameters between forward and backward; None is FSDP's default for the
+            root, which keeps them.
+        ep_dims: for each parameter of experts, the dim that counts the experts.
         etp_dims: for each parameter of experts, the dim that ``etp`` shards.
-        param_dtype: dtype in which the parameters are gathered.
-        reduce_dtype: dtype in which the gradients are reduced.
         casts_inputs: FSDP casts floating-point inputs of the forward to ``param_dtype``.
-        casts_outputs: the forward's output is cast to the dtype of its input.
-        reshard_after_forward: whether gathered parameters are freed between forward and backward; None leaves it to
-            FSDP, which keeps those of the root.
-        unshard_in_backward: whether backward reads the parameters.
-        unsharded: parameters below the modules that FSDP leaves alone: each rank holds them whole, in their own dtype.
-        frozen: parameters that have no gradient: there are adapters, or the vision tower is left as it is.
-        forward_prefetch: units, by name, whose all-gathers start when this unit's forward does.
+        casts_outputs: cast the forward's output to the dtype of its input.
+        unshard_in_backward: backward reads the parameters.
+        unsharded: parameters in FSDP's ``ignored_params``: each rank holds them whole, in their own dtype.
+        frozen: parameters without a gradient, beside adapters or in a frozen vision tower.
+        forward_prefetch: names of the units whose all-gathers start with this unit's forward.
         backward_prefetch: the same for its backward.
     """
 
@@ -99,7 +98,7 @@ class Unit:
 
     @property
     def is_experts(self) -> bool:
-        """Whether the unit is sharded on the experts' mesh, over ``ep_fsdp``, rather than on the dense mesh."""
+        """Whether the unit is sharded on the experts' mesh, over ``ep_fsdp``, instead of the dense mesh."""
         return self.kind == "experts"
 
     @property
@@ -109,30 +108,30 @@ class Unit:
 
     @property
     def is_gathered_again(self) -> bool:
-        """Whether backward has an all-gather of its own."""
+        """Whether backward gathers the parameters again."""
         return self.is_freed and self.unshard_in_backward
 
     def ranks(self, topology: Topology) -> int:
-        """Return the ranks that the unit is sharded over."""
+        """Return the number of ranks that the unit is sharded over."""
         return topology.ep_fsdp if self.is_experts else topology.fsdp
 
     def divide_factor(self, topology: Topology) -> float:
-        """Return what the gradient is divided by after it has been summed over the unit's ranks.
+        """Return the divisor of the gradient after the sum over the unit's ranks.
 
-        The one factor of all units, the number of ranks that the loss is averaged over. A unit of one rank is an
-        exception: FSDP takes the mean over replicas there, so that the rest of the factor is left to divide by.
+        It is the number of ranks in the loss's mean. For a unit of one rank FSDP computes the mean over replicas, which
+        leaves the rest of the factor.
         """
         return topology.world / (topology.dp_replicate if self.ranks(topology) == 1 else 1)
 
-    def keeps_gradients(self, topology: Topology, cpu_offload: bool) -> bool:
-        """Return whether gradients stay where autograd made them: they are neither reduced nor moved to the host."""
-        return self.ranks(topology) == topology.dp_replicate == 1 and not cpu_offload
+    def keeps_gradients(self, topology: Topology, cpu_offload: bool, device_type: str) -> bool:
+        """Return whether gradients are neither packed, reduced nor moved to the host; on CPUs, where it gains."""
+        return self.ranks(topology) == topology.dp_replicate == 1 and not cpu_offload and device_type == "cpu"
 
     def shard_dim(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> int:
         """Return the dim of a parameter that FSDP shards over the unit's ranks.
 
         Args:
-            expert_shard_dim: as ``ShardingOptions``'s; it concerns experts alone.
+            expert_shard_dim: as in ``ShardingOptions``; used for experts alone.
 
         Raises:
             SettingError: an explicit dim does not divide.
@@ -143,7 +142,7 @@ class Unit:
         return ep_fsdp_dim(self.shapes[name], topology, expert_shard_dim, ep_dim, etp_dim)
 
     def cuts(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> tuple[ShardStep, ...]:
-        """Return a parameter's shard steps over its mesh's axes, the outermost first; arguments as ``shard_dim``'s."""
+        """Return a parameter's shard steps over its mesh's axes, the outermost first; arguments as in ``shard_dim``."""
         dim = self.shard_dim(name, topology, expert_shard_dim)
         if not self.is_experts:
             return (ShardStep(dim, "fsdp", topology.fsdp),)
@@ -154,7 +153,7 @@ class Unit:
         return (*steps, ShardStep(dim, "ep_fsdp", topology.ep_fsdp))
 
     def local_numel(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> int:
-        """Return the elements of a rank's padded shard of one parameter; arguments as ``shard_dim``'s."""
+        """Return the elements of a rank's padded shard of one parameter; arguments as in ``shard_dim``."""
         shape, dim = list(self.shapes[name]), self.shard_dim(name, topology, expert_shard_dim)
         if name in self.ep_dims:
             shape[self.ep_dims[name]] //= topology.ep
@@ -164,10 +163,7 @@ class Unit:
         return math.prod(shape)
 
     def sizes(self, topology: Topology, expert_shard_dim: int | str = "auto") -> UnitSizes:
-        """
-        Raises:
-            SettingError: as ``shard_dim``.
-        """
+        """Return the unit's sizes; arguments and errors as in ``shard_dim``."""
         ranks = self.ranks(topology)
         local = trained = moved = last = 0
         for name in self.shapes:
@@ -181,8 +177,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Stage:
-    """Units that compute one after the other and are gathered ahead together: the root, the embeddings, a layer, or
-    the head."""
+    """Units that are prefetched together: the root, the embeddings, a layer, or the head."""
 
     name: str
     units: tuple[Unit, ...]

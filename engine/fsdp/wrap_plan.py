@@ -2,15 +2,14 @@
 
     experts  ->  modules kept in float32  ->  layers  ->  embeddings, head  ->  model
 
-``parallelize`` executes the plan and decides nothing of it; the planner of memory and traffic, the dtypes and the
-slices of a weight sync read it. It is made of the model alone, on the meta device or elsewhere, sharded or not, and
-without process groups. What depends on the number of ranks is asked of a unit with a ``Topology``
-(``Unit.divide_factor``, ``Unit.cuts``), so that one plan serves every mesh that a recipe compares.
+``parallelize`` executes the plan; the planner of memory and traffic and the weight sync read it. It depends on the
+model alone, on any device, sharded or not, and needs no process groups. Methods of ``Unit`` that depend on the number
+of ranks get a ``Topology``, so one plan serves every mesh.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,17 +29,18 @@ __all__ = ["compute_dtypes", "cuts_before_sharding", "frozen_parameters", "wrap_
 
 
 def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
-    """Plan the FSDP units of a model, in the order in which they are wrapped: inner modules before outer ones.
+    """Plan the FSDP units of a model, in the order of wrapping: inner modules before outer ones.
 
-    Every parameter is in one unit: in the first that holds it, or in that unit's ``unsharded``.
+    Every parameter is in one unit, the first that holds it, or in that unit's ``unsharded``.
 
     Raises:
         UnsupportedModelError: the model has experts that can't be dispatched.
-        SettingError: a pattern of ``options.fp32_modules`` or ``options.expert_plan`` matches nothing that it may.
+        SettingError: a pattern of ``options.fp32_modules`` or ``options.expert_plan`` matches nothing, or what it must
+            not.
     """
     experts = find_experts(model, options.expert_plan)
-    ends = _EmbeddingAndHead.of(model, options.head_in_root)
-    units = _Units(model, options, experts, ends)
+    embeddings, head = _embeddings_and_head(model, options.head_in_root)
+    units = _Units(model, options, experts, {EMBEDDINGS: embeddings, HEAD: head})
     reshard, reshard_experts = options.reshard_after_forward, options.reshard_experts_after_forward
     for info in experts:
         units.add(
@@ -49,7 +49,7 @@ def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
             reshard if reshard_experts is None else reshard_experts,
             ep_dims={f"{info.fqn}.{name}": dim for name, dim in info.ep_dims.items()},
             etp_dims={f"{info.fqn}.{name}": cut for name, cut in info.etp_dims.items()},
-            casts_inputs=False,  # routing weights may be float32 on purpose: the experts cast their hidden states
+            casts_inputs=False,  # routing weights may be float32 on purpose; the experts cast hidden states themselves
         )
     if {options.param_dtype, *(p.dtype for p in model.parameters())} != {torch.float32}:
         for found in find_float32_modules(model, [info.module for info in experts], options.fp32_modules):
@@ -64,40 +64,37 @@ def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
             )
     for layer in units.layers:
         units.add("layer", [model.get_submodule(layer)], reshard)
-    if ends.embeddings is not None:
-        units.add(
-            "embeddings", [ends.embeddings], reshard, unshard_in_backward=_backward_reads_weights(ends.embeddings)
-        )
-    if ends.head is not None:
-        units.add("head", [ends.head], False)  # its backward follows its forward at once
-    # FSDP keeps the root's own parameters between forward and backward. Fused linear cross-entropy kernels need that:
-    # they save lm_head.weight for backward.
+    if embeddings is not None:
+        # The gradient of a table reads no weight; Inkling's embeddings end with a norm, whose gradient does.
+        is_table = isinstance(embeddings, nn.Embedding) and [n for n, _ in embeddings.named_parameters()] == ["weight"]
+        units.add("embeddings", [embeddings], reshard, unshard_in_backward=not is_table)
+    if head is not None:
+        units.add("head", [head], False)  # its backward follows its forward at once
+    # FSDP keeps the root's parameters between forward and backward, as fused linear cross-entropy kernels need, which
+    # save lm_head.weight for backward.
     units.add("root", [model], None)
     return units.with_prefetch()
 
 
-@dataclass(frozen=True)
-class _EmbeddingAndHead:
-    """Input embeddings and LM head as units of their own; None where tied, for a parameter belongs to one unit."""
+def _embeddings_and_head(model: Any, head_in_root: bool) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the embeddings and the head that are units of their own; None if tied: a parameter is in one unit."""
+    users = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
 
-    embeddings: nn.Module | None
-    head: nn.Module | None
+    def own(module: nn.Module | None) -> nn.Module | None:
+        return module if module is not None and all(users[p] == 1 for p in module.parameters()) else None
 
-    @classmethod
-    def of(cls, model: Any, head_in_root: bool) -> "_EmbeddingAndHead":
-        users = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
-
-        def own(module: nn.Module | None) -> nn.Module | None:
-            return module if module is not None and all(users[p] == 1 for p in module.parameters()) else None
-
-        return cls(own(model.get_input_embeddings()), None if head_in_root else own(model.get_output_embeddings()))
+    return own(model.get_input_embeddings()), None if head_in_root else own(model.get_output_embeddings())
 
 
 class _Units:
-    """Builds the plan: gives each parameter to the first unit that holds it, and each unit to its stage."""
+    """Builds the plan: assigns each parameter to the first unit that holds it, and each unit to its stage.
+
+    Args:
+        ends: the modules of the stages embeddings and head, if these are units.
+    """
 
     def __init__(
-        self, model: Any, options: ShardingOptions, experts: Sequence[ExpertsInfo], ends: _EmbeddingAndHead
+        self, model: Any, options: ShardingOptions, experts: Sequence[ExpertsInfo], ends: Mapping[str, nn.Module | None]
     ) -> None:
         self.model, self.options = model, options
         self.layers = layer_names(model)
@@ -110,11 +107,8 @@ class _Units:
         self._left = {param: name for name, param in model.named_parameters()}
         self._units: list[Unit] = []
         self._wrapped: set[nn.Module] = set()
-        # The module that each stage runs.
-        self._stages = {layer: layer for layer in self.layers}
-        for stage, module in ((EMBEDDINGS, ends.embeddings), (HEAD, ends.head)):
-            if module is not None:
-                self._stages[stage] = self._fqns[module]
+        self._stages = {layer: layer for layer in self.layers}  # the FQN of each stage's module
+        self._stages |= {stage: self._fqns[module] for stage, module in ends.items() if module is not None}
 
     def add(
         self,
@@ -125,7 +119,7 @@ class _Units:
         ep_dims: Mapping[str, int] | None = None,
         **how: Any,
     ) -> None:
-        """Wrap modules as one unit, but for those that are wrapped: a layer or the head may be kept in float32.
+        """Add modules as one unit, except those that an earlier unit wraps (a layer or head kept in float32).
 
         Args:
             how: further fields of ``Unit``.
@@ -160,11 +154,11 @@ class _Units:
         return next((name for name, module in self._stages.items() if f"{fqn}.".startswith(f"{module}.")), ROOT)
 
     def with_prefetch(self) -> list[Unit]:
-        """Return the units; those that a stage starts with say what is gathered ahead.
+        """Return the units, with prefetched units in the first unit of each stage.
 
-        Stages run root, embeddings, layers, head in forward, and root, head, layers in backward, whose gradient of the
-        embeddings gathers nothing. The layers of a vision tower, which a batch without images leaves out, are a chain
-        of their own: what is gathered ahead must be sure to be used.
+        Stages run root, embeddings, layers, head in forward, and root, head, layers in backward, where embeddings
+        gather nothing. The layers of a vision tower prefetch only each other, because a batch without images skips
+        them, and a prefetched unit must be used.
         """
         if not self.options.prefetch_depth:
             return self._units
@@ -195,10 +189,10 @@ class _Units:
         return next((chain for chain in chains if not self._experts or hold.intersection(chain)), [])
 
     def _ahead(self, stages: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Return what is gathered when each stage starts, by the name of the unit that wraps the stage's module.
+        """Return the units to gather when each stage starts, by the name of the unit that wraps the stage's module.
 
         Args:
-            stages: in the order in which a pass runs them.
+            stages: in the order of a pass.
         """
         starts = {fqn: unit.name for unit in self._units for fqn in unit.modules}
         depth, found = self.options.prefetch_depth, dict[str, tuple[str, ...]]()
@@ -214,13 +208,8 @@ class _Units:
         return [unit.name for unit in units]
 
 
-def _backward_reads_weights(embeddings: nn.Module) -> bool:
-    """Tell whether there is more than a table, whose gradient reads no weight: Inkling's embeddings end with a norm."""
-    return not isinstance(embeddings, nn.Embedding) or [name for name, _ in embeddings.named_parameters()] != ["weight"]
-
-
 def frozen_parameters(model: nn.Module, options: ShardingOptions) -> frozenset[str]:
-    """Return the names of parameters that are not trained: a frozen tower's, and all but adapters if there are any."""
+    """Return the parameters that are not trained: a frozen tower's, and if there are adapters, all others."""
     names = {name for name, _ in model.named_parameters()}
     adapters = {name for name in names if is_adapter(name)}
     frozen = names - adapters if adapters else set()
@@ -228,7 +217,7 @@ def frozen_parameters(model: nn.Module, options: ShardingOptions) -> frozenset[s
 
 
 def compute_dtypes(model: nn.Module, options: ShardingOptions) -> dict[str, torch.dtype]:
-    """Return the dtype in which the forward of a model sharded with ``options`` reads each parameter, by name."""
+    """Return the dtype in which the forward of the sharded model reads each parameter, by name."""
     gathered = {name: unit.param_dtype for unit in wrap_plan(model, options) for name in unit.shapes}
     return {name: gathered.get(name, param.dtype) for name, param in model.named_parameters()}
 
@@ -239,7 +228,7 @@ def cuts_before_sharding(
     expert_shard_dim: int | str = "auto",
     expert_plan: Mapping[str, int] | None = None,
 ) -> dict[str, tuple[ShardStep, ...]]:
-    """Return how ``parallelize`` will cut each parameter of a model that is not sharded yet, the outermost cut first.
+    """Return the shard steps of ``parallelize`` for each parameter of an unsharded model, the outermost first.
 
     Raises:
         UnsupportedModelError, SettingError: as ``wrap_plan`` and ``Unit.cuts``.

@@ -1,14 +1,13 @@
-"""Attention of the sequences of a packed row, each by itself.
+"""Attention within each sequence of a packed row.
 
-A packed row has several sequences one after the other. transformers hands sdpa and eager attention a mask of all pairs
-of its tokens, of which all but the blocks on the diagonal are masked: they are computed nevertheless. Here the
-configured attention is called once for each sequence, without a mask where it is causal. On a GPU one call computes the
-whole row where that gives what sdpa gives (``varlen.py``).
+transformers passes sdpa and eager attention a mask of the whole row, so that the masked pairs of different sequences
+are computed as well. Here the configured attention is called once per sequence, without a mask if it is causal. On a
+GPU one call computes the whole row if the result is the same as sdpa's (``varlen.py``).
 
     q, k, v  [1, H, S, D]  ->  attention of each [1, H, n, D]  ->  [1, S, H, D]
 
-Both go by transformers' interfaces: an attention function and a maker of masks are registered under ``NAME``. What the
-maker returns is passed through the family's code as its mask, and makes the mask of a sequence when it is asked for.
+An attention function and a mask function are registered with transformers under ``NAME``. The mask function returns a
+``PackedMask``, which passes through the family's code and makes the masks of single sequences on demand.
 """
 
 import functools
@@ -30,28 +29,32 @@ __all__ = [
     "PackedAttention",
     "PackedMask",
     "Span",
+    "Spans",
     "attach",
-    "counts_places",
-    "hand_lengths",
     "lengths_of",
+    "pass_lengths",
+    "scales_by_index",
     "spans_of",
+    "wrap_attention",
 ]
 
 NAME = "epfsdp2_packed"
-_EAGER = "eager_attention_forward"  # what every family calls its own
+_EAGER = "eager_attention_forward"  # in the module of every family
 HANDLE = "_epfsdp2_packed"  # attribute of an attention module: its ``PackedAttention``
-_LENGTHS = "_epfsdp2_lengths"  # attribute of an attention module: returns what ``hand_lengths`` hands its attention
+_LENGTHS = "_epfsdp2_lengths"  # attribute of an attention module: returns the ``Lengths`` of the current row
 
 Lengths = dict[str, Any]
-"""Of a row's sequences, as transformers passes them to flash attention: ``cu_seq_lens_q``, ``max_length_q``, ..."""
+"""Sequence lengths of a row, as transformers passes them to flash attention: ``cu_seq_lens_q``, ``max_length_q``."""
 
 Span = tuple[int, int]
-"""Where a sequence starts in its row, and where it ends."""
+"""Start and end of a sequence in its row."""
+Spans = Callable[[], Sequence[Span] | None]
+"""Returns the spans of the current row, or None if each row is one sequence."""
 
 _PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
-_REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"  # by transformers 5.23; of distances none differs
+_REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"  # transformers 5.23; it changes no distance
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
-# Mask functions that depend on how far tokens are from each other and from the start of their sequence alone.
+# Mask functions that depend only on the distance of tokens and on their distance to the start of their sequence.
 _OF_DISTANCES = {
     _WINDOW,
     "bidirectional_mask_function",
@@ -62,7 +65,7 @@ _OF_DISTANCES = {
 
 
 def spans_of(positions: torch.Tensor) -> tuple[Span, ...]:
-    """Return where the sequences of a row are; on a GPU this waits for the device, once.
+    """Return the spans of a row's sequences; on a GPU this waits for the device, once.
 
     Args:
         positions: ``[S]``, counting up by one within a sequence.
@@ -72,19 +75,19 @@ def spans_of(positions: torch.Tensor) -> tuple[Span, ...]:
 
 
 def lengths_of(spans: Sequence[Span], device: torch.device) -> Lengths:
-    """Return the lengths of a row's sequences on a device, without waiting for it."""
+    """Return the lengths of a row's sequences, copied to a device without waiting for it."""
     ends = torch.tensor([0, *(end for _, end in spans)], dtype=torch.int32, pin_memory=device.type == "cuda")
     ends, longest = ends.to(device, non_blocking=True), max(end - start for start, end in spans)
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 class PackedMask:
-    """The mask of a packed row: those of its sequences, each made when it is first asked for.
+    """The mask of a packed row; makes the masks of its sequences on demand.
 
     Args:
-        sparse: transformers' maker of masks for the attention that was configured.
-        explicit: transformers' maker of masks for eager attention.
-        asked: what the family's code asked of the maker for the whole row.
+        sparse: transformers' mask function for the configured attention.
+        explicit: transformers' mask function for eager attention.
+        asked: the family's arguments to the mask function, for the whole row.
     """
 
     def __init__(self, sparse: Callable[..., Any], explicit: Callable[..., Any], asked: dict[str, Any]):
@@ -96,22 +99,21 @@ class PackedMask:
         names = {part.__qualname__ for part in own}
         self.is_causal = names == {"causal_mask_function"}
         self.window = asked.get("local_size") if names == {"causal_mask_function", _WINDOW} else None
-        """Keys that a query sees where a mask is a causal window and nothing else; None for any other mask."""
+        """Keys that a query sees if the mask is a causal window and nothing else; None for any other mask."""
         if self._of_distances:
             function = own[0] if len(own) == 1 else and_masks(*own)
             self._asked = {**asked, "mask_function": function}
-            if len(own) < len(parts):  # it was for the packing alone that a mask had to be made
+            if len(own) < len(parts):  # without packing, transformers skips causal masks
                 self._asked["allow_is_causal_skip"] = True
 
     def of(self, span: Span, explicit: bool = False) -> torch.Tensor | None:
-        """Return the mask of one sequence as if it were alone, ``[1, 1, n, n]``; None if it needs none.
+        """Return the mask of one sequence by itself, ``[1, 1, n, n]``; None if it needs none.
 
         Args:
-            explicit: what is masked is added to scores, and nothing goes without a mask.
+            explicit: return a mask to add to scores, never None.
         """
         start, length = span[0], span[1] - span[0]
-        # A mask of distances is the same at every place of the row.
-        offset = 0 if self._of_distances else start
+        offset = 0 if self._of_distances else start  # a mask of distances is the same anywhere in the row
         key = offset, length, explicit
         if key not in self._made:
             sizes = {"q_length": length, "kv_length": length, "q_offset": offset, "kv_offset": offset}
@@ -120,7 +122,7 @@ class PackedMask:
 
 
 def _intersected(function: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """Return the mask functions whose intersection this one is; itself where that is not known."""
+    """Return the mask functions that this one intersects, or the function itself if it is no known intersection."""
     inner = inspect.getclosurevars(function).nonlocals
     if function.__qualname__ == _REMAPPED:
         return _intersected(inner["mask_function"])
@@ -135,17 +137,16 @@ class PackedAttention:
     """One attention module's function for packed rows.
 
     Args:
-        real: the attention that was configured, as on transformers' interface.
-        explicit: whether it knows nothing of causality but by a mask (eager attention).
-        spans: where the sequences of the row under way are; None where its rows are not packed.
-        lengths: those of the row under way; None where each sequence is called by itself.
-        is_whole: whether it gets the row as it is, with a mask of the row (flex attention).
-        scale: ``_scale_of_places`` of the module.
+        real: the configured attention function.
+        explicit: it needs a mask to be causal (eager attention).
+        lengths: returns the lengths of the current row if one kernel may compute it, else None.
+        is_whole: it gets the whole row, with a mask of the row (flex attention).
+        scale: see ``_scale_of_places``.
     """
 
     real: Callable[..., Any]
     explicit: bool
-    spans: Callable[[], Sequence[Span] | None]
+    spans: Spans
     lengths: Callable[[], Lengths | None] = lambda: None
     is_whole: bool = False
     scale: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
@@ -163,14 +164,13 @@ class PackedAttention:
 
         Args:
             query: ``[1, H, S, D]``; ``key`` and ``value`` may have fewer heads, and ``value`` another ``D``.
-            attention_mask: a ``PackedMask`` where rows are packed.
+            attention_mask: a ``PackedMask`` if rows are packed.
 
         Returns:
             ``[1, S, H, D]``, and no weights.
 
         Raises:
-            ValueError: the row is not the one whose positions are known, or the family's code made another mask of its
-                own.
+            ValueError: the row has another length than its positions, or the family's code made a mask of its own.
         """
         spans = self.spans()
         if self.scale is not None:
@@ -182,17 +182,17 @@ class PackedAttention:
         if query.shape[2] != spans[-1][1] or key.shape[2] != spans[-1][1]:
             raise ValueError(f"attention over {query.shape[2]} tokens in a packed row of {spans[-1][1]}.")
         if not isinstance(attention_mask, PackedMask):
-            raise ValueError(f"{type(module).__name__} gets a mask that is not made for packed rows.")
+            raise ValueError(f"{type(module).__name__} gets a mask that is not for packed rows.")
         row = self.lengths()
         if row is not None and why_not_in_one_call(module, query, key, value, attention_mask, kwargs) is None:
             return attend_row(query, key, value, row, attention_mask.window, kwargs.get("scaling")), None
-        # Gradients of a split are written once; those of as many slices would each be as long as the row.
+        # A split's gradient is one tensor of the row's length; each slice's would be as long.
         lengths = [end - start for start, end in spans]
         parts = zip(*(each.split(lengths, dim=2) for each in (query, key, value)), spans, strict=True)
-        outputs = [self._of_one(module, q, k, v, attention_mask, span, kwargs) for q, k, v, span in parts]
+        outputs = [self._attend_sequence(module, q, k, v, attention_mask, span, kwargs) for q, k, v, span in parts]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
-    def _of_one(
+    def _attend_sequence(
         self,
         module: Any,
         query: torch.Tensor,
@@ -205,7 +205,7 @@ class PackedAttention:
         length, window = span[1] - span[0], masks.window
         if window is None or length <= 2 * window:
             return self.real(module, query, key, value, masks.of(span, self.explicit), **kwargs)[0]
-        # Queries in blocks of a window, each with the keys of its block and of the one before.
+        # Blocks of queries, as long as the window, with the keys of their own block and of the one before.
         blocks = [each.split(window, dim=2) for each in (query, key, value)]
         outputs, before = [], list[torch.Tensor]()  # no keys come before the first block
         for q, *block in zip(*blocks, strict=True):
@@ -220,7 +220,7 @@ def _window_mask(like: torch.Tensor, before: int, queries: int, window: int, exp
     """Return the mask of a block of queries whose keys begin ``before`` tokens earlier: ``[1, 1, queries, keys]``.
 
     Args:
-        explicit: what is masked is added to scores, in the dtype of ``like``; else what is not masked is true.
+        explicit: return a mask to add to scores, in the dtype of ``like``, instead of a boolean one.
     """
     query = torch.arange(before, before + queries, device=like.device)[:, None]
     key = torch.arange(before + queries, device=like.device)
@@ -228,36 +228,25 @@ def _window_mask(like: torch.Tensor, before: int, queries: int, window: int, exp
     return like.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(like.dtype).min) if explicit else seen
 
 
-def attach(
-    module: Any,
-    configured: str,
-    spans: Callable[[], Sequence[Span] | None],
-    lengths: Callable[[], Lengths | None],
-    is_whole: bool,
-) -> None:
-    """Give an attention module its ``PackedAttention``.
-
-    Args:
-        configured: the attention that is to run, as transformers calls it.
-    """
-    explicit = configured == "eager"
-    code = inspect.unwrap(type(module).forward).__globals__
-    real = code[_EAGER] if explicit else ALL_ATTENTION_FUNCTIONS[configured]
+def attach(module: Any, configured: str, spans: Spans, lengths: Callable[[], Lengths | None]) -> None:
+    """Set the ``PackedAttention`` of an attention module; ``configured`` is transformers' name of the attention."""
+    explicit, code = configured == "eager", inspect.unwrap(type(module).forward).__globals__
+    real, is_whole = code[_EAGER] if explicit else ALL_ATTENTION_FUNCTIONS[configured], configured == "flex_attention"
     setattr(module, HANDLE, PackedAttention(real, explicit, spans, lengths, is_whole, _scale_of_places(module)))
 
 
-def counts_places(module: Any) -> bool:
-    """Tell whether an attention scales its queries by their places in what it gets, not by their positions."""
+def scales_by_index(module: Any) -> bool:
+    """Whether an attention scales queries by their index in its input instead of their position."""
     attributes = PLACES_AS_POSITIONS.get(type(module).__name__)
     return attributes is not None and all(getattr(module, name) == value for name, value in attributes.items())
 
 
 def _scale_of_places(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
-    """Return what such a module multiplies queries by, ``[S]`` given places ``[S]``, and have it leave that to others.
+    """Return the factors of queries ``[S]`` at places ``[S]`` in a sequence, and turn off the module's own scaling.
 
     Source: ``Llama4TextAttention`` of transformers 5.9.
     """
-    if not counts_places(module):
+    if not scales_by_index(module):
         return None
     module.attn_temperature_tuning = False
     return lambda of, places: torch.log1p(torch.floor((places.float() + 1.0) / of.floor_scale)) * of.attn_scale + 1.0
@@ -271,20 +260,25 @@ def _attend(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
 
 
-def hand_lengths(name: str, modules: Iterable[Any], lengths: Callable[[], Lengths | None]) -> None:
-    """Pass flash attention, registered under ``name``, the lengths of the row under way in these modules.
+def pass_lengths(name: str, modules: Iterable[Any], lengths: Callable[[], Lengths | None]) -> None:
+    """Pass the lengths of the current row to flash attention, registered under ``name``, in these modules.
 
-    transformers computes them from the positions otherwise, in every layer and recomputation, and waits for the device
+    transformers otherwise computes them from the positions in every layer and recomputation, and waits for the device
     each time (5.9, ``modeling_flash_attention_utils.py``, ``_is_packed_sequence`` and ``_prepare_from_posids``).
     """
     for module in modules:
         setattr(module, _LENGTHS, lengths)
+    wrap_attention(name, _with_lengths)
+
+
+def wrap_attention(name: str, wrapper: Callable[..., Any]) -> None:
+    """Wrap ``wrapper(real, module, ...)`` around an attention function of transformers, once."""
     real = inner = ALL_ATTENTION_FUNCTIONS[name]
     while isinstance(inner, functools.partial):
-        if inner.func is _with_lengths:
+        if inner.func is wrapper:
             return
         inner = inner.args[0] if inner.args else inner.func
-    ALL_ATTENTION_FUNCTIONS.register(name, functools.partial(_with_lengths, real))
+    ALL_ATTENTION_FUNCTIONS.register(name, functools.partial(wrapper, real))
 
 
 @torch.compiler.disable  # other rows have other lengths

@@ -1,9 +1,7 @@
-"""All-to-alls between ranks that share rows, as operators with gradients: of tokens, and of heads.
+"""Differentiable all-to-alls between ranks that share rows: of tokens, and of heads.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
 """
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,27 +10,23 @@ __all__ = ["Exchange", "to_heads", "to_tokens"]
 
 
 class Exchange(torch.autograd.Function):
-    """Rank ``i`` gets everyone's ``i``-th part of dim 0; the gradient goes the way back.
+    """All-to-all along dim 0, with the reverse all-to-all as gradient.
 
     Args:
-        send: sizes of the parts for the ranks; equal parts without.
-        receive: sizes of what the ranks send.
+        send: rows for each rank; equally many if None.
+        receive: rows from each rank.
     """
 
     @staticmethod
     def forward(ctx, x, group, send=None, receive=None):
         ctx.group, ctx.send, ctx.receive = group, send, receive
-        return _exchange(x, group, send, receive)
+        arrived = x.new_empty(x.shape[0] if receive is None else sum(receive), *x.shape[1:])
+        dist.all_to_all_single(arrived, x.contiguous(), output_split_sizes=receive, input_split_sizes=send, group=group)
+        return arrived
 
     @staticmethod
     def backward(ctx, grad):
-        return _exchange(grad, ctx.group, ctx.receive, ctx.send), None, None, None
-
-
-def _exchange(x: torch.Tensor, group: Any, send: list[int] | None, receive: list[int] | None) -> torch.Tensor:
-    arrived = x.new_empty(x.shape[0] if receive is None else sum(receive), *x.shape[1:])
-    dist.all_to_all_single(arrived, x.contiguous(), output_split_sizes=receive, input_split_sizes=send, group=group)
-    return arrived
+        return Exchange.apply(grad, ctx.group, ctx.receive, ctx.send), None, None, None
 
 
 def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -1,13 +1,13 @@
-"""A part of the heads of a mixer, for the ranks that share a row which is mostly one sequence.
+"""Split the heads of a mixer among the ranks that share a row, for rows that are mostly one sequence.
 
-A layer of linear attention or of a state space is projections of each token around a recurrence that each head has for
-itself. The projections are computed of a rank's slice of the tokens; an all-to-all brings the rank the whole row for
-its heads, the family's own code computes these, and another all-to-all brings the slices back (``shared_mixers.py``):
+Linear attention and state spaces consist of projections per token around a recurrence per head. A rank projects its
+slice of the tokens. One all-to-all brings it the whole row of its heads, the family's own code runs the recurrence, and
+another all-to-all brings back the slices (``shared_mixers.py``):
 
     project  [1, s, D] -> [1, H, s, d]  ->  [1, H / sp, S, d]  -> mix ->  [1, S, F / sp]  ->  [1, s, F]  -> finish
 
-The family's code runs on a copy of the module that has the weights and sizes of these heads, and whose projections
-return their inputs.
+The family's code runs on a copy of the module with the weights and sizes of these heads, whose projections return
+their inputs.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of a sequence, ``H`` heads, ``F`` features
 before the last projection.
@@ -17,6 +17,7 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -30,19 +31,12 @@ __all__ = ["HeadParts", "head_parts_of"]
 
 
 class HeadParts(ABC):
-    """This rank's part of the heads of a mixer.
+    """This rank's part of the heads of a mixer, whose row the ranks of ``group`` share."""
 
-    Args:
-        module: the mixer.
-        group: the ranks that share a row.
-    """
-
-    count: ClassVar[str]
-    """The attribute that has the number of heads."""
-    shared: ClassVar[str | None] = None
-    """That of the groups of heads which share something."""
+    count: ClassVar[str]  # attribute: the number of heads
+    shared: ClassVar[str | None] = None  # attribute: the number of groups of heads that share weights
+    # Children whose weights are read without a call, or that are called for each sequence of a row.
     not_called_once: ClassVar[tuple[str, ...]] = ()
-    """Children whose weights are read without a call, and those that are called for each sequence of a row."""
 
     def __init__(self, module: Any, group: dist.ProcessGroup):
         self.module, self.group = module, group
@@ -50,7 +44,7 @@ class HeadParts(ABC):
 
     @classmethod
     def divides(cls, module: Any, size: int) -> bool:
-        """Return whether ``size`` ranks can have parts of equal size."""
+        """Return whether the heads can be divided equally among ``size`` ranks."""
         groups = size if cls.shared is None else getattr(module, cls.shared)
         return getattr(module, cls.count) % size == 0 and (groups % size == 0 or size % groups == 0)
 
@@ -75,29 +69,33 @@ class HeadParts(ABC):
         return x.chunk(self.size, dim)[self.rank]
 
     def _copied(self, x: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-        """Divide a dim by heads, with a copy for each rank that uses a head: there may be fewer heads than ranks."""
+        """Divide a dim by heads; with fewer heads than ranks, copy each head for the ranks that need it."""
         return x.unflatten(dim, (heads, -1)).repeat_interleave(max(1, self.size // heads), dim)
 
     def _by_head(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         """``[1, s, heads * d]`` -> ``[1, heads, s, d]``."""
         return self._copied(x, heads, 2).transpose(1, 2)
 
-    def _convolution(self, conv: nn.Conv1d, *parts: tuple[int, int]) -> "_Convolution":
-        """Return the convolution of this rank's channels.
+    def _convolution(self, conv: nn.Conv1d, *parts: tuple[int, int]) -> "_Operator":
+        """Return the causal convolution of this rank's channels.
 
         Args:
-            parts: the channels of each part of what it takes, and how many heads these are of.
+            parts: the channels and the heads of each part of the input.
         """
 
         def own(weight: torch.Tensor) -> torch.Tensor:
             by_part = zip(weight.split([channels for channels, _ in parts]), parts, strict=True)
             return torch.cat([self._own(self._copied(w, heads, 0)).flatten(0, 1) for w, (_, heads) in by_part])
 
-        return _Convolution(own(conv.weight), None if conv.bias is None else own(conv.bias))
+        weight, bias = own(conv.weight), None if conv.bias is None else own(conv.bias)
+        padding = weight.shape[2] - 1
+        return _Operator(
+            lambda x: nn.functional.conv1d(x, weight, bias, padding=padding, groups=x.shape[1]), weight, bias
+        )
 
     def _copy(self, **attributes: Any) -> Any:
         """Copy the mixer with some attributes, parameters or modules replaced; in eval mode, so nothing is fused."""
-        # FSDP's class of a unit makes no copies; the family's comes after it and FSDPModule.
+        # FSDP's class of a unit can't be copied; the family's class comes after it and FSDPModule.
         cls: Any = type(self.module).__mro__[2 if isinstance(self.module, FSDPModule) else 0]
         part = object.__new__(cls)
         vars(part).update(vars(self.module) | attributes, training=False)
@@ -112,38 +110,18 @@ def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x
 
 
-class _Linear:
-    """Some rows of a projection."""
+class _Operator:
+    """Replaces a projection or convolution, with the weights that families' code reads from it."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor):
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
-class _Given:
-    """Replaces a projection that was computed before: returns its input."""
-
-    def __init__(self, projection: nn.Linear):
-        self.weight = projection.weight
+    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor, bias: Any = None):
+        self._call, self.weight, self.bias = call, weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class _Convolution:
-    """A causal convolution of some channels."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.conv1d(x, self.weight, self.bias, padding=self.weight.shape[2] - 1, groups=x.shape[1])
+        return self._call(x)
 
 
 class _Mamba2(HeadParts):
-    """Mamba2: heads have ``x`` and ``dt`` of their own and share ``B`` and ``C`` within groups."""
+    """Mamba2: heads have their own ``x`` and ``dt``, and share ``B`` and ``C`` within groups."""
 
     count, shared, not_called_once = "num_heads", "n_groups", ("conv1d",)
 
@@ -154,8 +132,8 @@ class _Mamba2(HeadParts):
         return [self._by_head(y, of) for y, of in ((x, heads), (b, module.n_groups), (c, module.n_groups), (dt, heads))]
 
     def mix(self, *parts: torch.Tensor) -> torch.Tensor:
-        x = parts[0]
-        return _run(self._part, torch.cat([x, *parts], dim=-1))  # the gate comes first, and is applied in ``finish``
+        # In place of the gate, which comes first and is applied in ``finish``, anything of its size.
+        return _run(self._part, torch.cat([parts[0], *parts], dim=-1))
 
     @functools.cached_property
     def _part(self) -> Any:
@@ -163,7 +141,7 @@ class _Mamba2(HeadParts):
         inner, groups = module.intermediate_size // self.size, max(1, module.n_groups // self.size)
         of_groups = module.n_groups * module.ssm_state_size, module.n_groups
         return self._copy(
-            in_proj=_Given(module.in_proj),
+            in_proj=_Operator(_same, module.in_proj.weight),
             conv1d=self._convolution(module.conv1d, (module.intermediate_size, module.num_heads), of_groups, of_groups),
             norm=_same,
             out_proj=_same,
@@ -179,14 +157,14 @@ class _Mamba2(HeadParts):
 
 
 class _Mamba1(HeadParts):
-    """Mamba: every channel is a head; what chooses ``dt``, ``B`` and ``C`` is a sum over all of them."""
+    """Mamba: every channel is a head; the projection to ``dt``, ``B`` and ``C`` sums over all of them."""
 
     count = "intermediate_size"
     not_called_once = ("conv1d", "x_proj", "dt_proj", "dt_layernorm", "b_layernorm", "c_layernorm")
 
     @classmethod
     def divides(cls, module: Any, size: int) -> bool:
-        fast = inspect.unwrap(type(module).forward).__globals__.get("is_fast_path_available")  # it writes a bias
+        fast = inspect.unwrap(type(module).forward).__globals__.get("is_fast_path_available")  # writes a bias
         return super().divides(module, size) and not fast
 
     def project(self, hidden: torch.Tensor) -> list[torch.Tensor]:
@@ -198,12 +176,13 @@ class _Mamba1(HeadParts):
     @functools.cached_property
     def _part(self) -> Any:
         module = self.module
-        choosing = self._own(module.x_proj.weight, 1)
+        x_weight = self._own(module.x_proj.weight, 1)
+        weight, bias = self._own(module.dt_proj.weight), self._own(module.dt_proj.bias)
         return self._copy(
-            in_proj=_Given(module.in_proj),
+            in_proj=_Operator(_same, module.in_proj.weight),
             conv1d=self._convolution(module.conv1d, (module.intermediate_size, module.intermediate_size)),
-            x_proj=lambda x: _Sum.apply(nn.functional.linear(x, choosing), self.group),
-            dt_proj=_Linear(self._own(module.dt_proj.weight), self._own(module.dt_proj.bias)),
+            x_proj=lambda x: _Sum.apply(nn.functional.linear(x, x_weight), self.group),
+            dt_proj=_Operator(lambda x: nn.functional.linear(x, weight, bias), weight, bias),
             out_proj=_same,
             intermediate_size=self.heads,
             A_log=self._own(module.A_log),
@@ -215,26 +194,22 @@ class _Mamba1(HeadParts):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, each of which goes on with it; so are the gradients."""
+    """All-reduce in forward and in backward."""
 
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return _Sum._of(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _Sum._of(grad, ctx.group), None
-
-    @staticmethod
-    def _of(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
+    @staticmethod
+    def backward(ctx, grad):
+        return _Sum.apply(grad, ctx.group), None
+
 
 class _Lightning(HeadParts):
-    """Lightning attention: queries, keys and values of a head, and its decay."""
+    """Lightning attention: each head has queries, keys, values and a decay."""
 
     count = "num_attention_heads"
 
@@ -250,7 +225,7 @@ class _Lightning(HeadParts):
         return self._copy(
             qkv_proj=_same,
             norm=_same,
-            output_gate=lambda x: x.new_tensor(math.inf),  # open: it is applied in ``finish``
+            output_gate=lambda x: x.new_tensor(math.inf),  # open; the gate is applied in ``finish``
             out_proj=_same,
             num_attention_heads=self.heads,
             diagonal_decay=self._own(module.diagonal_decay, 1),
@@ -264,7 +239,7 @@ class _Lightning(HeadParts):
 
 
 class _DeltaAttention(HeadParts):
-    """Kimi Delta Attention: queries, keys, values and forget gates of a head's channels, and one rate of a head."""
+    """Kimi Delta Attention: each head has queries, keys, values, forget gates of its channels, and one rate."""
 
     count, not_called_once = "num_heads", ("conv1d",)
 
@@ -299,7 +274,7 @@ class _DeltaAttention(HeadParts):
 
 
 class _GatedDeltaRule(HeadParts):
-    """Gated delta rule: heads of values have rates of their own and share queries and keys within groups."""
+    """Gated delta rule: value heads have their own rates, and share queries and keys within groups."""
 
     count, shared, not_called_once = "num_v_heads", "num_k_heads", ("conv1d",)
 
@@ -322,7 +297,7 @@ class _GatedDeltaRule(HeadParts):
         sizes = {"num_k_heads": keys, "num_v_heads": self.heads}
         sizes |= {"key_dim": q.shape[2], "value_dim": v.shape[2], "conv_dim": 2 * q.shape[2] + v.shape[2]}
         of_keys = module.key_dim, module.num_k_heads
-        z = v.unflatten(2, (self.heads, -1))  # any: it is applied in ``finish``
+        z = v.unflatten(2, (self.heads, -1))  # anything of this size; the gate is applied in ``finish``
         part = self._copy(
             in_proj_qkvz=_same,
             in_proj_ba=_same,
@@ -357,12 +332,12 @@ _KINDS: dict[str, type[HeadParts]] = {
 
 
 def head_parts_of(module: Any, size: int) -> type[HeadParts] | None:
-    """Return how ``size`` ranks share the heads of a mixer; None if they can't."""
+    """Return the class that splits the heads of a mixer among ``size`` ranks; None if they can't be split."""
     names = (SPREAD_OVER_HEADS.get(each.__name__) for each in type(module).__mro__)
     name = next(filter(None, names), None)
     if name is None or not _KINDS[name].divides(module, size):
         return None
     children = [getattr(module, child) for child in _KINDS[name].not_called_once]
-    # FSDP gathers its units by calls, which have to be as many on ranks that share other rows; adapters come by a call.
+    # Ranks with other rows may make fewer calls, which would leave them out of FSDP's gathers; adapters need a call.
     called = any(isinstance(child, FSDPModule) or {n for n, _ in child.named_parameters()} - _OWN for child in children)
     return None if called else _KINDS[name]

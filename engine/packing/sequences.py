@@ -1,13 +1,13 @@
-"""Sequences that are packed into one row compute what each would alone, in every family.
+"""Compute each sequence of a packed row as if it were alone, in every family.
 
-Tokens of a layer meet in few of its modules, its mixers. What mixes by attention on transformers' interface alone has
-that attention called once for each sequence, or a kernel that takes their lengths (``attention.py``). What carries a
-state along the row (linear attention, state spaces, short convolutions), or chooses and compresses keys of the row
-before its attention, is itself called once for each sequence. That is exact whatever is in it. Where a state's kernels
-take the lengths of sequences, they are passed instead; torch's fallbacks take the same arguments and ignore them.
+Mixers are the modules in which tokens of a row meet; they are found by their forward's arguments. Attention on
+transformers' interface runs once per sequence, or by a kernel that gets their lengths (``attention.py``). Other mixers
+carry a state along the row (linear attention, state spaces, short convolutions), or choose or compress its keys. They
+are called once per sequence, which is exact for any module, unless their kernels accept sequence lengths. The
+fallbacks in torch have the same arguments and ignore them.
 
-Mixers are found by what their forward takes, in any family. Where ranks share a row (``shared_mixers.py``), attention
-gets all of its sequences and part of the heads, other mixers the sequences that their rank was assigned.
+If ranks share a row (``shared_mixers.py``), attention gets all sequences and a part of the heads. Other mixers get the
+sequences that are assigned to their rank.
 """
 
 import copy
@@ -35,16 +35,16 @@ from transformers.masking_utils import (
 from ..model.families import UNPACKED_WITH_FLASH
 from ..model.layers import attention_modules, decoder_layers
 from ..wrap_forward import wrap_forward
-from .attention import NAME, Lengths, PackedMask, Span, attach, counts_places, hand_lengths, lengths_of, spans_of
+from .attention import NAME, Lengths, PackedMask, Span, attach, lengths_of, pass_lengths, scales_by_index, spans_of
 from .positions import embed_apart
 from .shared_mixers import SharedMixers, kernel_argument
 from .varlen import fastest
 
 __all__ = ["Mixers", "PackedSequences", "find_mixers", "lengths_taken", "why_not_packed"]
 
-# What a module's forward takes if tokens meet in it: what hides tokens, or what is kept of earlier ones.
+# Arguments of mixers' forwards: masks and caches.
 _OF_TOKENS = {"attention_mask", "cache_params", "layer_past", "past_key_value", "past_key_values"}
-# Kernels of states: their argument for the sequences of a row, and the one of the module's forward that becomes it.
+# Kernels of stateful mixers: the kernel's argument for sequences, and the argument of the module's forward.
 _KERNELS = {
     "causal_conv1d_fn": ("seq_idx", "seq_idx"),
     "chunk_gated_delta_rule": ("cu_seqlens", "cu_seq_lens_q"),
@@ -58,11 +58,12 @@ _WITH_MASKS = (*_SPLIT, _FLEX)
 
 @dataclass(frozen=True)
 class Mixers:
-    """Where the tokens of a model's rows meet, by name.
+    """The modules in which tokens of a row meet, by FQN.
 
     Args:
-        attentions: take all of it from transformers' attention interface.
-        others: the rest; ``why_not`` says whether one of them can't be told apart.
+        attentions: mix tokens by transformers' attention interface alone.
+        others: all other mixers.
+        why_not: why the model's sequences can't be separated, or None.
     """
 
     attentions: dict[str, nn.Module]
@@ -71,12 +72,12 @@ class Mixers:
 
 
 def find_mixers(model: Any) -> Mixers:
-    """Find the mixers of a model, which may be on the meta device, by what their forward takes."""
+    """Find the mixers of a model, which may be on the meta device, by their forward's arguments."""
     interface, found, choosing = attention_modules(model), Mixers({}, {}), set[type]()
     for layer in decoder_layers(model):
         parts = {f"{layer}.{fqn}": m for fqn, m in model.get_submodule(layer).named_modules() if fqn}
         taking = {fqn: m for fqn, m in parts.items() if _OF_TOKENS & set(_parameters(m))}
-        # An indexer in one, and in those of its class that get what it chose.
+        # Classes of attention with an indexer; some of their instances reuse another's choice.
         choosing |= {type(m) for fqn, m in taking.items() if any(_below(taking, fqn))}
         whole = {fqn for fqn, m in taking.items() if type(m) in choosing}
         attentions = {fqn: m for fqn, m in taking.items() if fqn in interface and fqn not in whole}
@@ -92,11 +93,11 @@ def find_mixers(model: Any) -> Mixers:
 
 
 def why_not_packed(model: Any, attention: str) -> str | None:
-    """Return why sequences that are packed into one row would see each other; None if they don't.
+    """Return why sequences packed into one row would see each other; None if they don't.
 
     Args:
         model: a transformers model, which may be on the meta device.
-        attention: the attention that is to run, as transformers calls it.
+        attention: transformers' name of the attention to run.
     """
     mixers = find_mixers(model)
     if mixers.why_not is not None:
@@ -104,29 +105,28 @@ def why_not_packed(model: Any, attention: str) -> str | None:
     if attention in _SPLIT:
         return None
     choosing = {type(m).__name__ for fqn, m in mixers.others.items() if fqn in attention_modules(model)}
-    choosing |= {type(m).__name__ for m in mixers.attentions.values() if "flash" in attention and counts_places(m)}
+    choosing |= {type(m).__name__ for m in mixers.attentions.values() if "flash" in attention and scales_by_index(m)}
     if choosing:
         return f"{' and '.join(sorted(choosing))} needs masks, which {attention} has none of"
     return UNPACKED_WITH_FLASH.get(model.config.get_text_config().model_type) if "flash" in attention else None
 
 
 class PackedSequences:
-    """Has a model compute the sequences of a packed row apart; install it before anything else wraps its modules.
+    """Makes a model separate the sequences of a packed row; install it before anything else wraps its modules.
 
-    From then on a forward without an attention mask has its sequences found from its ``position_ids [1, S]``, or of
-    four rows ``[4, 1, S]`` from the first, which start anew where a sequence does. With an attention mask everything is
-    as it was.
+    From then on a forward without an attention mask finds its sequences in ``position_ids``, which restart with each:
+    ``[1, S]``, or the first row of ``[4, 1, S]``. A forward with an attention mask is unchanged.
 
     Args:
-        model: a causal LM or the like; its config names the attention that is to run.
+        model: its config names the attention to run.
         longest: see ``embed_apart``.
 
     Raises:
-        ValueError: the sequences of its rows can't be told apart, see ``why_not_packed``.
+        ValueError: the sequences can't be separated, see ``why_not_packed``.
     """
 
     running: ClassVar["PackedSequences | None"] = None
-    """That of the model whose forward is under way: transformers' masks are asked for without saying by whom."""
+    """The instance whose model is in its forward: transformers' mask functions do not get the model."""
 
     def __init__(self, model: Any, longest: int = 0):
         name = model.config.get_text_config()._attn_implementation
@@ -135,8 +135,8 @@ class PackedSequences:
             raise ValueError(f"{type(model).__name__}: {why}.")
         self._mixers = find_mixers(model)
         self._spans: tuple[Span, ...] | None = None
-        self._own: Sequence[Span] = ()  # the sequences of the row that the other mixers get
-        self._places: Sequence[Span] = ()  # where these are in what they get
+        self._own: Sequence[Span] = ()  # spans in the row of the sequences that the other mixers get
+        self._places: Sequence[Span] = ()  # their spans in the other mixers' input
         self._calls = 0  # of each of the other mixers in this forward
         self._shared: SharedMixers | None = None
         self._arguments: dict[str, torch.Tensor] = {}
@@ -149,17 +149,17 @@ class PackedSequences:
         if name in _WITH_MASKS:
             self._make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
             for module in self._mixers.attentions.values():
-                attach(module, name, lambda: self._spans, lambda: self._lengths, is_whole=name == _FLEX)
+                attach(module, name, lambda: self._spans, lambda: self._lengths)
             _rename_attention(model, self._mixers.others.values())
         embed_apart(model, lambda: self._spans, longest)
         if "flash" in name:
-            hand_lengths(name, self._mixers.attentions.values(), lambda: self._lengths)
+            pass_lengths(name, self._mixers.attentions.values(), lambda: self._lengths)
         for fqn, module in self._mixers.others.items():
             call = functools.partial(self._call_mixer, module, self._taken[fqn])
             wrap_forward(module, "packed_sequences", torch.compiler.disable(call, recursive=False))
 
     def share(self, group: dist.ProcessGroup) -> None:
-        """Prepare for calls of the model with a slice of the row's tokens, and the positions of the whole row.
+        """From now on expect a slice of the row's tokens, with the positions of the whole row.
 
         Args:
             group: the ranks that share rows, in the order of the slices.
@@ -167,7 +167,7 @@ class PackedSequences:
         self._shared = SharedMixers(group)
 
     def line(self) -> str:
-        """Format which way is taken, for the log."""
+        """Format how each kind of mixer is computed, for the log."""
         way = f"{self._configured} {'once per sequence' if self._configured in _SPLIT else 'of the row'}"
         if kernel := self._one_call(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
             way = f"the row by {kernel}'s kernel where it computes the same, else {way}"
@@ -175,17 +175,14 @@ class PackedSequences:
         for fqn, module in self._mixers.others.items():
             taken = self._taken[fqn]
             ways[type(module).__name__] = f"kernels that take {' and '.join(taken)}" if taken else "once per sequence"
-        said = "packed rows: " + "; ".join(f"{name}: {way}" for name, way in sorted(ways.items()))
+        line = "packed rows: " + "; ".join(f"{name}: {way}" for name, way in sorted(ways.items()))
         if self._shared is None or not self._mixers.others:
-            return said
-        return f"{said}; {self._shared.line(list(self._mixers.others.values()))}"
-
-    # -- around a forward ---------------------------------------------------------------------------------------
+            return line
+        return f"{line}; {self._shared.line(list(self._mixers.others.values()))}"
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._spans, self._arguments = self._find(kwargs), {}
         PackedSequences.running = self
-        self._lengths = None
+        self._spans, self._arguments, self._lengths = self._find(kwargs), {}, None
         if self._spans is None:
             return
         device = kwargs["position_ids"].device
@@ -197,11 +194,11 @@ class PackedSequences:
             self._lengths = lengths_of(self._spans, device)
 
     def _one_call(self, device: torch.device) -> str | None:
-        """Return the kernel that computes rows in place of sdpa; None where there is none."""
+        """Return the kernel that computes whole rows in place of sdpa, or None."""
         return fastest(device) if self._configured == "sdpa" else None
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        PackedSequences.running = None  # what is computed again in backward asks for no mask
+        PackedSequences.running = None  # a recomputation in backward makes no mask
 
     def _find(self, kwargs: dict[str, Any]) -> tuple[Span, ...] | None:
         positions = kwargs.get("position_ids")
@@ -209,19 +206,19 @@ class PackedSequences:
             return None
         needed = self._configured in _WITH_MASKS or bool(self._mixers.others)  # flash attention finds them itself
         if positions.dim() == 3:
-            if positions.shape[0] != 4 and not needed:
-                return None
             if positions.shape[0] != 4:
-                raise ValueError("the first of four rows of positions tells packed sequences apart, and there is none.")
+                if needed:
+                    raise ValueError("position_ids [3, 1, S] lack the first of four rows, which separates sequences.")
+                return None
             positions = positions[0]
         if positions.shape[0] == 1:
             return spans_of(positions[0])
         if needed and (positions.diff(dim=-1) != 1).any():
-            raise ValueError(f"sequences are packed into one row, and there are {positions.shape[0]}.")
+            raise ValueError(f"packed sequences need one row of position_ids, and there are {positions.shape[0]}.")
         return None
 
     def _agreed_calls(self, device: torch.device) -> int:
-        """Return the calls of each other mixer: equally many on all ranks where FSDP gathers parts of it by calls."""
+        """Return the calls of each other mixer; equal on all ranks if FSDP gathers parts of it by calls."""
         if not self._gathers_by_calls or not dist.is_initialized():
             return len(self._own)
         most = torch.tensor(len(self._own), device=device)
@@ -233,21 +230,17 @@ class PackedSequences:
         inner = (part for m in self._mixers.others.values() for part in m.modules() if part is not m)
         return any(isinstance(part, FSDPModule) for part in inner)
 
-    # -- attention ----------------------------------------------------------------------------------------------
-
     def mask(self, **asked: Any) -> Any:
-        """Return the mask for the family's code: of a packed row, one that is made when it is first read."""
+        """Return the mask for the family's code: for a packed row a ``PackedMask``, or flex attention's mask."""
         if self._spans is None:
             return self._make_mask(**asked)
         if self._configured != _FLEX:
             return PackedMask(self._make_mask, eager_mask, asked)
         numbers = kernel_argument("seq_idx", self._spans).to(asked["device"])
-        apart = packed_sequence_mask_function(numbers)  # not all families ask for it
+        apart = packed_sequence_mask_function(numbers)  # some families do not add it
         length = self._spans[-1][1]
         asked |= {"mask_function": and_masks(asked["mask_function"], apart), "allow_is_causal_skip": False}
         return self._make_mask(**asked | {"q_length": length, "kv_length": length})
-
-    # -- the other mixers ---------------------------------------------------------------------------------------
 
     def _call_mixer(
         self, module: nn.Module, taken: Sequence[str], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -256,13 +249,14 @@ class PackedSequences:
             return forward(*args, **kwargs)
         if self._shared is None:
             return self._per_sequence(taken, forward, *args, **kwargs)
-        if not self._shared.spreads(module, self._gathers_by_calls):
+        spread = self._shared.spread(module, forward, self._gathers_by_calls)
+        if spread is None:
             call = functools.partial(self._per_sequence, taken, forward)
             return self._shared.on_sequences(call, args, kwargs)
-        output = self._shared.spread(module, forward)(*args, **kwargs)
+        output = spread(*args, **kwargs)
         if taken or not self._gathers_by_calls:
             return output
-        # The first token once more in place of sequences that ranks with other rows have.
+        # Repeat the first token until there are as many calls as on the ranks with the most sequences.
         pick = functools.partial(_of_sequence, _hidden(args, kwargs).shape[1], 0, (0, 1), (0, 1))
         own_args, own_kwargs = tree_map(pick, (args, kwargs))
         return _joined([output, *(forward(*own_args, **own_kwargs) for _ in range(self._calls - 1))], 1)
@@ -275,7 +269,7 @@ class PackedSequences:
             device = _hidden(args, kwargs).device
             return forward(*args, **kwargs, **{name: self._argument(name, device) for name in taken})
         outputs = []
-        # The first token once more in place of sequences that only other ranks have.
+        # Repeat the first token until there are as many calls as on the ranks with the most sequences.
         calls = [*zip(self._places, self._own, strict=True)]
         calls += [((0, 1), (self._own[0][0], self._own[0][0] + 1))] * (self._calls - len(calls))
         for number, (place, span) in enumerate(calls):
@@ -285,14 +279,13 @@ class PackedSequences:
         return _joined(outputs, len(self._places))
 
     def _argument(self, name: str, device: torch.device) -> torch.Tensor:
-        """Of kernels: the cumulative lengths ``[sequences + 1]``, or the number of each token's sequence ``[1, n]``."""
         if name not in self._arguments:
             self._arguments[name] = kernel_argument(name, self._places).to(device)
         return self._arguments[name]
 
 
 def lengths_taken(module: nn.Module) -> tuple[str, ...]:
-    """Return the arguments that tell a mixer's kernels the sequences of a row; none where some kernel ignores them."""
+    """Return the arguments by which a mixer's kernels get the sequences of a row; none if some kernel ignores them."""
     forward = inspect.unwrap(type(module).forward)
     code = forward.__globals__
     if not code.get("is_fast_path_available"):
@@ -310,7 +303,7 @@ def lengths_taken(module: nn.Module) -> tuple[str, ...]:
 
 
 class _OfSequences:
-    """What a mixer returned beside its output, by call; a mixer of a later layer is handed its own part."""
+    """Further outputs of a mixer, by call; the same call of a later layer's mixer gets its part."""
 
     def __init__(self, parts: Sequence[Any]):
         self.parts = parts
@@ -321,12 +314,12 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _of_sequence(length: int, number: int, place: Span, span: Span, value: Any) -> Any:
-    """Return the part of a mixer's argument that is of one sequence.
+    """Return the part of a mixer's argument that belongs to one sequence.
 
     Args:
-        length: tokens that the mixer gets.
-        place: of the sequence among these.
-        span: of the sequence in the row, whose masks are those of the model.
+        length: tokens of the mixer's input.
+        place: span of the sequence in the mixer's input.
+        span: span of the sequence in the row, for its mask.
     """
     start, end = place
     if isinstance(value, PackedMask):
@@ -334,7 +327,7 @@ def _of_sequence(length: int, number: int, place: Span, span: Span, value: Any) 
     if isinstance(value, _OfSequences):
         return value.parts[number]
     if isinstance(value, Cache):
-        return None  # a later sequence would go on from it
+        return None  # a later sequence would continue from it
     if not isinstance(value, torch.Tensor):
         return value
     if value.dim() > 1 and value.shape[1] == length:
@@ -343,27 +336,22 @@ def _of_sequence(length: int, number: int, place: Span, span: Span, value: Any) 
 
 
 def _joined(outputs: Sequence[Any], sequences: int) -> Any:
-    """Join the outputs of all calls into one row; those beyond ``sequences`` are multiplied by zero."""
+    """Join the outputs of all calls into one row; outputs beyond ``sequences`` are multiplied by zero."""
     first = outputs[0]
-    if not isinstance(first, tuple):
-        return torch.cat([*outputs[: sequences - 1], _with_rest(outputs[sequences - 1 :])], dim=1)
-    main = [output[0] for output in outputs]
-    besides = (tuple(output[i] for output in outputs) for i in range(1, len(first)))
-    others = (None if all(part is None for part in parts) else _OfSequences(parts) for parts in besides)
-    return (_joined(main, sequences), *others)
-
-
-def _with_rest(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    last = outputs[0]
-    for rest in outputs[1:]:
+    if isinstance(first, tuple):
+        main, *besides = zip(*outputs, strict=True)
+        others = (None if all(part is None for part in parts) else _OfSequences(parts) for parts in besides)
+        return (_joined(main, sequences), *others)
+    last = outputs[sequences - 1]
+    for rest in outputs[sequences:]:
         last = last + 0.0 * rest.sum()
-    return last
+    return torch.cat([*outputs[: sequences - 1], last], dim=1)
 
 
 def _rename_attention(model: Any, others: Iterable[nn.Module]) -> None:
-    """Have the decoder ask transformers' interfaces for ``NAME``, by configs of its own.
+    """Make the decoder look up ``NAME`` in transformers' interfaces, by configs of its own.
 
-    Not those of ``others``: by the name GLM-MoE-DSA's attention tells whether it masks the keys that it did not choose.
+    Not in ``others``: GLM-MoE-DSA's attention depends on the original name to mask keys that it did not choose.
     """
     copies: dict[bool, dict[int, Any]] = {True: {}, False: {}}
     text, kept = type(model.config.get_text_config()), {part for other in others for part in other.modules()}
@@ -385,7 +373,7 @@ def _parameters(module: nn.Module) -> Any:
 
 def _mask(**asked: Any) -> Any:
     if PackedSequences.running is None:
-        raise RuntimeError("the decoder of a model with packed sequences is called without the model.")
+        raise RuntimeError("the decoder of a model with packed sequences was called without the model.")
     return PackedSequences.running.mask(**asked)
 
 

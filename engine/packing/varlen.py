@@ -1,15 +1,14 @@
-"""Attention of a packed row by one call of a kernel that takes the lengths of its sequences.
+"""Attention of a packed row by one call of a kernel that accepts the lengths of its sequences.
 
-On a GPU it replaces the calls of sdpa for each sequence (``attention.py``). Those launch a few kernels each, so that
-the GPU waits for the host where sequences are short. Where torch prefers cuDNN for sdpa (sm_90, sm_100), they also
-build a plan for each new length: with torch 2.11 on a B200 0.44 s forward and 0.55 s backward
+On a GPU it replaces the calls of sdpa per sequence (``attention.py``). Each of these launches a few kernels, so the GPU
+waits for the host if sequences are short. With cuDNN, torch's choice on sm_90 and sm_100, each new length also costs a
+plan. On a B200 with torch 2.11 it took 0.44 s forward, 0.55 s backward
 (https://github.com/modelscope/FunASR/issues/3704).
 
     q, k, v  [1, H, S, D]  ->  [S, H, D]  ->  attention within sequences  ->  [1, S, H, D]
 
-The device and the module choose the kernel, never the lengths: the results of a sequence do not depend on what shares
-its row, and ranks with the same GPU agree. For the same reason kernels do not split keys among blocks, which would
-depend on the longest sequence of the row.
+The device and the module decide the kernel, never the lengths. So a sequence's result does not depend on its row, and
+ranks with the same GPU agree. For the same reason kernels do not split keys among blocks.
 """
 
 import contextlib
@@ -24,20 +23,20 @@ import torch.nn.functional as F
 __all__ = ["FASTEST", "attend_row", "available", "fastest", "why_not_in_one_call"]
 
 FASTEST: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("fa3", "torch")}
-"""Names of ``available`` that are faster than sdpa by sequence, the fastest first, by a GPU's capability.
+"""Names in ``available`` that are faster than sdpa per sequence, the fastest first, by compute capability.
 
-Others from ``(8, 0)`` on have ``("torch",)``. Not measured here: FlashAttention 3 is published with 1.5 to 2 times the
-speed of 2, which torch has, on an H100 (https://arxiv.org/abs/2407.08608). ``make gpu-check ARGS=attention`` measures
-the order, prints the entry for this table, and fails where it is another.
+The default from ``(8, 0)`` on is ``("torch",)``. Not measured here: on an H100 FlashAttention 3 is published with 1.5
+to 2 times the speed of 2, which torch has (https://arxiv.org/abs/2407.08608). ``make gpu-check ARGS=attention``
+measures the order, prints the entry for this table, and fails if it differs.
 """
 _DTYPES = (torch.bfloat16, torch.float16)
-_DIMS = (*range(8, 193, 8), 256)  # of FlashAttention's heads; on sm_86, sm_89 and sm_120 others have no backward
+_DIMS = (*range(8, 193, 8), 256)  # FlashAttention's head dims; others have no backward on sm_86, sm_89 and sm_120
 
 _Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int], torch.Tensor]
 """``(query, key, value, ends, longest, scale, before)``: causal attention ``[S, H, D]`` of a row.
 
-``ends`` are the cumulative lengths, int32 ``[sequences + 1]``; ``before`` how many earlier keys a query sees, -1 for
-all of its sequence.
+``ends`` are the cumulative lengths, int32 ``[sequences + 1]``; ``before`` is the number of earlier keys that a query
+sees, -1 for all of its sequence.
 """
 
 
@@ -49,7 +48,7 @@ def available() -> dict[str, _Kernel]:
     found: dict[str, _Kernel] = {}
     taken = set(inspect.signature(varlen_attn).parameters)
     if {"scale", "window_size"} <= taken:
-        # Without the flag (torch 2.11) it takes fewer heads of keys as they are.
+        # torch 2.11 has no such flag and accepts fewer heads of keys.
         own = {"scale", "window_size"} | {"enable_gqa", "num_splits"} & taken
         found["torch"] = functools.partial(_call, varlen_attn, own)
     with contextlib.suppress(ImportError):
@@ -61,7 +60,7 @@ def available() -> dict[str, _Kernel]:
 
 
 def fastest(device: torch.device) -> str | None:
-    """Return the name of the kernel for packed rows on a device; None where each sequence is called by itself."""
+    """Return the name of the kernel for packed rows on a device; None to call sdpa per sequence."""
     capability = _capability(device)
     if capability is None or capability < (8, 0):
         return None
@@ -70,18 +69,18 @@ def fastest(device: torch.device) -> str | None:
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of an NVIDIA GPU; None of any other device."""
+    """Return the compute capability of an NVIDIA GPU; None for any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else None
 
 
 def why_not_in_one_call(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Return why a row can't be computed by ``attend_row`` as sdpa computes its sequences; None if it can.
+    """Return why ``attend_row`` would differ from sdpa per sequence; None if it would not.
 
     Args:
         mask: a ``PackedMask``.
-        kwargs: what the family's code passes sdpa besides.
+        kwargs: the family's further arguments to sdpa.
     """
     is_causal = kwargs.get("is_causal")
     if not mask.is_causal and mask.window is None:
@@ -124,7 +123,7 @@ def attend_row(
     name = fastest(query.device)
     assert name is not None
     wide = value.shape[3]
-    if wide < query.shape[3]:  # latent attention; kernels take one number of columns
+    if wide < query.shape[3]:  # latent attention; kernels accept one number of columns
         value = F.pad(value, (0, query.shape[3] - wide))
     q, k, v = (_tokens_first(each) for each in (query, key, value))
     before = -1 if window is None else window - 1

@@ -14,10 +14,10 @@ computes with: of experts its own over ``ep``, gathered over ``ep_fsdp``. "Ahead
   last parameter's gradient.
 
 In backward there are also the gradients of the finished stages, and the saved tensors of the others. A unit that no
-other rank shares is not gathered: there is no buffer, and where its shards have the dtype that it computes in they are
-its weights. Its gradients are packed only with replicas or offloading; else they are cast, if at all
-(``fsdp/single_rank.py``). With ``keep_casts`` the weights of all such units that are cast are there at every point of
-forward and backward. Weights that are not freed after the forward stay until the backward, and are not gathered again.
+other rank shares has FSDP's copies on a GPU. On a CPU there is no buffer, shards of the dtype that it computes in are
+its weights, and its gradients are packed only with replicas or offloading (``fsdp/single_rank.py``). With
+``keep_casts`` the weights of all such units that are cast are there at every point of forward and backward. Weights
+that are not freed after the forward stay until the backward, and are not gathered again.
 With several micro-batches all gradients exist from the second on. What exists for a part of a point is counted for all
 of it, so that the prediction errs on the high side.
 """
@@ -180,7 +180,8 @@ class _Step:
         return self.options.keep_casts and is_alone and unit.param_dtype != self.sizes.master
 
     def gathered(self, unit: Unit) -> int:
-        is_shard = self.size[id(unit)].ranks == 1 and unit.param_dtype == self.sizes.master
+        uses_shards = self.size[id(unit)].ranks == 1 and (self.gloo or self.options.keep_casts)
+        is_shard = uses_shards and unit.param_dtype == self.sizes.master
         is_there = (is_shard and not self.options.cpu_offload) or self.is_cast_kept(unit)
         return 0 if is_there else self.whole(unit)
 
@@ -195,7 +196,8 @@ class _Step:
         main = max(stages[i].units, key=self.whole)
         size, compute, reduce = self.size[id(main)], main.param_dtype.itemsize, self.options.reduce_dtype.itemsize
         weights = self.gathered(main)
-        gathering = (weights if size.ranks > 1 else 0) + weights + size.moved * compute
+        buffer = 0 if size.ranks == 1 and (self.gloo or self.options.keep_casts) else weights
+        gathering = buffer + weights + size.moved * compute
         held = self.stays[i] + sum(self.gathered(unit) for unit in stages[i].units if unit is not main)
         alone, with_experts, in_backward = (self.activations(i, what) for what in ("dense", "saved", "backward"))
         yield "forward", False, held + self.ahead(stages[i + 1 : i + 1 + depth], True) + gathering, with_experts
@@ -206,7 +208,7 @@ class _Step:
             yield "gathering in backward", True, held + gathering, alone if is_recomputed else with_experts
         read = 0 if main.is_freed and not main.is_gathered_again else weights
         gradients, packed, last = size.reduced * compute, size.reduced * reduce, size.last * compute
-        is_kept = main.keeps_gradients(self.topology, self.options.cpu_offload)
+        is_kept = main.keeps_gradients(self.topology, self.options.cpu_offload, "cpu" if self.gloo else "cuda")
         if is_kept and main.param_dtype == self.options.reduce_dtype:
             packed = 0
         # Each chunk of a layer's tokens makes gradients of all its experts, which are added to those before.

@@ -1,4 +1,4 @@
-"""Which elements of a parameter each rank holds: one rule for loading, the gradient norm, export and weight syncs."""
+"""The elements of a parameter on each rank: one rule for loading, the gradient norm, export and weight syncs."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .index_ranges import IndexRange, ShardStep, shard_range, shard_ranges, slices_in_shard
+from .index_ranges import IndexRange, ShardStep, shard_ranges, slices_in_shard
 
 __all__ = [
     "checkpoint_tensors",
@@ -26,18 +26,17 @@ __all__ = [
 def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
     """Return the steps by which a parameter is sharded, outermost first; empty for a plain tensor.
 
-    Dim 0 of an expert weight may be sharded over both ``ep`` and ``ep_fsdp``. DTensor lists its axes in mesh order, and
-    marks the one that was applied to an already sharded dim as strided, with as many parts as the axes after it made.
-    So plain shards come first here. A strided shard with more parts than these is what ``split_factor`` says: gate and
-    up, each sharded over ``etp``.
+    Dim 0 of an expert weight may be sharded over both ``ep`` and ``ep_fsdp``. DTensor lists axes in mesh order. A shard
+    of an already sharded dim is strided, with the number of parts of the later axes, so plain shards come first here.
+    A strided shard with more parts has a ``split_factor``: gate and up, each sharded over ``etp``.
     """
     if not isinstance(param, DTensor):
         return ()
     mesh = param.device_mesh
     names = mesh.mesh_dim_names
-    assert names is not None, "our meshes have named axes"
+    assert names is not None
     found: list[tuple[bool, ShardStep]] = []
-    made: dict[int, int] = {}  # by dim, the parts that the axes after this one made
+    made: dict[int, int] = {}  # dim -> parts of the axes after this one
     for axis in reversed(range(mesh.ndim)):
         placement: Any = param.placements[axis]
         factor = getattr(placement, "split_factor", 1)
@@ -52,34 +51,33 @@ def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
 
 
 def local_range(param: torch.Tensor, at: Mapping[str, int] | None = None) -> IndexRange:
-    """Return the one range of ``param`` that this rank holds, or another rank, whose index on some axes is ``at``.
+    """Return the only range of ``param`` on this rank, or on the rank with index ``at`` on some axes.
 
     Raises:
-        ValueError: it holds several (``local_pieces``).
+        ValueError: there are several (``local_pieces``).
     """
-    return shard_range(param.shape, shard_steps(param), _coordinate(param, at))
+    (held,) = local_ranges(param, at)
+    return held
 
 
 def local_ranges(param: torch.Tensor, at: Mapping[str, int] | None = None) -> tuple[IndexRange, ...]:
-    """Return the ranges of ``param`` that this rank holds, or another rank, whose index on some axes is ``at``."""
-    return shard_ranges(param.shape, shard_steps(param), _coordinate(param, at))
+    """Return the ranges of ``param`` on this rank, or on the rank with index ``at`` on some axes."""
+    if not isinstance(param, DTensor):
+        return (IndexRange.of(param.shape),)
+    steps = shard_steps(param)
+    here = {step.axis: param.device_mesh.get_local_rank(step.axis) for step in steps}
+    return shard_ranges(param.shape, steps, {**here, **(at or {})})
 
 
 def local_pieces(param: torch.Tensor) -> Iterator[tuple[IndexRange, torch.Tensor]]:
-    """Yield the ranges that this rank holds, each with its values, a view of the local shard."""
+    """Yield this rank's ranges, each with its values, a view of the local shard."""
     local, ranges = local_tensor(param), local_ranges(param)
     for held in ranges:
         yield held, local if len(ranges) == 1 else local[slices_in_shard(held, ranges)]
 
 
-def _coordinate(param: torch.Tensor, at: Mapping[str, int] | None) -> dict[str, int]:
-    mesh = param.device_mesh if isinstance(param, DTensor) else None
-    here = {step.axis: mesh.get_local_rank(step.axis) for step in shard_steps(param)} if mesh is not None else {}
-    return {**here, **(at or {})}
-
-
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard, without padding; the tensor itself if it is not sharded."""
+    """Return this rank's shard, without padding, or the tensor itself if it is not sharded."""
     return param.to_local() if isinstance(param, DTensor) else param
 
 
@@ -90,11 +88,11 @@ def is_expert_parameter(param: torch.Tensor) -> bool:
 
 
 def is_first_holder(tensor: torch.Tensor, position: int, replica: int | None = None) -> bool:
-    """Return whether this rank is the first of those that hold the same shard.
+    """Return whether this rank is the first among the ranks with the same shard.
 
     Args:
-        position: of this rank, where 0 is the first of those that hold a tensor which is not sharded at all.
-        replica: the one of several replicas that counts; by default the first rank of each is asked about.
+        position: of this rank among the ranks that hold unsharded tensors.
+        replica: the only replica that counts; by default each replica has a first rank.
     """
     if not isinstance(tensor, DTensor):
         return position == 0
@@ -108,19 +106,19 @@ def is_first_holder(tensor: torch.Tensor, position: int, replica: int | None = N
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of that name is trained beside frozen weights: a part of a low-rank adapter, or a copy
-    of a weight that is trained as a whole (``lora/adapters.py``)."""
+    """Return whether a parameter is part of a low-rank adapter, or a weight trained whole beside frozen ones
+    (``lora/adapters.py``)."""
     return name.endswith(("_lora_A", "_lora_B", "_lora_magnitude", "_lora_saved"))
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name: the tensors of a model that a checkpoint holds."""
+    """Return parameters and persistent buffers by name, the tensors of a checkpoint."""
     return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that belong to a checkpoint, by name."""
-    # Not by state_dict(): FSDP2 reshards its modules in a pre-hook of it, which would break a running forward.
+    """Return the buffers of a checkpoint, by name."""
+    # Not by state_dict(): FSDP2's pre-hook of it reshards modules, which would break a running forward.
     modules = dict(model.named_modules())
 
     def is_saved(name: str) -> bool:

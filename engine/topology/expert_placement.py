@@ -1,7 +1,4 @@
-"""Decide which dim of an expert parameter is sharded over which axis of the experts' mesh.
-
-Meshes come from ``mesh.py``; loading, export, checkpoints and the gradient norm read the placements of the parameter.
-"""
+"""Choose the dims of expert parameters that the axes of the experts' mesh shard."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +8,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..errors import SettingError
-from .mesh import Topology, divisors
+from .mesh import Topology, check_divides
 
 __all__ = ["EtpDim", "check_experts_divide", "check_inner_divides", "ep_fsdp_dim", "model_parallel_placements"]
 
@@ -21,7 +18,7 @@ class EtpDim:
     """The dim of an expert parameter that is sharded over ``etp``.
 
     Args:
-        parts: equal parts of the dim that are each sharded: 2 for gate and up one after the other.
+        parts: equal parts of the dim that are each sharded: 2 for concatenated gate and up.
     """
 
     dim: int
@@ -55,28 +52,28 @@ def ep_fsdp_dim(
     """Return the dim of an expert parameter of global ``shape`` that is sharded over ``ep_fsdp``.
 
     ``auto`` chooses the experts dim if ``ep_fsdp`` divides the local experts, because FSDP gathers and reduces dim 0
-    without an extra copy; else the first other dim that divides (dim 1 of ``[E, ...]``, as in VeOmni); else dim 0, the
-    only one that FSDP can shard unevenly (torch ``_fsdp_param.py``). With expert tensor parallelism it is never the dim
-    that ``etp`` shards: where that is wanted, it is the third dim.
+    without an extra copy. Otherwise it chooses the first other dim that divides (dim 1 of ``[E, ...]``, as in VeOmni).
+    If none divides it is dim 0, the only one that FSDP can shard unevenly (torch ``_fsdp_param.py``). The dim that
+    ``etp`` shards is never chosen; if it is ``wanted``, the third dim is.
 
     Args:
         wanted: ``engine.expert_shard_dim``.
         ep_dim: the dim that counts the experts.
-        etp_dim: the dim that ``etp`` shards, if it does.
+        etp_dim: the dim that ``etp`` shards.
 
     Raises:
         SettingError: ``ep_fsdp`` does not divide an explicit dim.
     """
     local = list(shape)
     local[ep_dim] //= topology.ep
-    taken = etp_dim.dim if etp_dim is not None and topology.etp > 1 else None
-    free = [d for d in range(len(local)) if d not in (ep_dim, taken)]
+    over_etp = etp_dim.dim if etp_dim is not None and topology.etp > 1 else None
+    free = [d for d in range(len(local)) if d not in (ep_dim, over_etp)]
     if wanted == "auto":
         return next((d for d in (ep_dim, *free) if local[d] % topology.ep_fsdp == 0), 0)
     dim = int(wanted)
-    if dim == taken and not free:
-        return ep_dim  # a bias; FSDP shards dim 0 unevenly
-    if dim == taken:
+    if dim == over_etp:
+        if not free:
+            return ep_dim  # a bias; FSDP shards dim 0 unevenly
         dim = free[0]
     if dim >= len(local):
         dim = ep_dim  # a bias or a scale, one entry per expert
@@ -99,43 +96,29 @@ def check_experts_divide(num_experts: Sequence[int], topology: Topology, model: 
         model: its name.
 
     Raises:
-        SettingError: with the sizes that work for all experts modules and for the ranks.
+        SettingError: with the sizes that divide all experts modules and the ranks.
     """
     if not num_experts and topology.ep > 1:
         raise SettingError("engine.ep_size", topology.ep, f"{model} has no experts to split.", "engine.ep_size=1")
     for count in sorted(set(num_experts)):
-        if count % topology.ep:
-            fits = divisors(math.gcd(topology.fsdp, *num_experts))
-            raise SettingError(
-                "engine.ep_size",
-                topology.ep,
-                f"has to divide the number of experts of a layer, which is {count} in {model}.",
-                f"engine.ep_size= one of {fits}",
-            )
+        what = f"the number of experts of a layer, which is {count} in {model}"
+        check_divides("engine.ep_size", topology.ep, count, what, math.gcd(topology.fsdp, *num_experts))
 
 
 def check_inner_divides(inner: Sequence[int], topology: Topology, model: str) -> None:
-    """Refuse an expert tensor-parallel size that does not divide what it splits.
+    """Refuse an expert tensor-parallel size that does not divide the inner dims of the experts.
 
     Args:
-        inner: sizes of the dims of the experts' parameters that ``etp`` shards, of gate and up each; none where a
-            model has no experts.
+        inner: sizes of the dims that ``etp`` shards, gate and up apart; empty for a dense model.
         model: its name.
 
     Raises:
-        SettingError: with the sizes that work for all experts modules and for the ranks.
+        SettingError: with the sizes that divide all experts modules and the ranks.
     """
     if topology.etp == 1:
         return
     if not inner:
         raise SettingError("engine.etp_size", topology.etp, f"{model} has no experts to split.", "engine.etp_size=1")
-    wrong = sorted({size for size in inner if size % topology.etp})
-    if wrong:
-        fits = divisors(math.gcd(topology.fsdp // topology.ep, *inner))
-        raise SettingError(
-            "engine.etp_size",
-            topology.etp,
-            "has to divide the inner size of the experts, and with biases or adapters their hidden size; "
-            f"{model} has {wrong[0]}.",
-            f"engine.etp_size= one of {fits}",
-        )
+    for size in sorted(set(inner)):
+        what = f"the inner size of the experts, and with biases or adapters their hidden size; {model} has {size}"
+        check_divides("engine.etp_size", topology.etp, size, what, math.gcd(topology.fsdp // topology.ep, *inner))

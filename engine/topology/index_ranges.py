@@ -1,4 +1,4 @@
-"""Index ranges of tensors and the steps by which they are sharded: arithmetic on plain integers.
+"""Index ranges of tensors, and steps of sharding, as arithmetic on integers.
 
 FSDP2 shards like ``torch.chunk``: equal chunks of ``ceil(n / parts)``, the last ones shorter or empty.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["IndexRange", "ShardStep", "bounding_range", "chunk_range", "shard_range", "shard_ranges", "slices_in_shard"]
+__all__ = ["IndexRange", "ShardStep", "bounding_range", "chunk_range", "shard_ranges", "slices_in_shard"]
 
 
 @dataclass(frozen=True, order=True)
@@ -47,12 +47,8 @@ class IndexRange:
         low[dim], high[dim] = start, stop
         return IndexRange(tuple(low), tuple(high))
 
-    def elements_before(self, rows: "IndexRange") -> int:
-        """Return how many elements of this range precede those of ``rows``, which are some of its rows."""
-        return (rows.low[0] - self.low[0]) * math.prod(self.shape[1:]) if self.low else 0
-
     def intersection(self, other: "IndexRange") -> "IndexRange | None":
-        """Return the range that both contain; ``None`` if it is empty."""
+        """Return the range that both contain, or None if it is empty."""
         low = tuple(map(max, self.low, other.low))
         high = tuple(map(min, self.high, other.high))
         return IndexRange(low, high) if all(a < b for a, b in zip(low, high, strict=True)) else None
@@ -62,8 +58,8 @@ class IndexRange:
 class ShardStep:
     """One step of sharding: ``dim`` is split over the mesh axis ``axis`` into ``parts`` chunks.
 
-    With a ``split_factor`` (the term of DTensor's ``_StridedShard``) the dim is first divided into as many equal parts,
-    e.g. gate and up, and each of these is split: a rank holds one chunk of each.
+    ``split_factor`` (as in DTensor's ``_StridedShard``) first divides the dim into equal parts, e.g. gate and up. Each
+    part is split, and a rank holds one chunk of each.
     """
 
     dim: int
@@ -79,28 +75,18 @@ def bounding_range(ranges: Sequence[IndexRange]) -> IndexRange:
 
 
 def chunk_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the bounds of the ``index``-th of ``parts`` chunks of ``[start, stop)``, as ``torch.chunk`` splits it."""
+    """Return the bounds of the ``index``-th of ``parts`` chunks of ``[start, stop)``, as in ``torch.chunk``."""
     size = -(-(stop - start) // parts)
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
-
-
-def shard_range(shape: Sequence[int], steps: Iterable[ShardStep], coordinate: Mapping[str, int]) -> IndexRange:
-    """Return the one range that a rank at ``coordinate`` (axis -> index) holds; see ``shard_ranges``.
-
-    Raises:
-        ValueError: it holds several.
-    """
-    (held,) = shard_ranges(shape, steps, coordinate)
-    return held
 
 
 def shard_ranges(
     shape: Sequence[int], steps: Iterable[ShardStep], coordinate: Mapping[str, int]
 ) -> tuple[IndexRange, ...]:
-    """Return the ranges that a rank at ``coordinate`` (axis -> index) holds of a tensor; ``steps`` outermost first.
+    """Return a tensor's ranges on the rank at ``coordinate`` (axis -> index); ``steps`` are outermost first.
 
-    It is one range, unless a step has a ``split_factor``. The rank's shard is then their values one after the other
-    along that step's dim, in the order in which they are returned.
+    There is one range, unless a step has a ``split_factor``. The rank's shard is then their concatenation along that
+    step's dim, in the returned order.
     """
     held = [IndexRange.of(shape)]
     for step in steps:
@@ -117,14 +103,14 @@ def slices_in_shard(block: IndexRange, ranges: Sequence[IndexRange]) -> tuple[sl
     """Return the slices that select ``block`` from a shard with these ranges (``shard_ranges``), one of which holds it.
 
     Raises:
-        ValueError: none of them does.
+        ValueError: none of them holds it.
     """
-    first, before = ranges[0], 0
-    dim = 0 if len(ranges) == 1 else next(d for d, low in enumerate(first.low) if low != ranges[1].low[d])
+    before, dim = 0, 0
+    if len(ranges) > 1:
+        dim = next(d for d, low in enumerate(ranges[0].low) if low != ranges[1].low[d])
     for held in ranges:
-        if all(low >= a for low, a in zip(block.low, held.low, strict=True)) and all(
-            high <= b for high, b in zip(block.high, held.high, strict=True)
-        ):
+        bounds = zip(block.low, block.high, held.low, held.high, strict=True)
+        if all(first <= low and high <= last for low, high, first, last in bounds):
             slices = list(block.slices_in(held))
             if before:
                 slices[dim] = slice(slices[dim].start + before, slices[dim].stop + before)

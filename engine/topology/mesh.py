@@ -1,9 +1,9 @@
 """Arrange ranks in meshes; the only file that does rank arithmetic.
 
 Experts are on the mesh ``(dp_replicate, ep_fsdp, ep)``, ``ep`` fastest, so that the ranks of an EP group are adjacent.
-With expert tensor parallelism it is ``(dp_replicate, ep_fsdp, ep, etp)``, ``etp`` fastest: the ranks that hold parts of
-the same experts are neighbours. Everything else is on ``(dp_replicate, fsdp)``. A *replica* is the block of
-``ep_fsdp * ep * etp == fsdp`` ranks that holds the model once; both meshes shard it over exactly these ranks:
+With expert tensor parallelism it is ``(dp_replicate, ep_fsdp, ep, etp)``, ``etp`` fastest: ranks with parts of the same
+experts are neighbours. All other parameters are on ``(dp_replicate, fsdp)``. A *replica* is the block of
+``ep_fsdp * ep * etp == fsdp`` ranks that holds the model once; both meshes shard it over these ranks:
 
     dp_replicate * ep_fsdp * ep * etp == dp_replicate * fsdp == world
 
@@ -23,22 +23,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import SettingError
 
-__all__ = ["Meshes", "Topology", "build_meshes", "build_sequence_mesh", "check_sequence_size", "divisors"]
+__all__ = [
+    "Meshes",
+    "Topology",
+    "build_meshes",
+    "build_sequence_mesh",
+    "check_divides",
+    "check_sequence_size",
+    "divisors",
+]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The sizes of the mesh axes on which ``world`` ranks are arranged.
-
-    ``inner`` are further axes of the experts' mesh inside ``ep``: ``(("etp", 2),)``, or none where ``etp`` is 1. They
-    are part of a replica: ``ep_fsdp * ep * inner == fsdp``.
-    """
+    """The sizes of the mesh axes of ``world`` ranks; ``etp`` ranks share each expert."""
 
     world: int
     ep: int
     ep_fsdp: int
     dp_replicate: int
-    inner: tuple[tuple[str, int], ...] = ()
+    etp: int = 1
 
     @classmethod
     def arrange(cls, world: int, ep_size: int, fsdp_size: int = -1, etp_size: int = 1) -> "Topology":
@@ -50,39 +54,17 @@ class Topology:
             etp_size: ranks that share each expert.
 
         Raises:
-            SettingError: if the sizes do not multiply to ``world``.
+            SettingError: the sizes do not multiply to ``world``.
         """
         replica = world if fsdp_size == -1 else fsdp_size
-        if replica < 1 or world % replica:
-            raise SettingError(
-                "engine.fsdp_size",
-                fsdp_size,
-                f"has to divide the number of ranks, {world}.",
-                f"engine.fsdp_size=-1, or one of {divisors(world)}",
-            )
-        if ep_size < 1 or replica % ep_size:
-            copies = "" if replica == world else f" of one copy of the model (engine.fsdp_size={fsdp_size})"
-            raise SettingError(
-                "engine.ep_size",
-                ep_size,
-                f"has to divide the number of ranks{copies}, {replica} (ep * ep_fsdp * dp_replicate == {world}).",
-                f"engine.ep_size= one of {divisors(replica)}",
-            )
-        if etp_size < 1 or replica // ep_size % etp_size:
-            raise SettingError(
-                "engine.etp_size",
-                etp_size,
-                f"has to divide the number of ranks of one copy of the model by engine.ep_size, {replica} / {ep_size} "
-                f"(ep * etp * ep_fsdp * dp_replicate == {world}).",
-                f"engine.etp_size= one of {divisors(replica // ep_size)}",
-            )
-        inner = (("etp", etp_size),) if etp_size > 1 else ()
-        return cls(world, ep_size, replica // ep_size // etp_size, world // replica, inner)
-
-    @property
-    def etp(self) -> int:
-        """Ranks that share each expert."""
-        return dict(self.inner).get("etp", 1)
+        check_divides("engine.fsdp_size", replica, world, f"the number of ranks, {world}")
+        copies = "" if replica == world else f" of one copy of the model (engine.fsdp_size={fsdp_size})"
+        ranks = f"the number of ranks{copies}, {replica} (ep * ep_fsdp * dp_replicate == {world})"
+        check_divides("engine.ep_size", ep_size, replica, ranks)
+        ranks = f"the number of ranks of one copy of the model by engine.ep_size, {replica} / {ep_size}"
+        ranks += f" (ep * etp * ep_fsdp * dp_replicate == {world})"
+        check_divides("engine.etp_size", etp_size, replica // ep_size, ranks)
+        return cls(world, ep_size, replica // ep_size // etp_size, world // replica, etp_size)
 
     @property
     def fsdp(self) -> int:
@@ -91,19 +73,20 @@ class Topology:
 
     @property
     def expert_axes(self) -> dict[str, int]:
-        """The axes of the experts' mesh and their sizes, slowest first."""
-        return {"dp_replicate": self.dp_replicate, "ep_fsdp": self.ep_fsdp, "ep": self.ep, **dict(self.inner)}
+        """The axes of the experts' mesh and their sizes, slowest first; without ``etp`` if it is 1."""
+        axes = {"dp_replicate": self.dp_replicate, "ep_fsdp": self.ep_fsdp, "ep": self.ep}
+        return {**axes, "etp": self.etp} if self.etp > 1 else axes
 
     @property
     def model_parallel_axes(self) -> tuple[str, ...]:
-        """The axes that shard the experts before FSDP does: ``ep`` and the inner ones."""
+        """The axes that shard the experts before FSDP does: ``ep``, and ``etp`` if it is not 1."""
         return tuple(self.expert_axes)[2:]
 
     def communicators(self, sp: int = 1) -> dict[str, int]:
-        """Return the groups of this topology that a rank exchanges tensors in, and their numbers of ranks.
+        """Return the process groups in which a rank communicates, and their numbers of ranks.
 
-        An axis of all ranks has the group of the world (``init_device_mesh``), but for ``ep`` and ``etp``, which have
-        their own; both meshes share their replicas' (``build_meshes``).
+        An axis of all ranks has the world's group (``init_device_mesh``), except ``ep`` and ``etp``. Both meshes share
+        the group of ``dp_replicate`` (``build_meshes``).
 
         Args:
             sp: ranks that share packed rows.
@@ -124,8 +107,8 @@ class Topology:
 class Meshes:
     """The two device meshes of one topology.
 
-    ``experts`` has the axes of ``Topology.expert_axes``, ``dense`` has ``(dp_replicate, fsdp)``; both keep axes of size
-    1, so that placements always have the same length.
+    ``experts`` has the axes of ``Topology.expert_axes``, ``dense`` has ``(dp_replicate, fsdp)``; both keep axes of
+    size 1.
     """
 
     topology: Topology
@@ -148,7 +131,7 @@ class Meshes:
 
     @property
     def etp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share each of this rank's experts; None where it holds them whole."""
+        """The ranks that share each of this rank's experts; None if it holds them whole."""
         return self.experts.get_group("etp") if self.topology.etp > 1 else None
 
     @property
@@ -158,12 +141,12 @@ class Meshes:
 
     @property
     def replica_group(self) -> dist.ProcessGroup:
-        """The ranks that hold this rank's copy of the model, in ``fsdp`` order."""
+        """The ranks of this rank's replica, in ``fsdp`` order."""
         return self.dense.get_group("fsdp")
 
     @property
     def reduces_by_nccl(self) -> bool:
-        """Whether NCCL reduces the gradients; a GPU's ranks may also be joined by gloo, which has fewer operations."""
+        """Whether NCCL reduces the gradients; ranks on GPUs may also use gloo, which has fewer operations."""
         return f"{self.dense.device_type}:nccl" in dist.get_backend_config(self.replica_group).split(",")
 
     @property
@@ -174,10 +157,10 @@ class Meshes:
 def build_meshes(device_type: str, topology: Topology) -> Meshes:
     """Create the meshes of ``topology`` and their process groups; collective.
 
-    They are two root meshes rather than one flattened one: that is public API in every torch we support, and no
-    operation mixes parameters of the two. Their replicas are the same ranks and share one group: each communicator
-    takes memory of its own. ``ep`` and ``etp`` share none, not even where one spans all ranks: what two collectives of
-    one group send is sent one after the other, and the tokens would wait for FSDP's weights.
+    Two root meshes instead of a flattened one are public API in every supported torch, and no operation mixes their
+    parameters. Both share the group of ``dp_replicate``, because each communicator needs memory. ``ep`` and ``etp``
+    have groups of their own, even if they span all ranks. Collectives of one group run one after the other, so tokens
+    would wait for FSDP's weights.
     """
     t, axes = topology, topology.expert_axes
     dense = init_device_mesh(device_type, (t.dp_replicate, t.fsdp), mesh_dim_names=("dp_replicate", "fsdp"))
@@ -193,30 +176,35 @@ def build_meshes(device_type: str, topology: Topology) -> Meshes:
 
 
 def check_sequence_size(world: int, size: int) -> None:
-    """Check that ``size`` ranks can share each packed row.
-
-    Raises:
-        SettingError: ``size`` does not divide ``world``.
-    """
-    if world % size:
-        raise SettingError(
-            "engine.ulysses_sequence_parallel_size",
-            size,
-            f"has to divide the number of ranks, {world} (dp * sp == {world}).",
-            f"engine.ulysses_sequence_parallel_size= one of {divisors(world)}",
-        )
+    """Raise a ``SettingError`` if ``size`` ranks can't share each packed row: ``size`` does not divide ``world``."""
+    ranks = f"the number of ranks, {world} (dp * sp == {world})"
+    check_divides("engine.ulysses_sequence_parallel_size", size, world, ranks)
 
 
 def build_sequence_mesh(device_type: str, world: int, size: int) -> DeviceMesh:
     """Create the mesh ``(dp, sp)``, ``sp`` fastest; collective.
 
-    Ranks of one sp group hold slices of the same packed sequence; no parameter is sharded on this mesh.
+    Ranks of one sp group hold slices of the same packed row; no parameter is sharded on this mesh.
 
     Raises:
         SettingError: see ``check_sequence_size``.
     """
     check_sequence_size(world, size)
     return init_device_mesh(device_type, (world // size, size), mesh_dim_names=("dp", "sp"))
+
+
+def check_divides(setting: str, size: int, whole: int, what: str, fits: int | None = None) -> None:
+    """
+    Args:
+        what: ``whole`` in words, for the error.
+        fits: the divisors that work; by default those of ``whole``.
+
+    Raises:
+        SettingError: ``size`` does not divide ``whole``.
+    """
+    if size < 1 or whole % size:
+        works = f"{setting}= one of {divisors(fits or whole)}"
+        raise SettingError(setting, size, f"has to divide {what}.", works)
 
 
 def divisors(n: int) -> list[int]:

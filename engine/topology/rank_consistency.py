@@ -1,7 +1,7 @@
-"""Check that all ranks got the same settings and model, and raise errors on all ranks together.
+"""Check that all ranks have the same settings and model, and raise errors on all ranks together.
 
-Ranks with different models or settings don't fail, they hang: in the first collective whose sizes differ, or that one
-of them never issues. So the ranks compare digests of what they got; only if these differ do they exchange the rest.
+Ranks with different models or settings don't fail, they hang in the first collective that differs. So the ranks compare
+digests, and exchange the rest only if these differ.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _SHOWN = 120  # characters of a value
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks have different models or settings, or some failed; raised on all ranks, with the first differences."""
+    """Ranks have different models or settings, or some failed; raised on all ranks."""
 
 
 def check_agreement(
@@ -35,15 +35,15 @@ def check_agreement(
 
     Args:
         facts: section -> entry -> value; values are compared by ``str``.
-        device: device type of the tensors that the group's backend sends.
+        device: device type for the group's backend.
         failure: the error of this rank's own checks, if any; if it raised alone, the other ranks would hang.
 
     Raises:
-        RankMismatchError: on every rank, with sections, entries, ranks and their values, or which ranks failed how.
+        RankMismatchError: on every rank, with the first differences, or the failures and their ranks.
         Exception: ``failure``, if it is the same on all ranks.
     """
     failed = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    mine = {section: {str(k): str(v) for k, v in entries.items()} for section, entries in facts.items()}
+    mine = {f"{section}: {entry}": str(value) for section in facts for entry, value in facts[section].items()}
     digest = hashlib.sha256(json.dumps([failed, mine], sort_keys=True).encode()).digest()
     sent = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
@@ -61,15 +61,15 @@ def check_agreement(
     if failures:
         lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in failures.items()]
         raise RankMismatchError("\n".join(["Some ranks failed:", *lines])) from failure
-    differences = _differences([facts for _, facts in everyone])
-    raise RankMismatchError("\n".join(["The ranks do not agree:", *differences]))
+    differences = first_of(_differences([held for _, held in everyone]))
+    raise RankMismatchError("\n  ".join(["The ranks do not agree:", *differences]))
 
 
 @contextlib.contextmanager
 def raise_on_all_ranks(device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise on every rank of ``group`` if any rank raises inside the block; collective.
 
-    The block must not contain collectives: a rank that fails before one would leave the others waiting in it.
+    The block must not contain collectives, because other ranks would wait in them for a rank that failed.
     """
     failure: Exception | None = None
     try:
@@ -80,7 +80,7 @@ def raise_on_all_ranks(device: torch.device | str = "cpu", group: dist.ProcessGr
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
-    """Return what determines a model's collectives: its class, and shape, dtype and trainability of its tensors.
+    """Return all that a model's collectives depend on: class, and shape, dtype and trainability of its tensors.
 
     The model may be on the meta device.
     """
@@ -93,7 +93,7 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 
 def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model config without the folders that it and its parts were read from, which differ among nodes."""
+    """Return a model config without the folders it was read from, which differ among nodes."""
     return {
         key: without_paths(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
@@ -101,24 +101,20 @@ def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _differences(everyone: list[dict[str, dict[str, str]]]) -> list[str]:
-    """Format a line for each of the first entries that differ, with the ranks that have each value."""
+def _differences(everyone: list[dict[str, str]]) -> list[str]:
+    """Format a line for each entry that differs, with each value's ranks."""
     lines = []
-    for section in sorted({s for facts in everyone for s in facts}):
-        entries = [facts.get(section, {}) for facts in everyone]
-        for entry in sorted({e for held in entries for e in held}):
-            holders: dict[str, list[int]] = {}
-            for rank, held in enumerate(entries):
-                holders.setdefault(held.get(entry, "(not there)"), []).append(rank)
-            if len(holders) > 1:
-                said = "; ".join(f"{value[:_SHOWN]} on {_ranks(ranks)}" for value, ranks in holders.items())
-                lines.append(f"{section}: {entry}: {said}")
-    return [f"  {line}" for line in first_of(lines)]
+    for entry in sorted({entry for held in everyone for entry in held}):
+        holders: dict[str, list[int]] = {}
+        for rank, held in enumerate(everyone):
+            holders.setdefault(held.get(entry, "(not there)"), []).append(rank)
+        if len(holders) > 1:
+            values = "; ".join(f"{value[:_SHOWN]} on {_ranks(ranks)}" for value, ranks in holders.items())
+            lines.append(f"{entry}: {values}")
+    return lines
 
 
 def _ranks(ranks: list[int]) -> str:
     """Format ranks as ``ranks 0, 1, 2, 3, ... (62)``."""
-    named = ", ".join(map(str, ranks[:4]))
-    return (
-        f"rank {named}" if len(ranks) == 1 else f"ranks {named}" + (f", ... ({len(ranks)})" if len(ranks) > 4 else "")
-    )
+    named = ", ".join(map(str, ranks[:4])) + (f", ... ({len(ranks)})" if len(ranks) > 4 else "")
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"

@@ -1,4 +1,4 @@
-"""Cleanup removes only what no process uses; with real processes that are killed."""
+"""Cleanup removes only files that no process uses; with real processes that are killed."""
 
 import atexit
 import os

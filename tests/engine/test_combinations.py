@@ -23,12 +23,12 @@ LONG = 100  # numbers of `make test` are below
 
 
 def _compiled(layers, experts):
-    # Without Inductor, which takes half a minute of each draw.
+    # Without Inductor, which needs half a minute per draw.
     return compile_dense_parts(layers, experts, "aot_eager")
 
 
 def _check(folder, first, count):
-    """Check so many draws that are not refused, all that fail included."""
+    """Check ``count`` draws that are not refused, and report all failures."""
     checked, refused, failures = [], [], []
     for number in itertools.count(first):
         if len(checked) == count:
@@ -50,7 +50,7 @@ def _check(folder, first, count):
         everyone = [None] * dist.get_world_size()
         try:
             dist.all_gather_object(everyone, failure)
-        except RuntimeError as error:  # the others are still in the update, which this rank has left
+        except RuntimeError as error:  # the other ranks are still in the update
             raise AssertionError("\n".join([*failures, str(failure)])) from error
         failures += [each for each in everyone if each is not None]
     if dist.get_rank() == 0:

@@ -1,13 +1,14 @@
-"""The order of collectives and compute in a step, recorded on real ranks under routing that differs on each of them."""
+"""The order of collectives and compute in a step, on ranks whose routing differs."""
 
-import pytest
+import itertools
+
 import torch
 import torch.distributed as dist
 
 from tests.support.engine.recorder import Recorder
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 
 WORLD, LAYERS = 4, 4
 
@@ -59,25 +60,13 @@ def _gathers_run_ahead(folder, options, depth):
         assert backward[start:end].count(("all-to-all", torch.float32)) >= 3
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"checkpointing": "full"}], ids=["kept", "recomputed"])
-def test_prefetch_gathers_the_next_layers_before_this_layers_experts_compute(tmp_path, options, depth):
-    folder = save_qwen3_moe(tmp_path, num_hidden_layers=LAYERS, mlp_only_layers=[])
-    run_ranks(_gathers_run_ahead, WORLD, folder, options, depth)
-
-
-def _nothing_runs_ahead(folder):
+def _prefetches(folder):
+    cases = itertools.product([{}, {"checkpointing": "full"}], [1, 2])
+    each_case(cases, lambda options, depth: _gathers_run_ahead(folder, options, depth))
     events = _recorded(folder, {}, 0)
     for i in range(LAYERS - 1):
         assert events.index(("gather", f"layers.{i + 1}.experts")) > events.index(("forward", f"experts {i}"))
-
-
-def test_prefetch_of_depth_0_gathers_nothing_ahead(tmp_path):
-    folder = save_qwen3_moe(tmp_path, num_hidden_layers=LAYERS, mlp_only_layers=[])
-    run_ranks(_nothing_runs_ahead, WORLD, folder)
-
-
-def _experts_stay(folder):
+    # Experts that are not resharded stay gathered, and with selective checkpointing they are not recomputed.
     events = _recorded(folder, {"reshard_experts_after_forward": False}, 1)
     turn = max(i for i, e in enumerate(events) if e[0] == "forward") + 1
     gathered = {name for what, name in events[turn:] if what == "gather"}
@@ -88,6 +77,5 @@ def _experts_stay(folder):
     assert sum(e == ("all-to-all", torch.float32) for e in events) == 6 * LAYERS
 
 
-def test_experts_without_reshard_stay_gathered_and_are_not_recomputed(tmp_path):
-    folder = save_qwen3_moe(tmp_path, num_hidden_layers=LAYERS, mlp_only_layers=[])
-    run_ranks(_experts_stay, WORLD, folder)
+def test_prefetch_gathers_as_many_layers_as_asked_before_this_layers_experts_compute(tmp_path):
+    run_ranks(_prefetches, WORLD, save_qwen3_moe(tmp_path, num_hidden_layers=LAYERS, mlp_only_layers=[]))

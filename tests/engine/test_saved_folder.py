@@ -75,7 +75,7 @@ def _tokenizer(folder):
 
 
 def _saves(root, kinds):
-    """Save a run of each kind; and, without a run, the small files on each rank of two meshes."""
+    """Save a run of each kind and, without a run, the small files on each rank of two meshes."""
     for kind in kinds:
         folder = root / f"trained-{kind}"
         engine = EPFSDP2EngineConfig(ep_size=2, mixed_precision={"param_dtype": "fp32"})

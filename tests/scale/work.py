@@ -23,7 +23,7 @@ from epfsdp2.engine.checkpoint.stored_shards import (
 )
 from epfsdp2.engine.optim.muon_partition import Bucket, Layout, build_buckets, matrix_groups
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors, shard_steps
-from epfsdp2.engine.topology.index_ranges import shard_range
+from epfsdp2.engine.topology.index_ranges import shard_ranges
 from epfsdp2.recipes.plan import cli
 from epfsdp2.recipes.plan.cards import config_of
 from epfsdp2.recipes.plan.meshes import Request
@@ -70,7 +70,7 @@ def write_headers(folder: Path, size: Size, state: dict[str, torch.Tensor]) -> i
     for rank in range(size.world):
         at, header, places, end = size.topology.coordinate(rank), {}, {}, 0
         for name, tensor in state.items():
-            held = shard_range(tensor.shape, steps[name], at)
+            (held,) = shard_ranges(tensor.shape, steps[name], at)
             if held.numel and (steps[name] or rank == 0):
                 nbytes = 2 * held.numel
                 header[name] = {"dtype": "BF16", "shape": held.shape, "data_offsets": (end, end + nbytes)}

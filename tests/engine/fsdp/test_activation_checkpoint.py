@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same numbers, and the same routing where a recomputation would route otherwise."""
+"""Activation checkpointing: the same numbers, and the same routing even if a recomputed router differs."""
 
 import contextlib
 import itertools
@@ -16,7 +16,7 @@ from tests.parity.families import FAMILIES
 from tests.support.engine.recorder import Recorder
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 
 WORLD = 2
 
@@ -61,10 +61,6 @@ def _routing_is_kept(folder):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_checkpointed_router_when_recomputed_chooses_the_experts_of_the_forward(tmp_path):
-    run_ranks(_routing_is_kept, WORLD, save_qwen3_moe(tmp_path))
-
-
 def _routing_changes_without(folder):
     def plain(module, num_experts, inputs_on_host, forward, *args, **kwargs):
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -77,10 +73,6 @@ def _routing_changes_without(folder):
     token_loss(model, _batch(dist.get_rank())).backward()
     *recomputed, _ = chosen.values()
     assert not any(torch.equal(forward, again) for forward, again in recomputed)
-
-
-def test_plain_checkpointing_with_random_routers_chooses_other_experts(tmp_path):
-    run_ranks(_routing_changes_without, WORLD, save_qwen3_moe(tmp_path))
 
 
 def _selective_keeps_the_experts(folder):
@@ -101,12 +93,8 @@ def _selective_keeps_the_experts(folder):
         assert (grad - want).norm() <= 1e-5 * want.norm(), name
 
 
-def test_selective_checkpointing_recomputes_attention_and_keeps_the_experts_outputs(tmp_path):
-    run_ranks(_selective_keeps_the_experts, WORLD, save_qwen3_moe(tmp_path))
-
-
 def _inputs_on_host(folder):
-    """What the layers are handed is gone from the device once they have run, and the gradients are the same."""
+    """The inputs of layers are freed on the device after they ran, and the gradients are the same."""
     ids, gradients = _batch(dist.get_rank()), []
     for offload in (False, True):
         model, _ = sharded_model(folder, WORLD, 2, checkpointing="full", activation_offload=offload)
@@ -128,19 +116,43 @@ def _inputs_on_host(folder):
     assert all(torch.equal(gradients[0][name], grad) for name, grad in gradients[1].items())
 
 
-def test_activation_offload_moves_layer_inputs_off_the_device_and_changes_no_gradient(tmp_path):
-    run_ranks(_inputs_on_host, WORLD, save_qwen3_moe(tmp_path))
+def _plans_are_kept(folder):
+    """The counts are exchanged, and the slots sorted, in the forward alone."""
+    ids, seen = _batch(dist.get_rank()), {}
+    for checkpointing in ("none", "full"):
+        model, _ = sharded_model(folder, WORLD, 2, checkpointing=checkpointing)
+        model.train()
+        with Recorder(model) as recorder, patch.object(torch, "sort", side_effect=torch.sort) as sorts:
+            token_loss(model, ids).backward()
+        counts = recorder.events.count(("all-to-all", torch.int64))
+        seen[checkpointing] = counts, sorts.call_count, list(whole_gradients(model).values())
+    (kept, kept_sorts, wanted), (again, sorts, grads) = seen["none"], seen["full"]
+    assert kept == again > 0 and kept_sorts == sorts > 0
+    assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
+
+
+CHECKS = (_routing_is_kept, _routing_changes_without, _selective_keeps_the_experts, _inputs_on_host, _plans_are_kept)
+
+
+def _check_each(folder):
+    each_case([(check.__name__,) for check in CHECKS], lambda name: globals()[name](folder))
+
+
+def test_activation_checkpointing_keeps_routes_plans_and_gradients_and_offloads_inputs(tmp_path):
+    run_ranks(_check_each, WORLD, save_qwen3_moe(tmp_path))
 
 
 class _FakeStreams:
-    """A device's streams, for tensors on a CPU: notes what is launched on which."""
+    """A device's streams, for tensors on a CPU; logs the launches on each."""
 
     def __init__(self, monkeypatch):
         self.log, self.running = [], "compute"
         self.compute = SimpleNamespace(name="compute", wait_stream=lambda other: self.log.append("compute waits"))
         self.copies = SimpleNamespace(name="copies", wait_stream=lambda other: None)
         monkeypatch.setattr(torch, "get_device_module", lambda device: self)
-        monkeypatch.setattr(activation_checkpoint.HostInputs, "_own_stream", lambda inputs, device: self.copies)
+        init = activation_checkpoint._Held.__init__
+        on_copies = lambda held, saved, stream, before: init(held, saved, self.copies, before)  # noqa: E731
+        monkeypatch.setattr(activation_checkpoint._Held, "__init__", on_copies)
         monkeypatch.setattr(activation_checkpoint, "_empty_on_host", lambda like, pinned: torch.empty_like(like))
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("kept for the copy"))
         copy = torch.Tensor.copy_
@@ -194,26 +206,6 @@ def test_activation_offload_copies_on_a_second_stream_and_fetches_a_layer_ahead(
             *("compute waits", "layer 0"),
         ]
     assert [layer.weight.grad.item() for layer in layers] == [0, 8, 16]
-
-
-def _plans_are_kept(folder):
-    """The counts are exchanged, and the slots sorted, in the forward alone."""
-    ids, seen = _batch(dist.get_rank()), {}
-    for checkpointing in ("none", "full"):
-        model, _ = sharded_model(folder, WORLD, 2, checkpointing=checkpointing)
-        model.train()
-        with Recorder(model) as recorder, patch.object(torch, "sort", side_effect=torch.sort) as sorts:
-            token_loss(model, ids).backward()
-        counts = recorder.events.count(("all-to-all", torch.int64))
-        grads = list(whole_gradients(model).values())
-        seen[checkpointing] = counts, sorts.call_count, grads
-    (kept, kept_sorts, wanted), (again, sorts, grads) = seen["none"], seen["full"]
-    assert kept == again > 0 and kept_sorts == sorts > 0
-    assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
-
-
-def test_checkpointed_layer_when_recomputed_reuses_the_dispatch_plan_of_the_forward(tmp_path):
-    run_ranks(_plans_are_kept, WORLD, save_qwen3_moe(tmp_path, mlp_only_layers=[]))
 
 
 def test_checkpointed_layer_that_may_draw_numbers_has_its_random_state_kept():

@@ -58,14 +58,14 @@ def _compiled_and_broken(folder):
         compiled.append(graph)
         return graph.forward if len(compiled) < 3 else broken(graph, inputs)
 
-    # What was compiled before is computed again in backward, and has to keep the same tensors.
+    # Parts that were compiled are recomputed in backward, and must save the same tensors.
     for checkpointing in ("selective", "full"):
         torch._dynamo.reset()
         lines.clear(), compiled.clear()
         _equal(_gradients(folder, breaks_later, compile_dense=True, checkpointing=checkpointing), want)
         assert len(lines) == 1 and len(compiled) == 3
 
-    # Else the backwards would be compiled where nothing else can run any more.
+    # Backwards are compiled in the forward, where eager is still possible.
     for checkpointing in ("none", "full"):
         torch._dynamo.reset()
         lines.clear(), compiled.clear()

@@ -1,7 +1,5 @@
 """Modules that are kept in float32 in a bfloat16 model."""
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +10,6 @@ from transformers import (
     AfmoeForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
 )
 
 from epfsdp2.engine.compat.fsdp_groups import parameter_groups
@@ -23,14 +19,15 @@ from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from tests.parity import families
 from tests.support.engine.sharded import sharded_model
-from tests.support.models.tiny import VOCAB, save_qwen3_moe, save_random, token_loss
+from tests.support.logs import logged_lines
+from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD = 2
 
 
 def _dtypes(model, patterns):
-    """dtypes of each matching module's first parameter and of its output, as a forward sees them."""
+    """Return the dtypes of each matching module's first parameter and output in a forward."""
     seen = {}
 
     def hooks(name):
@@ -76,26 +73,8 @@ def test_fp32_modules_with_a_router_that_is_never_called_is_refused():
         find_float32_modules(model, [model.model.layers[1].mlp.experts], ["*.mlp.gate"])
 
 
-def _save_ernie(folder):
-    config = Ernie4_5_MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        moe_num_experts=8,
-        moe_k=2,
-        moe_num_shared_experts=1,
-        moe_layer_start_index=1,
-        tie_word_embeddings=False,
-    )
-    return save_random(Ernie4_5_MoeForCausalLM(config), folder, seed=0)
-
-
 def _as_fsdp_gathers(model):
-    """dtype of every parameter that FSDP gathers, as its own records have it."""
+    """Return the dtype of every parameter that FSDP gathers, from its own records."""
     groups = [group for m in model.modules() if isinstance(m, FSDPModule) for group in parameter_groups(m)]
     params = [p for group in groups for p in group.fsdp_params]
     return {p._param_fqn: p.param_dtype or p.orig_dtype for p in params}
@@ -117,44 +96,22 @@ def _strict_names_stay(folder):
     assert gate.weight.grad is not None and dist.get_world_size() == WORLD
     expected = compute_dtypes(model, ShardingOptions(param_dtype=torch.bfloat16))
     biases = [name for name, p in model.named_parameters() if not p.requires_grad]
-    assert [expected.pop(name) for name in biases] == [torch.float32]
+    assert {expected.pop(name) for name in biases} == {torch.float32}
     assert _as_fsdp_gathers(model) == expected  # after a forward, which names the parameters
 
 
 def test_fp32_modules_that_the_class_names_are_not_rounded(tmp_path):
-    run_ranks(_strict_names_stay, WORLD, _save_ernie(tmp_path))
+    run_ranks(_strict_names_stay, WORLD, families.save("ernie4_5_moe", tmp_path))
 
 
-def _save_afmoe(folder):
-    config = AfmoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_dense_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        tie_word_embeddings=False,
-    )
-    model = AfmoeForCausalLM(config)
-    bias = torch.empty(8).uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(3))
-    save_random(model, folder, seed=0, one_file=True)
-    model.model.layers[1].mlp.expert_bias.data.copy_(bias)
-    model.save_pretrained(folder)
-    return folder, bias
-
-
-def _frozen_bias_stays(folder, bias):
+def _frozen_bias_stays(folder):
     model, _ = sharded_model(folder, WORLD, 2, param_dtype=torch.bfloat16)
     expected = compute_dtypes(model, ShardingOptions(param_dtype=torch.bfloat16))
-    bias_name = "model.layers.1.mlp.expert_bias"
-    assert expected.pop(bias_name) == torch.float32
+    biases = [name for name in expected if name.endswith(".expert_bias")]
+    assert {expected.pop(name) for name in biases} == {torch.float32}
     model.train()
     block, seen = model.model.layers[1].mlp, []
+    bias = block.expert_bias.data.uniform_(-0.1, 0.1).clone()
     block.router.register_forward_pre_hook(lambda m, args: seen.append(args[1].detach().clone()))
     token_loss(model, torch.randint(0, VOCAB, (2, 9))).backward()
     assert torch.equal(seen[0], bias) and not torch.equal(bias, bias.bfloat16().float())
@@ -163,7 +120,7 @@ def _frozen_bias_stays(folder, bias):
 
 
 def test_correction_bias_that_is_a_frozen_parameter_is_neither_cast_nor_sharded(tmp_path):
-    run_ranks(_frozen_bias_stays, WORLD, *_save_afmoe(tmp_path))
+    run_ranks(_frozen_bias_stays, WORLD, families.save("afmoe", tmp_path))
 
 
 def test_correction_biases_beside_a_frozen_parameter_of_their_size_are_the_biases_alone():
@@ -177,11 +134,8 @@ def test_correction_biases_beside_a_frozen_parameter_of_their_size_are_the_biase
     assert correction_biases(model, {8}) == {model.model.layers[1].mlp.expert_bias}
 
 
-def _autocast_is_said(folder):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("epfsdp2").addHandler(handler)
+def _autocast_is_logged(folder):
+    lines = logged_lines()
     sharded_model(folder, 1, param_dtype=torch.bfloat16)
     sharded_model(folder, 1)
     (line,) = [line for line in lines if "autocast" in line]
@@ -189,7 +143,7 @@ def _autocast_is_said(folder):
 
 
 def test_parallelize_of_modules_with_float32_buffers_names_what_runs_under_autocast(tmp_path):
-    run_ranks(_autocast_is_said, 1, families.save("minimax", tmp_path))
+    run_ranks(_autocast_is_logged, 1, families.save("minimax", tmp_path))
 
 
 class _Attention(nn.Module):
@@ -213,7 +167,7 @@ def test_fp32_parameter_among_others_keeps_its_owner_in_float32_and_not_the_owne
 
 
 def test_fp32_convolution_that_the_class_names_is_wrapped_with_its_parent():
-    """Bailing's linear attention hands its weight to a kernel and does not call it, so FSDP would not gather it."""
+    """Bailing's linear attention passes its weight to a kernel and does not call it, so FSDP would not gather it."""
 
     class Attention(nn.Module):
         def __init__(self):

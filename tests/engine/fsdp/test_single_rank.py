@@ -1,6 +1,7 @@
-"""Units of one rank: they compute with their shards, and what autograd or FSDP has made becomes the gradient."""
+"""Units of one rank: on a CPU they compute with their shards, and autograd's gradient becomes the shard's."""
 
 import contextlib
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from epfsdp2.engine import parallelize
 from epfsdp2.engine.compat import fsdp_groups
 from epfsdp2.engine.compat.private_names import MissingNameError
 from epfsdp2.engine.fsdp import single_rank
@@ -18,9 +20,9 @@ from epfsdp2.engine.fsdp.reshard import reshard_all
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 
-WORLD = 4
+WORLD = 2
 
 
 def _pointer(tensor):
@@ -32,7 +34,7 @@ def _experts(model):
 
 
 def _computed_with(model, ids):
-    """Where the data of each expert parameter are while its module computes."""
+    """Return the loss, and the address of each expert parameter while its module computes."""
     found, hooks = {}, []
     for fqn, module in model.named_modules():
         if fqn.endswith(".experts"):
@@ -51,7 +53,15 @@ def _own_tokens():
     return token_batch(WORLD)[2 * dist.get_rank() : 2 * dist.get_rank() + 2]
 
 
-def _no_copies(folder):
+def _check_gradients_of_two_batches(folder, model):
+    reference = reference_model(folder)
+    for _ in range(2):
+        token_loss(reference, token_batch(WORLD)).backward()
+    wanted = dict(reference.named_parameters())
+    assert max(relative_error(grad, wanted[n].grad) for n, grad in whole_gradients(model).items()) < 1e-5
+
+
+def _computes_with_its_shards_and_keeps_its_gradients(folder):
     model, _ = sharded_model(folder, WORLD, WORLD)
     reduced = []
     reduce = _fsdp_param_group.foreach_reduce
@@ -66,78 +76,79 @@ def _no_copies(folder):
             assert found == {name: _pointer(p) for name, p in _experts(model).items()}
             loss.backward()
     assert reduced and not any(".experts." in name for name in reduced)
-    _are_those_of_two_batches(folder, model)
+    _check_gradients_of_two_batches(folder, model)
 
 
-def _are_those_of_two_batches(folder, model):
-    reference = reference_model(folder)
-    for _ in range(2):
-        token_loss(reference, token_batch(WORLD)).backward()
-    wanted = dict(reference.named_parameters())
-    assert max(relative_error(grad, wanted[n].grad) for n, grad in whole_gradients(model).items()) < 1e-5
+def _as_on_a_gpu(function):
+    """Patch a function of ``parallelize`` to get meshes of a GPU."""
+
+    def called(model, unit, meshes, options):
+        shards = {"dense_shard": meshes.dense_shard, "experts_shard": meshes.experts_shard}
+        gpu = SimpleNamespace(device_type="cuda")
+        on_gpu = SimpleNamespace(topology=meshes.topology, dense=gpu, reduces_by_nccl=False, **shards)
+        return real(model, unit, on_gpu, options)
+
+    real = getattr(parallelize, function)
+    return mock.patch.object(parallelize, function, called)
 
 
-def test_single_rank_unit_computes_with_its_shards_and_keeps_its_gradients(tmp_path):
-    run_ranks(_no_copies, WORLD, save_qwen3_moe(tmp_path))
+def _on_a_gpu_has_fsdps_copies_unless_casts_are_kept(folder):
+    for options, own in (({}, False), ({"keep_casts": True}, True)):
+        with _as_on_a_gpu("wrap"), _as_on_a_gpu("divide_gradient"):
+            model, _ = sharded_model(folder, WORLD, WORLD, **options)
+        with mock.patch.object(single_rank, "_keep_gradient", side_effect=AssertionError):
+            for _ in range(2):
+                loss, found = _computed_with(model, _own_tokens())
+                assert (found == {name: _pointer(p) for name, p in _experts(model).items()}) == own
+                loss.backward()
+        _check_gradients_of_two_batches(folder, model)
 
 
-def _not_reduced_at_first(folder):
+def _not_reduced_at_first_adds_its_gradients_to_the_next(folder):
     model, _ = sharded_model(folder, WORLD, WORLD)
     for is_last in (False, True):
         model.set_requires_gradient_sync(is_last)
         token_loss(model, _own_tokens()).backward()
-    _are_those_of_two_batches(folder, model)
+    _check_gradients_of_two_batches(folder, model)
 
 
-def test_single_rank_unit_whose_first_gradients_are_not_reduced_adds_them_to_the_next(tmp_path):
-    run_ranks(_not_reduced_at_first, WORLD, save_qwen3_moe(tmp_path))
-
-
-def _moved(folder):
+def _whose_shards_move_holds_no_old_memory(folder):
     model, _ = sharded_model(folder, WORLD, WORLD)
     before, _ = _computed_with(model, _own_tokens())
     before.backward()
     before = before.detach()  # a graph holds the parameters
     first = [StorageWeakRef(p.to_local().untyped_storage()) for p in _experts(model).values()]
     model.zero_grad()
-    model._apply(torch.clone)  # as ``model.to`` does on a GPU
+    model._apply(torch.clone)  # as ``model.to`` on a GPU
     assert all(storage.expired() for storage in first)
     after, found = _computed_with(model, _own_tokens())
     assert found == {name: _pointer(p) for name, p in _experts(model).items()}
     assert torch.equal(before, after)
 
 
-def test_single_rank_unit_whose_shards_move_holds_nothing_of_where_they_were(tmp_path):
-    run_ranks(_moved, WORLD, save_qwen3_moe(tmp_path))
-
-
-class _Casts(TorchDispatchMode):
-    """Elements of each tensor that was cast or copied to another dtype or device."""
+class _Operators(TorchDispatchMode):
+    """Names of the operators that returned a tensor, without views, and the elements of their results."""
 
     def __init__(self):
         super().__init__()
-        self.sizes = []
+        self.ran = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
-            self.sizes.append(out.numel())
+        if isinstance(out, torch.Tensor) and func.name() not in ("aten::detach", "aten::view"):
+            self.ran.append((func.name(), out.numel()))
         return out
 
 
-def _casts(folder):
+def _of_another_dtype_casts_its_shards_once(folder):
     model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16)
-    with _Casts() as cast:
+    with _Operators() as operators:
         loss, found = _computed_with(model, _own_tokens())
     loss.backward()
     experts = _experts(model)
     assert not {_pointer(p) for p in experts.values()} & {*found.values()}
-    assert not {p.to_local().numel() for p in experts.values()} & {*cast.sizes}
+    assert not {("aten::_to_copy", p.to_local().numel()) for p in experts.values()} & {*operators.ran}
     assert all(p.grad.dtype == torch.float32 for p in experts.values())
-
-
-def test_single_rank_unit_of_another_dtype_casts_its_shards_into_what_it_computes_with(tmp_path):
-    run_ranks(_casts, WORLD, save_qwen3_moe(tmp_path))
 
 
 @contextlib.contextmanager
@@ -153,14 +164,14 @@ def _counted_casts():
 
 
 def _kept(model):
-    """Bytes of what experts have been cast into, and is not freed."""
+    """Bytes of the experts' casts that are not freed."""
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in fsdp_groups.parameter_groups(m)]
     shards = [shard for group in groups for shard in getattr(group, "own_shards", ())]
     return sum(t.untyped_storage().nbytes() for shard in shards for t in shard._param.all_gather_outputs)
 
 
 def _trained(folder, keeping, fused, steps=3, micro_batches=2):
-    """Bits of losses and parameters after steps between which weights are stepped, loaded and moved."""
+    """Losses and parameters after steps between which weights are stepped, loaded and moved."""
     model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16, checkpointing="full")
     optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-2, fused=fused))
     losses, casts_of_steps = [], []
@@ -184,7 +195,7 @@ def _trained(folder, keeping, fused, steps=3, micro_batches=2):
     return losses, [p.to_local() for p in model.parameters()], casts_of_steps
 
 
-def _keeps_casts(folder):
+def _keeps_casts_while_weights_do_not_change(folder):
     for fused in (False, True):  # neither counts as a new version of a DTensor
         wanted, weights, each_time = _trained(folder, contextlib.nullcontext, fused)
         losses, kept_weights, once = _trained(folder, single_rank.keeping_casts, fused)
@@ -193,11 +204,7 @@ def _keeps_casts(folder):
         assert once == [4] * 3 and each_time == [16] * 3
 
 
-def test_single_rank_unit_keeps_what_its_shards_are_cast_into_while_weights_do_not_change(tmp_path):
-    run_ranks(_keeps_casts, WORLD, save_qwen3_moe(tmp_path))
-
-
-def _left_gathered(folder):
+def _left_gathered_is_freed_when_fsdp_reshards_it(folder):
     model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16, reshard_after_forward=False)
     with torch.no_grad():
         for _ in range(2):  # with parameters that are gathered when the first batch ends
@@ -213,33 +220,15 @@ def _left_gathered(folder):
     assert _kept(model) == 0 and torch.equal(token_loss(model, _own_tokens()), losses[0])
 
 
-def test_single_rank_unit_that_stays_gathered_is_freed_when_fsdp_reshards_it(tmp_path):
-    run_ranks(_left_gathered, WORLD, save_qwen3_moe(tmp_path))
-
-
-class _Passes(TorchDispatchMode):
-    """Names of the operators whose results have as many elements as ``size``, views left out."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.size, self.names = size, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        is_view = func in (torch.ops.aten.detach.default, torch.ops.aten.view.default)
-        if isinstance(out, torch.Tensor) and out.numel() == self.size and not is_view:
-            self.names.append(func.name())
-        return out
-
-
-def _passes(folder):
+def _scales_casts_and_adds_a_gradient_in_one_pass(folder):
     model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16)
     keep, found = single_rank._keep_gradient, []
 
-    def recorded(param, divide_by):
-        with _Passes(param.sharded_param.to_local().numel()) as passes:
-            keep(param, divide_by)
-        found.append(passes.names)
+    def recorded(param, scale):
+        with _Operators() as operators:
+            keep(param, scale)
+        size = param.sharded_param.to_local().numel()
+        found.append([name for name, numel in operators.ran if numel == size])
 
     with mock.patch.object(single_rank, "_keep_gradient", recorded):
         for _ in range(2):
@@ -248,35 +237,16 @@ def _passes(folder):
     assert first == [["aten::mul.Tensor"]] * len(_experts(model)) and more == [["aten::add_.Tensor"]] * len(first)
 
 
-def test_single_rank_unit_scales_casts_and_adds_a_gradient_in_one_pass(tmp_path):
-    run_ranks(_passes, WORLD, save_qwen3_moe(tmp_path))
-
-
-def _on_the_host(folder):
+def _on_the_host_computes_with_copies(folder):
     model, _ = sharded_model(folder, WORLD, WORLD, cpu_offload=True)
     for _ in range(2):
         loss, found = _computed_with(model, _own_tokens())
         loss.backward()
     assert not {_pointer(p) for p in _experts(model).values()} & {*found.values()}
-    _are_those_of_two_batches(folder, model)
+    _check_gradients_of_two_batches(folder, model)
 
 
-def test_single_rank_unit_on_the_host_computes_with_copies(tmp_path):
-    run_ranks(_on_the_host, WORLD, save_qwen3_moe(tmp_path))
-
-
-def _renamed(folder):
-    other_names = mock.patch.object(fsdp_groups, "_PARAM", ("_sharded_param_data", "_data_of_the_shard"))
-    missing = pytest.raises(MissingNameError, match="has no FSDPParam._data_of_the_shard, which epfsdp2 needs")
-    with other_names, missing:
-        sharded_model(folder, 1)
-
-
-def test_parameter_groups_of_a_torch_with_other_names_raise(tmp_path):
-    run_ranks(_renamed, 1, save_qwen3_moe(tmp_path))
-
-
-def _one_buffer(folder):
+def _with_replicas_has_fsdps_packed_buffer_as_gradient(folder):
     allocate, packed = single_rank._SameBuffer.allocate, []
 
     def recorded(self, *args, **kwargs):
@@ -284,18 +254,43 @@ def _one_buffer(folder):
         return packed[-1]
 
     with mock.patch.object(single_rank._SameBuffer, "allocate", recorded):
-        model, _ = sharded_model(folder, WORLD, 2, 2)
-        for _ in range(2):  # the second adds to what there is
+        model, _ = sharded_model(folder, WORLD, 1, 1)
+        for _ in range(2):  # the second adds to the first
             token_loss(model, _own_tokens()).backward()
-    experts = _experts(model)
-    layers = len(experts) // 2
-    first = [p.untyped_storage().data_ptr() for p in packed[: 2 * layers]]
-    assert len(packed) == 2 * 2 * layers and first[::2] == first[1::2]
-    assert {_pointer(p.grad) for p in experts.values()} == set(first)
+    for name, p in _experts(model).items():
+        assert _pointer(p.grad) in {buffer.untyped_storage().data_ptr() for buffer in packed[: len(packed) // 2]}, name
+    pointers = [buffer.untyped_storage().data_ptr() for buffer in packed]
+    assert pointers and pointers[::2] == pointers[1::2]
 
 
-def test_single_rank_reduce_with_replicas_makes_fsdps_packed_buffer_the_gradient(tmp_path):
-    run_ranks(_one_buffer, WORLD, save_qwen3_moe(tmp_path))
+def _with_other_names_in_torch_raises(folder):
+    other_names = mock.patch.object(fsdp_groups, "_PARAM", ("_sharded_param_data", "_data_of_the_shard"))
+    missing = pytest.raises(MissingNameError, match="has no FSDPParam._data_of_the_shard, which epfsdp2 needs")
+    with other_names, missing:
+        sharded_model(folder, WORLD, WORLD)
+
+
+CASES = (
+    _computes_with_its_shards_and_keeps_its_gradients,
+    _on_a_gpu_has_fsdps_copies_unless_casts_are_kept,
+    _not_reduced_at_first_adds_its_gradients_to_the_next,
+    _whose_shards_move_holds_no_old_memory,
+    _of_another_dtype_casts_its_shards_once,
+    _keeps_casts_while_weights_do_not_change,
+    _left_gathered_is_freed_when_fsdp_reshards_it,
+    _scales_casts_and_adds_a_gradient_in_one_pass,
+    _on_the_host_computes_with_copies,
+    _with_replicas_has_fsdps_packed_buffer_as_gradient,
+    _with_other_names_in_torch_raises,
+)
+
+
+def _check_each(folder):
+    each_case([(case.__name__,) for case in CASES], lambda name: globals()[name](folder))
+
+
+def test_single_rank_unit_in_every_case_computes_and_reduces_without_copies(tmp_path):
+    run_ranks(_check_each, WORLD, save_qwen3_moe(tmp_path))
 
 
 def test_same_buffer_after_an_error_is_allocated_anew():
@@ -308,7 +303,7 @@ def test_same_buffer_after_an_error_is_allocated_anew():
     with pytest.raises(OSError):
         fails()
     packed = buffer.allocate((4,), dtype=torch.float32, device=cpu)
-    with pytest.raises(RuntimeError, match="an odd number of times"):
+    with pytest.raises(RuntimeError, match="an odd number of gradient buffers"):
         buffer.check_is_complete()
     assert buffer.allocate((4,), dtype=torch.float32, device=cpu) is packed
     buffer.check_is_complete()

@@ -1,4 +1,4 @@
-"""Ranks that share rows compute what the plain model does in one process."""
+"""Ranks that share rows equal the plain model in one process."""
 
 import itertools
 
@@ -9,21 +9,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp import ulysses
-from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel, check_attention_splits
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.moe.find import UnsupportedModelError
 from epfsdp2.engine.packing.sequences import PackedSequences
 from tests.parity.families import ALL, FAMILIES, STATES
-from tests.support.models.tiny import VOCAB, save_qwen3_moe
+from tests.support.engine.rows import LENGTHS, errors, one_by_one, own_slice, packed, row
+from tests.support.models.tiny import relative_error, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import check_ppo_updates, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
 WORLD = 4
 RELATIVE = 1e-5  # of updates, in float32
-EXACT = 1e-6  # of attention, in float64; norms and some routers compute in float32 whatever they are given
-LENGTHS = (11, 1, 14, 6)  # of the sequences of a row, 32 tokens; slices end within them
+EXACT = 1e-6  # of attention, in float64; norms and some routers always compute in float32
 # The windows of sliding layers are shorter than sequences.
 WINDOWS = {
     "afmoe": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5},
@@ -38,10 +36,10 @@ NOT_SPLIT = {
     **{name: f"{kind}Attention .*takes whole" for name, kind in WHOLE.items()},
 }
 # STATES are shared by their sequences (test_shared_mixers.py).
-# A classifier that sees both ways, and has no attention on transformers' interface that runs on a CPU.
+# The last is a classifier that sees both ways, without attention on transformers' interface that runs on a CPU.
 SPLIT = [name for name in ALL if name not in (*NOT_SPLIT, *STATES, "openai_privacy_filter")]
-# Keys of fewer heads than ranks; windows and full attention in turns; values narrower than keys; sinks; queries that
-# are scaled by their position or by their place.
+# Keys of fewer heads than ranks. Windows and full attention in turns. Values narrower than keys. Sinks. Queries that
+# are scaled by their position or by their index.
 KINDS = ["qwen3_moe", "gemma4", "deepseek_v3", "gpt_oss", "mistral4", "llama4"]
 
 
@@ -50,64 +48,8 @@ def _family(name):
     return ALL[name].build_random(ALL[name].attention, **WINDOWS.get(name, {}))
 
 
-def _row():
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(3, VOCAB, (1, length), generator=generator) for length in LENGTHS]
-    return ids, torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator)
-
-
-def _loss(logits, targets):
-    return torch.nn.functional.cross_entropy(logits[0], targets, reduction="sum") / sum(LENGTHS)
-
-
-def _one_by_one(name):
-    """Logits and gradients of the sequences of a row, each computed alone."""
-    model, (ids, targets) = _family(name), _row()
-    logits = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], dim=1)
-    _loss(logits, targets).backward()
-    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def _slices(name, group, checkpointing="none"):
-    """The same by the ranks of a group: this rank's logits, and everyone's gradients added up."""
-    model, (ids, targets) = _family(name), _row()
-    SequenceParallel(model, group, PackedSequences(model))
-    layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
-    checkpoint_layers(layers, (), 8, checkpointing)
-    inputs = {
-        "input_ids": torch.cat(ids, 1),
-        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
-    }
-    own = _own(group)
-    if hasattr(model.config, "vision_config"):  # images may come among the tokens before they are cut
-        VisionTowerSync(model).prepare_inputs(inputs)
-    else:
-        inputs["input_ids"] = inputs["input_ids"][:, own]
-    logits = model(**inputs, use_cache=False).logits
-    _loss(logits, targets[own]).backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    for grad in grads.values():
-        dist.all_reduce(grad, group=group)
-    return logits.detach(), grads
-
-
-def _own(group):
-    each = sum(LENGTHS) // dist.get_world_size(group)
-    return slice(dist.get_rank(group) * each, (dist.get_rank(group) + 1) * each)
-
-
-def _error(found, wanted):
-    return ((found - wanted).norm() / wanted.norm().clamp_min(1e-12)).item()
-
-
-def _errors(name, group, wanted, **how):
-    logits, grads = _slices(name, group, **how)
-    errors = {f"gradient of {n}": _error(grads[n], grad) for n, grad in wanted[1].items()}
-    return {"logits": _error(logits, wanted[0][:, _own(group)]), **errors}
-
-
 def _groups():
-    """This rank's group of two, and all."""
+    """Return this rank's group of two, and the group of all."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     return [pairs[dist.get_rank() // 2], dist.group.WORLD]
 
@@ -115,11 +57,11 @@ def _groups():
 def _compare(names, checkpointings):
     groups = _groups()
     for i, name in enumerate(names):
-        wanted = _one_by_one(name)
+        wanted = one_by_one(_family(name))
         for group in groups:
             how = checkpointings[i % len(checkpointings)]
-            errors = _errors(name, group, wanted, checkpointing=how)
-            bad = {n: error for n, error in errors.items() if error > EXACT}
+            found = errors(_family(name), group, wanted, checkpointing=how)
+            bad = {n: error for n, error in found.items() if error > EXACT}
             assert not bad, (name, dist.get_world_size(group), how, bad)
 
 
@@ -133,52 +75,51 @@ def test_ulysses_of_every_family_equals_the_plain_model():
 
 
 def _wrong_ones_differ():
-    """Heads that came back in another order, and rotary embeddings of other tokens."""
+    """Heads in another order, and rotary embeddings of other tokens."""
     group = dist.group.WORLD
-    wanted = _one_by_one("qwen3_moe")
-    assert _errors("qwen3_moe", group, wanted)["logits"] < EXACT
+    wanted = one_by_one(_family("qwen3_moe"))
     with pytest.MonkeyPatch.context() as patch:
         to_tokens = ulysses.to_tokens
         patch.setattr(ulysses, "to_tokens", lambda group, output: to_tokens(group, output).flip(2))
-        assert _errors("qwen3_moe", group, wanted)["logits"] > 1e-2
+        assert errors(_family("qwen3_moe"), group, wanted)["logits"] > 1e-2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ulysses, "own_part", lambda whole, dim, group: whole.chunk(2, dim)[0])
-        error = torch.tensor(_errors("qwen3_moe", group, wanted)["logits"])
+        error = torch.tensor(errors(_family("qwen3_moe"), group, wanted)["logits"])
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
         assert error > 1e-2
 
 
-def test_ulysses_computed_wrongly_differs_from_the_plain_model():
-    run_ranks(_wrong_ones_differ, 2)
-
-
 def _flash_sees_whole_rows():
-    handed = []
+    passed = []
 
     def flash(module, query, key, value, attention_mask, position_ids=None, **kwargs):
-        handed.append((kwargs.pop("cu_seq_lens_q").tolist(), kwargs.pop("cu_seq_lens_k").tolist(), position_ids))
+        passed.append((kwargs.pop("cu_seq_lens_q").tolist(), kwargs.pop("cu_seq_lens_k").tolist(), position_ids))
         assert (kwargs.pop("max_length_q"), kwargs.pop("max_length_k")) == (max(LENGTHS),) * 2
-        parts = [slice(a, b) for a, b in itertools.pairwise(handed[-1][0])]
+        parts = [slice(a, b) for a, b in itertools.pairwise(passed[-1][0])]
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         outputs = [sdpa(module, query[:, :, at], key[:, :, at], value[:, :, at], None, **kwargs)[0] for at in parts]
         return torch.cat(outputs, dim=1), None
 
-    group, (ids, _) = dist.group.WORLD, _row()
-    wanted, model = _one_by_one("qwen3_moe"), _family("qwen3_moe")
+    group, (ids, _) = dist.group.WORLD, row()
+    wanted, model = one_by_one(_family("qwen3_moe")), _family("qwen3_moe")
     ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", flash)
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = "flash_attention_2"
     SequenceParallel(model, group, PackedSequences(model))
-    positions, own = torch.cat([torch.arange(length) for length in LENGTHS])[None], _own(group)
-    logits = model(input_ids=torch.cat(ids, 1)[:, own], position_ids=positions, use_cache=False).logits
-    assert _error(logits, wanted[0][:, own]) < EXACT
+    own = own_slice(LENGTHS, group)
+    assert relative_error(packed(model, ids, own), wanted[0][:, own]) < EXACT
     ends = [0, *itertools.accumulate(LENGTHS)]
-    assert handed == [(ends, ends, None)] * len(layer_names(model))
+    assert passed == [(ends, ends, None)] * len(layer_names(model))
 
 
-def test_ulysses_with_flash_attention_passes_it_the_lengths_of_the_whole_row():
-    run_ranks(_flash_sees_whole_rows, 2)
+def _on_two_ranks():
+    _wrong_ones_differ()
+    _flash_sees_whole_rows()
+
+
+def test_ulysses_computed_wrongly_differs_and_with_flash_attention_passes_lengths_of_the_whole_row():
+    run_ranks(_on_two_ranks, 2)
 
 
 def _sp(size, ep, **settings):
@@ -214,7 +155,7 @@ def test_ulysses_in_a_ppo_update_on_every_mesh_equals_the_plain_model(tmp_path):
 
 
 def _replays(folder):
-    """Routes of the log-probs, and of a rollout with another router: the same with rows apart and with rows shared."""
+    """Routes of the log-probs, and of a rollout with another router, are the same with shared rows."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import EngineRouterReplayConfig
 
@@ -230,7 +171,7 @@ def _replays(folder):
         tu.assign_non_tensor(infer, compute_loss=False)
         output = worker.infer_batch(infer)
         found = [None] * 2
-        if mode == "R2":  # a worker of a row's other ranks returns nothing: verl's dispatch hands them the first's
+        if mode == "R2":  # only the first rank of a row returns routes, which verl passes to the others
             dist.all_gather_object(found, None if output is None else list(tu.get(output, "routed_experts").unbind()))
             routes = [own for part in found if part is not None for own in part]
             here = of_this_rank(worker, routes)
@@ -247,7 +188,7 @@ def _replays(folder):
         norms = [results[sp, mode]["metrics"]["grad_norm"] for sp in (1, 2)]
         assert abs(norms[1] / norms[0] - 1) < RELATIVE, (mode, norms)
     assert shared["metrics"]["router_replay_differing"] == [[0.0]]
-    # Of all tokens of all ranks, however they are divided.
+    # The share is over all tokens of all ranks.
     ((of_all,),) = results[2, "R3"]["metrics"]["router_replay_differing"]
     assert results[1, "R3"]["metrics"]["router_replay_differing"] == [[of_all], [of_all]] and of_all > 0.9
 

@@ -1,4 +1,4 @@
-"""The wrap plan as data, and that ``parallelize`` does what it says."""
+"""The wrap plan as data, and ``parallelize``, which executes it."""
 
 import torch
 import torch.distributed as dist
@@ -239,7 +239,7 @@ def test_wrap_plan_of_a_class_that_keeps_its_router_in_float32_leaves_a_frozen_c
     assert [name for unit in plan for name in unit.unsharded] == biases and biases
     kept = [unit for unit in plan if unit.kind == "float32"]
     assert kept and all(not unit.casts_inputs and unit.casts_outputs and unit.param_dtype == FULL for unit in kept)
-    # What a weight sync sends, and how it is cut, is read off the plan.
+    # A weight sync reads dtypes and shard steps off the plan.
     dtypes, cuts = compute_dtypes(model, options), cuts_before_sharding(model, Topology.arrange(4, 2))
     assert list(dtypes) == list(cuts) == [name for name, _ in model.named_parameters()]
     assert {name for name, dtype in dtypes.items() if dtype == FULL} == {
@@ -291,7 +291,7 @@ def test_wrap_plan_of_a_vision_model_has_a_chain_of_its_own_for_the_vision_layer
     assert len(vision) == len(text) == 3
     ahead = [(units[name].forward_prefetch, units[name].backward_prefetch) for name in vision]
     assert ahead == [((vision[1],), ()), ((vision[2],), (vision[0],)), ((), (vision[1],))]
-    # No unit of the language model gathers ahead what a batch without images leaves out, nor the other way round.
+    # No unit of the language model prefetches vision layers, nor the other way round.
     assert not any(
         name in vision for unit in units.values() if unit.name not in vision for name in unit.forward_prefetch
     )
@@ -301,7 +301,7 @@ def test_wrap_plan_of_a_vision_model_has_a_chain_of_its_own_for_the_vision_layer
 
 
 def _as_fsdp_has_it(model):
-    """Of each FSDP state, by the FQN of its first module: what a plan says of a unit, from FSDP's own records."""
+    """Return a plan's fields for each FSDP state, by the FQN of its first module, from FSDP's own records."""
     fqns = {module: fqn for fqn, module in model.named_modules()}
     states = dict.fromkeys(m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
     found = {}

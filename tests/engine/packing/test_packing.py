@@ -16,21 +16,20 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.packing import sequences as packing
 from epfsdp2.engine.packing.attention import spans_of
 from epfsdp2.engine.packing.sequences import PackedSequences, lengths_taken, why_not_packed
 from epfsdp2.engine.preflight.features import check_packing
 from tests.parity import families
 from tests.parity.float64 import float64
+from tests.support.engine.rows import LENGTHS, apart, gradients, packed, row
 from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import check_ppo_updates_in_float64
 
-EXACT = 1e-6  # in float64; norms, some softmaxes and some routers compute in float32 whatever they are given
-# Where that is more (hyper-connections, sinks), or is a mistake in float64, what names float32 gets float64.
+EXACT = 1e-6  # in float64; norms, some softmaxes and some routers always compute in float32
+# Families that exceed it (hyper-connections, sinks), or fail in float64, compute everything in float64.
 IN_FLOAT64 = ("deepseek_v4", "glm5_next", "inkling2", "openai_privacy_filter")
-LENGTHS = (11, 1, 14, 6)
 CHANGED = 2  # the sequence that is changed
 # Windows, chosen keys and compressed keys within sequences.
 SIZES = {
@@ -51,7 +50,7 @@ SIZES = {
     "mixtral": {"sliding_window": 5},
     "openai_privacy_filter": {"sliding_window": 5},
 }
-# Of each kind of mixer one, in every run with eager attention: its masks are others.
+# One of each kind of mixer, in every run with eager attention, whose masks differ.
 EAGER = ["deepseek_v3", "glm_moe_dsa", "mistral", "qwen3_next"]
 
 
@@ -65,36 +64,9 @@ def _attend_by(model, attention):
             module.config._attn_implementation = attention
 
 
-def _sequences():
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(3, VOCAB - 6, (1, length), generator=generator) for length in LENGTHS]
-    return ids, torch.randint(0, VOCAB, (sum(LENGTHS),), generator=generator)
-
-
-def _loss(logits, targets, of=None):
+def _losses(logits, targets, of=None):
     losses = nn.functional.cross_entropy(logits[0].double(), targets, reduction="none").split(LENGTHS)
     return sum(loss.sum() for i, loss in enumerate(losses) if of is None or i in of) / sum(LENGTHS)
-
-
-def _apart(model, ids):
-    return torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], 1)
-
-
-def _packed(model, ids):
-    inputs = {
-        "input_ids": torch.cat(ids, 1),
-        "position_ids": torch.cat([torch.arange(each.shape[1]) for each in ids])[None],
-        "attention_mask": None,
-    }
-    if hasattr(model.config, "vision_config"):
-        VisionTowerSync(model).prepare_inputs(inputs)
-    return model(**inputs, use_cache=False).logits
-
-
-def _gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def _check_close(found, wanted, bound):
@@ -103,7 +75,7 @@ def _check_close(found, wanted, bound):
 
 
 def _seen_gradient(model, ids, targets, of):
-    """Of a loss of some sequences with respect to the embeddings of all tokens, by sequence."""
+    """Return the gradient of some sequences' loss with respect to the embeddings of all tokens, by sequence."""
     kept = []
 
     def keep(module, args, output):
@@ -111,7 +83,7 @@ def _seen_gradient(model, ids, targets, of):
         kept.append(output)
 
     handle = model.get_input_embeddings().register_forward_hook(keep)
-    _loss(_packed(model, ids), targets, of).backward()
+    _losses(packed(model, ids), targets, of).backward()
     handle.remove()
     return kept[0].grad[0].split(LENGTHS)
 
@@ -119,28 +91,28 @@ def _seen_gradient(model, ids, targets, of):
 def _check_family(name, attention):
     # With sdpa GLM-MoE-DSA (transformers 5.9) sees what comes later: the reference is its eager attention.
     model = _model(name, "eager" if name == "glm_moe_dsa" else attention)
-    ids, targets = _sequences()
-    apart = _apart(model, ids)
-    wanted = _gradients(model, _loss(apart, targets))
+    ids, targets = row()
+    logits = apart(model, ids)
+    wanted = gradients(model, _losses(logits, targets))
     _attend_by(model, attention)
     PackedSequences(model)
-    packed = _packed(model, ids)
-    assert relative_error(packed, apart) < EXACT
-    _check_close(_gradients(model, _loss(packed, targets)), wanted, EXACT)
+    found = packed(model, ids)
+    assert relative_error(found, logits) < EXACT
+    _check_close(gradients(model, _losses(found, targets)), wanted, EXACT)
 
-    # No gradient at all reaches another sequence, and none sees that a token of another one has changed.
+    # No gradient reaches another sequence, and no sequence sees a change of another.
     others = [i for i in range(len(LENGTHS)) if i != CHANGED]
     seen = _seen_gradient(model, ids, targets, [CHANGED])
     assert [bool(each.any()) for each in seen] == [i == CHANGED for i in range(len(LENGTHS))]
-    before = _gradients(model, _loss(_packed(model, ids), targets, others))
+    before = gradients(model, _losses(packed(model, ids), targets, others))
     ids[CHANGED] = VOCAB - 7 - ids[CHANGED] + 3
-    changed = _packed(model, ids)
+    changed = packed(model, ids)
     by_sequence = [
-        (relative_error(a, b)) for a, b in zip(changed.split(LENGTHS, 1), packed.split(LENGTHS, 1), strict=True)
+        relative_error(a, b) for a, b in zip(changed.split(LENGTHS, 1), found.split(LENGTHS, 1), strict=True)
     ]
     assert by_sequence[CHANGED] > 1e-2
     assert max(by_sequence[i] for i in others) < EXACT
-    _check_close(_gradients(model, _loss(changed, targets, others)), before, EXACT)
+    _check_close(gradients(model, _losses(changed, targets, others)), before, EXACT)
 
 
 @pytest.mark.parametrize("name", families.ALL)
@@ -156,13 +128,13 @@ def test_packed_sequences_with_eager_attention_equal_separate_ones(name):
 
 
 def test_packed_sequences_that_attend_to_each_other_differ_from_separate_ones():
-    model, (ids, targets) = _model("qwen3_next"), _sequences()
-    assert relative_error(_packed(model, ids), _apart(model, ids)) > 1e-3
+    model, (ids, targets) = _model("qwen3_next"), row()
+    assert relative_error(packed(model, ids), apart(model, ids)) > 1e-3
     assert _seen_gradient(model, ids, targets, [CHANGED])[CHANGED - 1].any()
 
 
 class _Pairs:
-    """Counts the pairs of queries and keys that sdpa is asked for, and the masks that it is handed."""
+    """Counts the pairs of queries and keys, and the masks, that sdpa gets."""
 
     def __init__(self, monkeypatch):
         self.pairs = self.masks = 0
@@ -177,7 +149,7 @@ class _Pairs:
 
 
 def test_packed_sequences_make_no_mask_and_compute_no_pair_across_sequences(monkeypatch):
-    model, (ids, _) = _model("qwen3_moe"), _sequences()
+    model, (ids, _) = _model("qwen3_moe"), row()
     asked = []
     for name in ("sdpa", "eager"):
         real = ALL_MASK_ATTENTION_FUNCTIONS[name]
@@ -185,37 +157,37 @@ def test_packed_sequences_make_no_mask_and_compute_no_pair_across_sequences(monk
         monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, spy)
     PackedSequences(model)
     counted = _Pairs(monkeypatch)
-    _packed(model, ids)
+    packed(model, ids)
     layers = model.config.num_hidden_layers
     assert (counted.pairs, counted.masks) == (layers * sum(length**2 for length in LENGTHS), 0)
     assert asked and all(mask is None for mask in asked)
 
 
 def test_packed_sequences_with_a_sliding_window_compute_it_in_blocks(monkeypatch):
-    model, (ids, _) = _model("mistral"), _sequences()
+    model, (ids, _) = _model("mistral"), row()
     PackedSequences(model)
     counted = _Pairs(monkeypatch)
-    _packed(model, ids)
+    packed(model, ids)
     # 14 tokens: 5 x 5, then 5 x 10 and 4 x 9; so 11: 5 x 5, 5 x 10, 1 x 6; the others whole.
     assert counted.pairs == model.config.num_hidden_layers * (25 + 50 + 36 + 25 + 50 + 6 + 36 + 1)
 
 
 def test_packed_sequences_with_one_mask_of_the_row_stay_separate(monkeypatch):
-    """Flex attention, in whose place sdpa is handed what it would be: AFMoE asks for no mask between sequences."""
+    """sdpa replaces flex attention; AFMoE makes no mask between sequences."""
     for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         monkeypatch.setitem(interface._global_mapping, "flex_attention", interface["sdpa"])
-    model, (ids, _) = _model("afmoe"), _sequences()
+    model, (ids, _) = _model("afmoe"), row()
     _attend_by(model, "flex_attention")
-    apart = _apart(model, ids)
-    assert relative_error(_packed(model, ids), apart) > 1e-2
+    wanted = apart(model, ids)
+    assert relative_error(packed(model, ids), wanted) > 1e-2
     PackedSequences(model)
     counted = _Pairs(monkeypatch)
-    assert relative_error(_packed(model, ids), apart) < EXACT
+    assert relative_error(packed(model, ids), wanted) < EXACT
     assert counted.pairs == model.config.num_hidden_layers * sum(LENGTHS) ** 2
 
 
 def test_packed_attention_of_rows_that_are_not_packed_changes_nothing():
-    model, plain, (ids, _) = _model("qwen3_next"), _model("qwen3_next"), _sequences()
+    model, plain, (ids, _) = _model("qwen3_next"), _model("qwen3_next"), row()
     PackedSequences(model)
     batch = {
         "input_ids": torch.cat([ids[0], ids[0].flip(1)]),
@@ -225,7 +197,7 @@ def test_packed_attention_of_rows_that_are_not_packed_changes_nothing():
     assert torch.equal(model(**batch, use_cache=False).logits, plain(**batch, use_cache=False).logits)
     batch["attention_mask"] = None
     assert torch.equal(model(**batch, use_cache=False).logits, plain(**batch, use_cache=False).logits)
-    with pytest.raises(ValueError, match="packed into one row, and there are 2"):
+    with pytest.raises(ValueError, match="need one row of position_ids, and there are 2"):
         model(**{**batch, "position_ids": torch.arange(11).expand(2, -1) % 6})
     assert plain.config._attn_implementation == "sdpa"  # configs may be shared with what else is built of them
 
@@ -267,8 +239,8 @@ KERNELS_OF_THE_MODULE = pytest.mark.skipif(
 
 @KERNELS_OF_THE_MODULE
 def test_packed_sequences_pass_their_lengths_to_kernels_that_take_them(monkeypatch):
-    model, (ids, _) = _model("qwen3_next"), _sequences()
-    apart = _apart(model, ids)
+    model, (ids, _) = _model("qwen3_next"), row()
+    wanted = apart(model, ids)
     mixers = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
     assert all(lengths_taken(mixer) == () for mixer in mixers)
     monkeypatch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
@@ -278,7 +250,7 @@ def test_packed_sequences_pass_their_lengths_to_kernels_that_take_them(monkeypat
     rows = PackedSequences(model)
     assert "Qwen3NextGatedDeltaNet: kernels that take seq_idx and cu_seq_lens_q" in rows.line()
     calls.clear()
-    assert relative_error(_packed(model, ids), apart) < EXACT
+    assert relative_error(packed(model, ids), wanted) < EXACT
     numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).tolist()
     assert calls == [("seq_idx", [numbers]), ("cu_seqlens", [0, 11, 12, 26, 32])] * len(mixers)
 
@@ -297,9 +269,9 @@ def _fake_flash(module, query, key, value, attention_mask, position_ids=None, **
 
 @pytest.mark.parametrize("sequences", [LENGTHS, LENGTHS[:1]])
 def test_packed_sequences_with_flash_attention_compute_the_lengths_of_a_row_once(monkeypatch, sequences):
-    model, (ids, _) = _model("qwen3_moe", "sdpa"), _sequences()
+    model, (ids, _) = _model("qwen3_moe", "sdpa"), row()
     ids = ids[: len(sequences)]
-    apart = _apart(model, ids)
+    wanted = apart(model, ids)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", _fake_flash)
     _attend_by(model, "flash_attention_2")
     found = []
@@ -310,9 +282,9 @@ def test_packed_sequences_with_flash_attention_compute_the_lengths_of_a_row_once
     checkpoint_layers(layers, (), 8, "full")
     model.train()
     calls.clear()
-    packed = _packed(model, ids)
-    assert relative_error(packed, apart) < EXACT
-    packed.sum().backward()
+    logits = packed(model, ids)
+    assert relative_error(logits, wanted) < EXACT
+    logits.sum().backward()
     ends = [0, *itertools.accumulate(sequences)]
     assert calls == [(ends, torch.int32, max(sequences))] * 2 * len(layers), "in the forward, and computed again"
     assert len(found) == 2, "by each of the two, for all layers"
@@ -345,7 +317,7 @@ def test_packed_sequences_of_unknown_mixers_are_refused(tmp_path):
     check_packing(settings | {"override_config": {"attn_implementation": "sdpa"}}, facts)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_packed_sequences_in_ppo_updates_equal_the_plain_model(tmp_path, name):
     pytest.importorskip("verl")
     attention = families.ALL[name].attention
@@ -360,12 +332,12 @@ UNEVEN = ((9, 4, 7), (5,))  # lengths of the sequences of each rank's row
 
 
 def _uneven():
-    """Parts of mixers are FSDP units, as norms kept in float32 are: each of their calls is a collective."""
+    """Parts of mixers are FSDP units, like norms kept in float32: each call is a collective."""
     generator = torch.Generator().manual_seed(1)
     ids = [[torch.randint(3, VOCAB, (1, length), generator=generator) for length in own] for own in UNEVEN]
     model, own = _model("qwen3_next"), ids[dist.get_rank()]
-    for row in ids:
-        _apart(model, row).square().sum().backward()
+    for each in ids:
+        apart(model, each).square().sum().backward()
     wanted = {name: param.grad for name, param in model.named_parameters()}
     model.zero_grad()
     PackedSequences(model)
@@ -377,7 +349,7 @@ def _uneven():
     fully_shard(model)
     for _ in range(2):
         model.zero_grad()
-        (2 * _packed(model, own).square().sum()).backward()  # FSDP takes the mean over two ranks
+        (2 * packed(model, own).square().sum()).backward()  # FSDP takes the mean over two ranks
         _check_close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted, EXACT)
 
 

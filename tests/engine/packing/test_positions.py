@@ -1,4 +1,4 @@
-"""Frequencies that depend on a sequence's length: those of each sequence alone, or those of the rollout for all."""
+"""Frequencies that depend on a sequence's length: each sequence's own, or the rollout's for all."""
 
 import contextlib
 from dataclasses import replace
@@ -8,19 +8,18 @@ import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
-from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.packing.positions import embed_apart, positions_line, rotary_by_length
 from epfsdp2.engine.packing.sequences import PackedSequences
 from epfsdp2.engine.wrap_forward import wrapped_by
 from tests.parity import families
 from tests.parity.float64 import float64
+from tests.support.engine.rows import LENGTHS, apart, own_slice, packed, row
 from tests.support.models.rope import PHI_SCALES, longrope, with_rope
-from tests.support.models.tiny import VOCAB, relative_error, save_qwen3_moe
+from tests.support.models.tiny import relative_error, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import PADDED, check_ppo_updates
 
-EXACT = 1e-6  # in float64; norms, some softmaxes and some routers compute in float32 whatever they are given
-LENGTHS = (11, 1, 14, 6)
+EXACT = 1e-6  # in float64; norms, some softmaxes and some routers always compute in float32
 ORIGINAL = 12  # one of them is longer
 # One set of frequencies; Phi-3.5-MoE's own scale; one set for each type of layer; complex numbers.
 KINDS = [("qwen3_moe", "longrope"), ("qwen3_moe", "dynamic"), ("phimoe", "longrope"), ("gemma3", "longrope")]
@@ -35,8 +34,8 @@ NO_PLAIN_MODEL = {
 
 
 def _build(name, kind, **own):
-    """The model in float64, new, since the plain one keeps frequencies of former sequences."""
-    # With sdpa GLM-MoE-DSA (transformers 5.9) sees what comes later.
+    """Return a new model in float64, because a plain one keeps frequencies of earlier sequences."""
+    # With sdpa GLM-MoE-DSA (transformers 5.9) is not causal.
     attention = "eager" if name == "glm_moe_dsa" else families.ALL[name].attention
     family = with_rope(families.ALL[name], kind, ORIGINAL)
     if family is None:
@@ -46,30 +45,22 @@ def _build(name, kind, **own):
     return family.build_random(attention)
 
 
-def _ids():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB - 6, (1, length), generator=generator) for length in LENGTHS]
-
-
 @torch.no_grad()
-def _alone(build, *arguments, **own):
-    return [build(*arguments, **own)(input_ids=each, use_cache=False).logits for each in _ids()]
+def _alone(name, kind, **own):
+    return torch.cat([apart(_build(name, kind, **own), [each]) for each in row()[0]], 1)
 
 
 @torch.no_grad()
 def _packed(model, own=slice(None)):
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    inputs = {"input_ids": torch.cat(_ids(), 1)[:, own], "position_ids": positions, "attention_mask": None}
-    if hasattr(model.config, "vision_config"):
-        VisionTowerSync(model).prepare_inputs(inputs)
-    return model(**inputs, use_cache=False).logits
+    return packed(model, row()[0], own)
 
 
 @torch.no_grad()
 def _padded(model):
-    """Of each sequence, in rows of one batch."""
-    rows = torch.nn.utils.rnn.pad_sequence([each[0] for each in _ids()], batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each[0]) for each in _ids()], batch_first=True)
+    """Return the logits of the sequences as rows of one batch."""
+    ids = [each[0] for each in row()[0]]
+    rows = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
     positions = (mask.cumsum(1) - 1) * mask
     logits = model(input_ids=rows, position_ids=positions, attention_mask=mask, use_cache=False).logits
     return torch.cat([row[None, :length] for row, length in zip(logits, LENGTHS, strict=True)], 1)
@@ -77,13 +68,13 @@ def _padded(model):
 
 @pytest.mark.parametrize("name, kind", KINDS)
 def test_positions_of_rows_with_a_longer_sequence_are_those_of_each_alone(name, kind):
-    alone = torch.cat(_alone(_build, name, kind), 1)
+    alone = _alone(name, kind)
     assert relative_error(_padded(_build(name, kind)), alone) > 1e-3, "the case is none"
-    packed, padded = _build(name, kind), _build(name, kind)
-    PackedSequences(packed)
+    in_one_row, padded = _build(name, kind), _build(name, kind)
+    PackedSequences(in_one_row)
     embed_apart(padded, lambda: None)
-    for _ in range(2):  # nothing is left by a longer sequence
-        assert relative_error(_packed(packed), alone) < EXACT
+    for _ in range(2):  # a longer sequence leaves nothing
+        assert relative_error(_packed(in_one_row), alone) < EXACT
         assert relative_error(_padded(padded), alone) < EXACT
 
 
@@ -94,14 +85,14 @@ def test_positions_of_packed_rows_of_every_family_are_those_of_each_alone(name, 
     if (name, kind) in NO_PLAIN_MODEL:
         pytest.skip(NO_PLAIN_MODEL[name, kind])
     with float64() if name in IN_FLOAT64 else contextlib.nullcontext():
-        alone, model = torch.cat(_alone(_build, name, kind), 1), _build(name, kind)
+        alone, model = _alone(name, kind), _build(name, kind)
         assert rotary_by_length(model)
         PackedSequences(model)
         assert relative_error(_packed(model), alone) < EXACT
 
 
 def _of_the_longest(kind, longest):
-    """Parameters whose frequencies are for every length what ``kind`` has for ``longest`` tokens."""
+    """Return parameters whose frequencies for every length are ``kind``'s for ``longest`` tokens."""
     given = {**longrope(12, ORIGINAL), **PHI_SCALES}
     if kind == "longrope":
         return {f"short_{what}": given[f"long_{what}"] for what in ("factor", "mscale")}
@@ -111,12 +102,12 @@ def _of_the_longest(kind, longest):
 @pytest.mark.parametrize("name, kind", [("qwen3_moe", "longrope"), ("phimoe", "longrope"), ("qwen3_moe", "dynamic")])
 def test_positions_of_a_rollout_are_those_of_its_longest_sequence_for_all(name, kind):
     one = {"rope_parameters": _of_the_longest(kind, 64)}
-    wanted = torch.cat(_alone(_build, name, kind, **one), 1)
-    packed, padded = _build(name, kind), _build(name, kind)
-    PackedSequences(packed, longest=64)
+    wanted = _alone(name, kind, **one)
+    in_one_row, padded = _build(name, kind), _build(name, kind)
+    PackedSequences(in_one_row, longest=64)
     embed_apart(padded, lambda: None, longest=64)
-    assert relative_error(torch.cat(_alone(_build, name, kind), 1), wanted) > 1e-3
-    assert relative_error(_packed(packed), wanted) < EXACT
+    assert relative_error(_alone(name, kind), wanted) > 1e-3
+    assert relative_error(_packed(in_one_row), wanted) < EXACT
     assert relative_error(_padded(padded), wanted) < EXACT
 
 
@@ -125,16 +116,16 @@ def test_positions_that_do_not_depend_on_a_length_are_left_to_the_family():
         model = _build("qwen3_moe", kind)
         PackedSequences(model)
         assert positions_line(model, 0) == "" and wrapped_by(model.model.rotary_emb) == ()
-        assert relative_error(_packed(model), torch.cat(_alone(_build, "qwen3_moe", kind), 1)) < EXACT
+        assert relative_error(_packed(model), _alone("qwen3_moe", kind)) < EXACT
     model = _build("qwen3_moe", "longrope")
     assert positions_line(model, 0) == "positions (longrope): frequencies of each sequence's own length"
     assert positions_line(model, 64) == "positions (longrope): frequencies of 64 tokens, as in the rollout"
 
 
 def _shared():
-    alone, model = torch.cat(_alone(_build, "qwen3_moe", "longrope"), 1), _build("qwen3_moe", "longrope")
+    alone, model = _alone("qwen3_moe", "longrope"), _build("qwen3_moe", "longrope")
     SequenceParallel(model, dist.group.WORLD, PackedSequences(model))
-    own = slice(16 * dist.get_rank(), 16 * (dist.get_rank() + 1))
+    own = own_slice(LENGTHS, dist.group.WORLD)
     assert relative_error(_packed(model, own), alone[:, own]) < EXACT
 
 

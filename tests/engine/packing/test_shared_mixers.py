@@ -1,4 +1,4 @@
-"""Ranks that share rows compute what the plain model does where its layers carry a state along the row."""
+"""Ranks that share rows equal the plain model, for layers that carry a state along the row."""
 
 import functools
 
@@ -10,44 +10,28 @@ from torch.distributed.fsdp import fully_shard
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeShortConv
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
-from epfsdp2.engine.model.families import SPREAD_OVER_HEADS
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.packing import head_parts
 from epfsdp2.engine.packing.head_parts import HeadParts, head_parts_of
-from epfsdp2.engine.packing.sequences import PackedSequences
-from epfsdp2.engine.packing.shared_mixers import SharedMixers, assign
+from epfsdp2.engine.packing.sequences import PackedSequences, find_mixers
+from epfsdp2.engine.packing.shared_mixers import SharedMixers, _reach, assign
 from tests.parity.families import ALL, STATES, save
 from tests.parity.float64 import float64
-from tests.support.models.tiny import VOCAB, relative_error
-from tests.support.ranks import run_ranks
+from tests.support.engine.rows import LENGTHS, errors, loss, one_by_one, own_slice, packed, row, shared
+from tests.support.models.tiny import relative_error
+from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import check_ppo_updates_in_float64
 
-EXACT = 1e-6  # in float64; norms and some routers compute in float32 whatever they are given
+EXACT = 1e-6  # in float64; norms and some routers always compute in float32
 DELTA_RULES = ["qwen3_5_moe", "qwen3_next"]
-UNEVEN = (11, 1, 14, 6)  # 32 tokens; slices end within sequences
+UNEVEN = LENGTHS
 LONG = (32,)  # on one rank, or over heads
 MOSTLY_ONE = (3, 1, 26, 2)  # over heads, of several sequences
-FEW = (4, 2)  # slices shorter than what the convolution reaches back, on four ranks with two tokens of padding
+FEW = (4, 2)  # slices shorter than the convolution's reach, on four ranks with two tokens of padding
 
 
-def _row(lengths):
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(3, VOCAB - 6, (1, length), generator=generator) for length in lengths]
-    return ids, torch.randint(0, VOCAB, (sum(lengths),), generator=generator)
-
-
-def _loss(logits, targets):
-    return nn.functional.cross_entropy(logits[0].double(), targets, reduction="sum")
-
-
-def _one_by_one(name, lengths):
-    """Logits and gradients of the sequences of a row, each computed alone."""
-    model, (ids, targets) = ALL[name].build_random("sdpa"), _row(lengths)
-    logits = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], dim=1)
-    _loss(logits, targets).backward()
-    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+def _model(name):
+    return ALL[name].build_random("sdpa")
 
 
 def _causal_conv(x, weight, bias):
@@ -56,14 +40,14 @@ def _causal_conv(x, weight, bias):
 
 
 def _fast_kernels(model, calls):
-    """Kernels that take sequences, made of the family's own code, in the place of those that need a GPU."""
+    """Replace kernels that need a GPU by the family's own code, with the kernels' arguments."""
 
     def by_sequence(function, ends, dim):
         spans = zip(ends[:-1], ends[1:], strict=True)
         return torch.cat([function(slice(start, end)) for start, end in spans], dim)
 
     def conv(x, weight, bias, activation, seq_idx=None):
-        assert x.stride(1) == 1  # causal-conv1d tells sequences apart in this layout alone
+        assert x.stride(1) == 1  # causal-conv1d needs this layout to separate sequences
         calls.append("conv")
         if seq_idx is None:
             return _causal_conv(x, weight, bias)
@@ -87,68 +71,41 @@ def _fast_kernels(model, calls):
             layer.linear_attn.causal_conv1d_fn, layer.linear_attn.chunk_gated_delta_rule = conv, rule
 
 
-def _shared(name, lengths, group, checkpointing="none", prepare=None):
-    """The same by the ranks of a group: this rank's logits, everyone's gradients added up, and how it was done."""
-    model, (ids, targets) = ALL[name].build_random("sdpa"), _row(lengths)
-    if prepare is not None:
-        prepare(model)
-    packed = PackedSequences(model)
-    SequenceParallel(model, group, packed)
-    checkpoint_layers([model.get_submodule(fqn) for fqn in layer_names(model)], (), 8, checkpointing)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    own = _own(lengths, group)
-    logits = model(input_ids=torch.cat(ids, 1)[:, own], position_ids=positions, use_cache=False).logits
-    _loss(logits, targets[own]).backward()
-    # Every parameter of a mixer has a gradient on every rank: FSDP reduces those that are there.
-    for fqn, module in packed._mixers.others.items():
-        assert all(p.grad is not None for p in module.parameters()), fqn
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    for grad in grads.values():
-        dist.all_reduce(grad, group=group)
-    return logits.detach(), grads, packed
+def _compare(names, rows):
+    def check(name, lengths, how):
+        wanted = one_by_one(_model(name), lengths)
+        found = errors(_model(name), dist.group.WORLD, wanted, lengths, checkpointing=how)
+        assert {n: error for n, error in found.items() if error > EXACT} == {}
+
+    each_case([(name, *row) for name in names for row in rows], check)
 
 
-def _own(lengths, group):
-    each = sum(lengths) // dist.get_world_size(group)
-    return slice(dist.get_rank(group) * each, (dist.get_rank(group) + 1) * each)
+# One of each kind of mixer, which ``make test`` checks; all others are long.
+KINDS = ["bailing_hybrid", "jamba", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next"]
+KINDS = [name for name in KINDS if name in STATES]
 
 
-def _errors(name, lengths, group, wanted, **how):
-    logits, grads, _ = _shared(name, lengths, group, **how)
-    errors = {f"gradient of {n}": relative_error(grads[n], grad) for n, grad in wanted[1].items()}
-    return {"logits": relative_error(logits, wanted[0][:, _own(lengths, group)]), **errors}
-
-
-def _compare(names, rows, checkpointings=("none",)):
-    for name in names:
-        for i, lengths in enumerate(rows):
-            how = checkpointings[i % len(checkpointings)]
-            errors = _errors(name, lengths, dist.group.WORLD, _one_by_one(name, lengths), checkpointing=how)
-            bad = {n: error for n, error in errors.items() if error > EXACT}
-            assert not bad, (name, lengths, how, bad)
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model(name):
-    run_ranks(_compare, 2, [name], [UNEVEN, LONG, MOSTLY_ONE], ["none", "full", "selective"])
+@pytest.mark.parametrize("names", [KINDS, pytest.param(sorted({*STATES} - {*KINDS}), marks=pytest.mark.long)])
+def test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model(names):
+    run_ranks(_compare, 2, names, [(UNEVEN, "none"), (LONG, "full"), (MOSTLY_ONE, "selective")])
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("granitemoehybrid", marks=pytest.mark.long), "lfm2_moe", "nemotron_h", "qwen3_next"]
+    "names", [["lfm2_moe", "qwen3_next"], pytest.param(["granitemoehybrid", "nemotron_h"], marks=pytest.mark.long)]
 )
-def test_shared_mixer_on_more_ranks_than_sequences_equals_the_plain_model(name):
-    run_ranks(_compare, 4, [name], [UNEVEN, LONG, (*FEW, 2)], ["selective", "none"])
+def test_shared_mixer_on_more_ranks_than_sequences_equals_the_plain_model(names):
+    run_ranks(_compare, 4, names, [(UNEVEN, "selective"), (LONG, "none"), ((*FEW, 2), "selective")])
 
 
 def _kernels():
     for lengths in (UNEVEN, MOSTLY_ONE):
         calls = []
         with pytest.MonkeyPatch.context() as patch:
-            wanted = _one_by_one("qwen3_next", lengths)
+            wanted, model = one_by_one(_model("qwen3_next"), lengths), _model("qwen3_next")
             patch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
-            prepare = functools.partial(_fast_kernels, calls=calls)
-            errors = _errors("qwen3_next", lengths, dist.group.WORLD, wanted, prepare=prepare)
-        assert max(errors.values()) < EXACT, errors
+            _fast_kernels(model, calls)
+            found = errors(model, dist.group.WORLD, wanted, lengths)
+        assert max(found.values()) < EXACT, found
         # Once in each of two such layers, whatever the number of sequences; over heads each sequence by itself.
         assert calls == ["conv", "rule"] * 2 * (1 if lengths == UNEVEN else len(MOSTLY_ONE))
 
@@ -161,7 +118,7 @@ def test_shared_mixer_passes_kernels_the_lengths_of_what_they_compute():
 
 
 def _ways():
-    """Which tokens the rule is called with: whole sequences of all heads, or the row for half of the heads."""
+    """The rule gets whole sequences with all heads, or the row with half of the heads."""
     shapes = []
     real = modeling_qwen3_next.torch_chunk_gated_delta_rule
 
@@ -174,12 +131,12 @@ def _ways():
         found = {}
         for lengths in (UNEVEN, MOSTLY_ONE):
             shapes.clear()
-            *_, packed = _shared("qwen3_next", lengths, dist.group.WORLD)
+            *_, rows = shared(_model("qwen3_next"), dist.group.WORLD, lengths)
             found[lengths] = shapes[: len(shapes) // 2]  # of the first of two such layers
     own = [[(1, 4), (14, 4)], [(11, 4), (6, 4)]][dist.get_rank()]
     assert found[UNEVEN] == own
     assert found[MOSTLY_ONE] == [(length, 2) for length in MOSTLY_ONE]
-    assert "Qwen3NextGatedDeltaNet: whole sequences by rank, a long one over its heads" in packed.line()
+    assert "Qwen3NextGatedDeltaNet: whole sequences by rank, a long one over its heads" in rows.line()
     found, forward = [], Lfm2MoeShortConv.forward
 
     @functools.wraps(forward)
@@ -189,38 +146,23 @@ def _ways():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lfm2MoeShortConv, "forward", spied)
-        *_, packed = _shared("lfm2_moe", LONG, dist.group.WORLD)
+        *_, rows = shared(_model("lfm2_moe"), dist.group.WORLD, LONG)
     # The slice, with two tokens of the rank before it.
     assert set(found) == {16 + 2 * (dist.get_rank() == 1)}
-    assert "Lfm2MoeShortConv: whole sequences by rank, a long one by slices" in packed.line()
+    assert "Lfm2MoeShortConv: whole sequences by rank, a long one by slices" in rows.line()
 
 
 def test_shared_mixer_of_a_long_sequence_splits_it_over_heads():
     run_ranks(_ways, 2)
 
 
-def _recurrences():
-    """The family's own code gets every sequence of the row whole, and half of the heads."""
-    real = head_parts._run
-    for name in STATES:
-        calls = []
-
-        def spy(part, given, calls=calls, **kwargs):
-            calls.append((part.layer_idx, given.shape[1]))
-            return real(part, given, **kwargs)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(head_parts, "_run", spy)
-            *_, packed = _shared(name, MOSTLY_ONE, dist.group.WORLD)
-        others = packed._mixers.others.values()
-        assert others, f"no layer of {name} carries a state"
-        spread = [m.layer_idx for m in others if type(m).__name__ in SPREAD_OVER_HEADS]
-        assert calls == [(layer, length) for layer in spread for length in MOSTLY_ONE], name
-        assert "by one rank" not in packed.line(), packed.line()
-
-
-def test_shared_mixer_of_every_known_state_is_split_over_heads():
-    run_ranks(_recurrences, 2)
+@pytest.mark.parametrize("name", STATES)
+def test_shared_mixer_of_every_known_state_can_be_split_over_heads_or_slices(name):
+    with torch.device("meta"):
+        mixers = find_mixers(ALL[name].build()).others.values()
+    assert mixers, f"no layer of {name} carries a state"
+    for mixer in mixers:
+        assert _reach(mixer) is not None or head_parts_of(mixer, 2) is not None, type(mixer).__name__
 
 
 def _without_tokens_before(real):
@@ -242,17 +184,17 @@ def test_shared_mixer_that_does_not_divide_or_has_adapters_without_a_call_is_not
 
 
 def _wrong_ones_differ():
-    """Outputs in another order, the weights of other heads, and a convolution that misses what was before its slice."""
+    """Outputs in another order, the weights of other heads, and a convolution without the tokens before its slice."""
     for name, lengths, owner, method, wrong in (
-        ("qwen3_next", UNEVEN, SharedMixers, "_bring_back", lambda real: lambda self, x: real(self, x).flip(1)),
+        ("qwen3_next", UNEVEN, SharedMixers, "_to_slice", lambda real: lambda self, x: real(self, x).flip(1)),
         ("qwen3_next", MOSTLY_ONE, HeadParts, "_own", lambda real: lambda self, x, dim=0: real(self, x.flip(dim), dim)),
         ("lfm2_moe", LONG, SharedMixers, "_with_tokens_before", _without_tokens_before),
     ):
-        wanted = _one_by_one(name, lengths)
-        assert _errors(name, lengths, dist.group.WORLD, wanted)["logits"] < EXACT
+        wanted = one_by_one(_model(name), lengths)
+        assert errors(_model(name), dist.group.WORLD, wanted, lengths)["logits"] < EXACT
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, method, wrong(getattr(owner, method)))
-            error = torch.tensor(_errors(name, lengths, dist.group.WORLD, wanted)["logits"])
+            error = torch.tensor(errors(_model(name), dist.group.WORLD, wanted, lengths)["logits"])
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
         assert error > 1e-3, method
 
@@ -262,31 +204,31 @@ def test_shared_mixer_computed_wrongly_differs_from_the_plain_model():
 
 
 def _uneven(name):
-    """Mixers and parts of them are FSDP units, as norms kept in float32 are: each of their calls is a collective."""
+    """Mixers and parts of them are FSDP units, like norms kept in float32: each call is a collective."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     mine, rows = dist.get_rank() // 2, (UNEVEN, LONG)  # each rank two sequences, and one over heads
-    wanted = [_one_by_one(name, lengths)[1] for lengths in rows]
-    model, (ids, targets) = ALL[name].build_random("sdpa"), _row(rows[mine])
-    packed = PackedSequences(model)
-    SequenceParallel(model, groups[mine], packed)
-    for mixer in packed._mixers.others.values():
+    wanted = [one_by_one(_model(name), lengths)[1] for lengths in rows]
+    model, (ids, targets) = _model(name), row(rows[mine])
+    sequences = PackedSequences(model)
+    SequenceParallel(model, groups[mine], sequences)
+    for mixer in sequences._mixers.others.values():
         for unit in (mixer.norm, mixer.out_proj, mixer):
             fully_shard(unit)
     for layer in layer_names(model):
         fully_shard(model.get_submodule(layer))
     fully_shard(model)
-    own = _own(rows[mine], groups[mine])
-    positions = torch.cat([torch.arange(length) for length in rows[mine]])[None]
+    own = own_slice(rows[mine], groups[mine])
     for _ in range(2):
         model.zero_grad()
-        logits = model(input_ids=torch.cat(ids, 1)[:, own], position_ids=positions, use_cache=False).logits
-        (4 * _loss(logits, targets[own])).backward()  # FSDP takes the mean over four ranks
+        (4 * loss(packed(model, ids, own), targets[own])).backward()  # FSDP takes the mean over four ranks
         for fqn, param in model.named_parameters():
             both = [of_row[fqn] for of_row in wanted if fqn in of_row]
             assert not both or relative_error(param.grad.full_tensor(), sum(both)) < EXACT, fqn
 
 
-@pytest.mark.parametrize("name", [pytest.param("minimax", marks=pytest.mark.long), "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.long) for n in ("minimax", "nemotron_h")), "qwen3_next"]
+)
 def test_shared_mixer_of_unequal_rows_on_ranks_makes_the_same_collectives(name):
     run_ranks(_uneven, 4, name, timeout=120)
 
@@ -297,12 +239,15 @@ def test_assign_of_sequences_balances_their_lengths():
     assert assign([7], 3) == [0]
 
 
-@pytest.mark.parametrize(("name", "world"), [("qwen3_next", 4), ("jamba", 2)])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [("qwen3_next", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen3_next", 4), ("jamba", 2)))],
+)
 def test_shared_mixer_in_ppo_updates_equals_the_plain_model(tmp_path, name, world):
     pytest.importorskip("verl")
     shared = {"ep": 2, "ulysses_sequence_parallel_size": 2}
     cases = [shared, {**shared, "dynamic": True, "activation_checkpointing": "full"}]
     with float64():
         save(name, tmp_path)
-    # An eps that does not magnify rounding errors of tiny gradients.
+    # This eps does not magnify rounding errors of tiny gradients.
     run_ranks(check_ppo_updates_in_float64, world, tmp_path, cases, "sdpa", {"eps": 1e-5}, timeout=300)

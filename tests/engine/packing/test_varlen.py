@@ -1,4 +1,4 @@
-"""One call for a packed row beside one for each sequence: the same values and gradients, and which rows it takes."""
+"""One call for a packed row beside one per sequence: the same values and gradients, and the rows that it computes."""
 
 import inspect
 import itertools
@@ -25,19 +25,19 @@ from epfsdp2.engine.packing import varlen
 from epfsdp2.engine.packing.attention import PackedAttention, PackedMask
 from epfsdp2.engine.packing.sequences import PackedSequences
 from tests.parity.families import ALL
+from tests.support.engine.rows import LENGTHS, apart, gradients, own_slice, packed, row
 from tests.support.engine.varlen_kernels import varlen_on_a_cpu
-from tests.support.models.tiny import VOCAB, relative_error
+from tests.support.models.tiny import relative_error
 from tests.support.ranks import run_ranks
 
 EXACT = 1e-12  # in float64
-LENGTHS = (11, 1, 14, 6)
 ENDS = [0, *itertools.accumulate(LENGTHS)]
 SPANS = tuple(itertools.pairwise(ENDS))
 WINDOW = 5
 
 
 def _mask(*functions, **asked):
-    """Of the packed row, as families ask for it; ``functions`` besides those that keep sequences apart."""
+    """Return the mask of the packed row, with ``functions`` besides those that separate sequences."""
     numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]
     function = and_masks(*functions, packed_sequence_mask_function(numbers))
     asked = {"batch_size": 1, "mask_function": function, "device": "cpu", "dtype": torch.float64, **asked}
@@ -58,7 +58,7 @@ def _chunks():
 
 
 def _heads(heads=4, kv_heads=4, dim=16, wide=16, dtype=torch.float64):
-    """As a family makes them: views of ``[1, S, H, D]``."""
+    """Return queries, keys and values as families make them: views of ``[1, S, H, D]``."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((heads, dim), (kv_heads, dim), (kv_heads, wide))
     return [
@@ -75,7 +75,7 @@ def _attention(lengths=None):
 
 
 def _results(attention, heads, mask, **kwargs):
-    """The output, and the gradients of queries, keys and values."""
+    """Return the output, and the gradients of queries, keys and values."""
     leaves = [each.detach().clone(memory_format=torch.preserve_format).requires_grad_() for each in heads]
     module = SimpleNamespace(is_causal=True, num_key_value_groups=heads[0].shape[1] // heads[1].shape[1])
     output, _ = attention.attend(module, *leaves, mask, **kwargs)
@@ -174,9 +174,7 @@ def test_fastest_kernel_is_that_of_the_device_among_those_that_are_installed(mon
     monkeypatch.setattr(varlen, "_capability", lambda device: capability)
     monkeypatch.setattr(varlen, "available", lambda: dict.fromkeys(installed))
     assert varlen.fastest(torch.device("cuda")) == name
-
-
-def test_no_kernel_is_taken_on_a_cpu():
+    monkeypatch.undo()
     assert varlen.fastest(torch.device("cpu")) is None
 
 
@@ -216,8 +214,6 @@ def test_older_varlen_attention_gets_the_parameters_that_it_has(monkeypatch, tak
             assert torch.equal(output, heads[0].transpose(1, 2))
 
 
-# -- of a model -------------------------------------------------------------------------------------------------------
-
 # Heads of 16 or 24 columns: grouped queries, windows in some layers or all, latent attention, chunks in some layers.
 SIZES = {
     "qwen3_moe": {"head_dim": 16},
@@ -228,31 +224,15 @@ SIZES = {
 }
 
 
-def _row():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB - 6, (1, length), generator=generator) for length in LENGTHS]
-
-
-def _packed(model, ids):
-    positions = torch.cat([torch.arange(each.shape[1]) for each in ids])[None]
-    return model(input_ids=torch.cat(ids, 1), position_ids=positions, use_cache=False).logits
-
-
-def _gradients(model, logits):
-    model.zero_grad()
-    logits.square().sum().backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_models_on_a_gpu_compute_packed_rows_in_one_call_a_layer(name):
-    model, ids = ALL[name].build_random("sdpa", **SIZES[name]), _row()
-    apart = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], 1)
-    wanted = _gradients(model, apart)
+    model, (ids, _) = ALL[name].build_random("sdpa", **SIZES[name]), row()
+    logits = apart(model, ids)
+    wanted = gradients(model, logits.square().sum())
     with varlen_on_a_cpu() as calls:
         rows = PackedSequences(model)
-        packed = _packed(model, ids)
-        found = _gradients(model, packed)
+        in_one = packed(model, ids)
+        found = gradients(model, in_one.square().sum())
     layers = len(layer_names(model))
     text = model.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["sliding_attention" if name == "mistral" else "full"] * layers
@@ -260,21 +240,21 @@ def test_models_on_a_gpu_compute_packed_rows_in_one_call_a_layer(name):
     in_one_call = [befores.get(kind, -1) for kind in kinds if kind != "chunked_attention"]
     assert calls == [(list(LENGTHS), before, 1) for before in in_one_call]
     assert ("chunked_attention" in kinds) == (name == "llama4")
-    assert relative_error(packed, apart) < 1e-6
+    assert relative_error(in_one, logits) < 1e-6
     assert max(relative_error(found[n], grad) for n, grad in wanted.items()) < 1e-6
     assert "once per sequence" in rows.line() and "torch's kernel" not in rows.line(), "there is no GPU"
 
 
 def test_models_with_eager_attention_compute_each_sequence_by_itself():
-    model, ids = ALL["qwen3_moe"].build_random("eager"), _row()
+    model, (ids, _) = ALL["qwen3_moe"].build_random("eager"), row()
     PackedSequences(model)
     with varlen_on_a_cpu() as calls:
-        _packed(model, ids)
+        packed(model, ids)
     assert calls == []
 
 
 def test_lengths_of_a_row_are_made_once_also_where_layers_are_computed_again(monkeypatch):
-    model, ids = ALL["qwen3_moe"].build_random("sdpa", **SIZES["qwen3_moe"]), _row()
+    model, (ids, _) = ALL["qwen3_moe"].build_random("sdpa", **SIZES["qwen3_moe"]), row()
     seen = []
     real = varlen.attend_row
 
@@ -288,28 +268,26 @@ def test_lengths_of_a_row_are_made_once_also_where_layers_are_computed_again(mon
         layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
         checkpoint_layers(layers, (), 8, "full")
         model.train()
-        _packed(model, ids).sum().backward()
+        packed(model, ids).sum().backward()
     assert len(calls) == 2 * len(layers) and all(each is seen[0] for each in seen)
 
 
 def test_log_says_which_kernel_computes_rows():
     model = ALL["qwen3_moe"].build_random("sdpa")
     with varlen_on_a_cpu("fa3"):
-        said = PackedSequences(model).line()
+        line = PackedSequences(model).line()
     wanted = "Qwen3MoeAttention: the row by fa3's kernel where it computes the same, else sdpa once per sequence"
-    assert said == f"packed rows: {wanted}"
+    assert line == f"packed rows: {wanted}"
 
 
 def _shared():
-    group, ids = dist.group.WORLD, _row()
+    group, (ids, _) = dist.group.WORLD, row()
     model = ALL["qwen3_moe"].build_random("sdpa", **SIZES["qwen3_moe"])
-    wanted = torch.cat([model(input_ids=each, use_cache=False).logits for each in ids], 1).chunk(2, dim=1)
-    own = torch.cat(ids, 1).chunk(2, dim=1)[dist.get_rank()]
+    wanted, own = apart(model, ids), own_slice(LENGTHS, group)
     SequenceParallel(model, group, PackedSequences(model))
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     with varlen_on_a_cpu() as calls:
-        logits = model(input_ids=own, position_ids=positions, use_cache=False).logits
-    assert relative_error(logits, wanted[dist.get_rank()]) < 1e-6
+        logits = packed(model, ids, own)
+    assert relative_error(logits, wanted[:, own]) < 1e-6
     assert calls == [(list(LENGTHS), -1, 1)] * len(layer_names(model))
 
 

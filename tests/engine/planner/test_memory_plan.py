@@ -72,13 +72,15 @@ def test_timeline_of_one_case_equals_arithmetic_by_hand():
 
 def test_timeline_of_experts_that_no_rank_shares_has_neither_gathered_weights_nor_packed_gradients():
     sizes, alone = _sizes(), Topology.arrange(4, 4)
-    found = {m.when: m.buffers for m in timeline(sizes, alone, FLOAT32, Batch(16))}
+    found = {m.when: m.buffers for m in timeline(sizes, alone, FLOAT32, Batch(16), gloo=True)}
     experts, dense = 8 * 3 * 32 * 48 // 4, 2 * 32 * 32 + 2 * 32 * 16 + 8 * 32 + 2 * 32 + 2 * 8
     others = 4 * (32 + dense)  # gathered: the final norm and the rest of the layer
     assert found["model.layers.1, forward"] == others + 4 * 64 * 32  # and the head ahead
     assert found["model.layers.0, gradients"] == found["model.layers.0, reducing gradients"] == others + 4 * experts
+    on_gpu = {m.when: m.buffers for m in timeline(sizes, alone, FLOAT32, Batch(16))}  # with FSDP's two copies
+    assert on_gpu["model.layers.1, forward"] == found["model.layers.1, forward"] + 2 * 4 * experts
     cast = replace(FLOAT32, param_dtype=torch.bfloat16)
-    half = {m.when: m.buffers for m in timeline(_sizes(cast), alone, cast, Batch(16))}
+    half = {m.when: m.buffers for m in timeline(_sizes(cast), alone, cast, Batch(16), gloo=True)}
     assert half["model.layers.0, gradients"] == others // 2 + 2 * 2 * experts  # with weights in bfloat16
 
 
@@ -88,7 +90,7 @@ def test_timeline_counts_kept_casts_of_experts_at_every_point_of_forward_and_bac
     for master, ep, kept in ((torch.float32, 4, casts), (torch.bfloat16, 4, 0), (torch.float32, 2, 0)):
         sizes = _sizes(cast, master)
         each_time, once = (
-            {m.when: m.buffers for m in timeline(sizes, Topology.arrange(4, ep), options, Batch(16, 2))}
+            {m.when: m.buffers for m in timeline(sizes, Topology.arrange(4, ep), options, Batch(16, 2), gloo=True)}
             for options in (cast, replace(cast, keep_casts=True))
         )
         own = casts // 2 if kept else 0  # of the layer that computes, which is there at each time

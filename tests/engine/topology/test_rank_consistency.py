@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError, check_agreement, model_facts, without_paths
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 
 WORLD = 4
 
@@ -40,47 +40,42 @@ def _disagree(what, words):
         check_agreement(_facts(dist.get_rank(), what))
     assert time.monotonic() - start < 10
     assert all(word in str(error.value) for word in words), str(error.value)
-    said = [None] * WORLD
-    dist.all_gather_object(said, str(error.value))
-    assert set(said) == {said[0]}
+    messages = [None] * WORLD
+    dist.all_gather_object(messages, str(error.value))
+    assert set(messages) == {messages[0]}
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("ep_size", ["settings: ep_size: 4 on ranks 0, 1, 3; 2 on rank 2"]),
-        ("layers", ["model: 2.weight: (not there) on ranks 0, 1, 3; (3, 3) torch.float32 trained on rank 2"]),
-        ("dtype", ["model: 0.weight", "(3, 3) torch.bfloat16 trained on rank 2"]),
-        ("frozen", ["model: 0.weight", "frozen on rank 2"]),
-    ],
-)
-def test_check_agreement_with_one_rank_that_differs_raises_on_all(what, words):
-    run_ranks(_disagree, WORLD, what, words)
+DIFFERENCES = [
+    ("ep_size", ["settings: ep_size: 4 on ranks 0, 1, 3; 2 on rank 2"]),
+    ("layers", ["model: 2.weight: (not there) on ranks 0, 1, 3; (3, 3) torch.float32 trained on rank 2"]),
+    ("dtype", ["model: 0.weight", "(3, 3) torch.bfloat16 trained on rank 2"]),
+    ("frozen", ["model: 0.weight", "frozen on rank 2"]),
+]
 
 
-def _agree():
+def _agreement():
     check_agreement(_facts(dist.get_rank(), "nothing"))
+    each_case(DIFFERENCES, _disagree)
+    with pytest.raises(RankMismatchError, match="and 15 more"):
+        check_agreement({"settings": {str(i): dist.get_rank() for i in range(20)}})
 
 
-def test_check_agreement_of_equal_ranks_passes():
-    run_ranks(_agree, WORLD)
+def test_check_agreement_with_one_rank_that_differs_raises_on_all_and_equal_ranks_pass():
+    run_ranks(_agreement, WORLD)
 
 
-def _copies(changed):
+def _folders():
+    """The folders of a model are not compared, its sizes are."""
     rank = dist.get_rank()
-    config = {"hidden_size": 8 if changed and rank else 4, "_name_or_path": f"/disk-{rank}/model"}
+    config = {"hidden_size": 4, "_name_or_path": f"/disk-{rank}/model"}
     config["text_config"] = {"head_dim": 2, "_name_or_path": f"/disk-{rank}/model"}
-    facts = {"model config": without_paths(config)}
-    if changed:
-        with pytest.raises(RankMismatchError, match="model config: hidden_size: 4 on rank 0; 8 on rank 1"):
-            check_agreement(facts)
-    else:
-        check_agreement(facts)
+    check_agreement({"model config": without_paths(config)})
+    with pytest.raises(RankMismatchError, match="model config: hidden_size: 0 on rank 0; 1 on rank 1"):
+        check_agreement({"model config": without_paths({**config, "hidden_size": rank})})
 
 
-@pytest.mark.parametrize("changed", [False, True])
-def test_check_agreement_ignores_the_folders_of_a_model(changed):
-    run_ranks(_copies, 2, changed)
+def test_check_agreement_ignores_the_folders_of_a_model():
+    run_ranks(_folders, 2)
 
 
 def _fails(ranks):
@@ -92,15 +87,9 @@ def _fails(ranks):
         assert "ranks 1, 3: ValueError" in str(error.value)
 
 
-@pytest.mark.parametrize("ranks", [[1, 3], [0, 1, 2, 3]])
-def test_raise_on_all_ranks_raises_what_failed_on_some(ranks):
-    run_ranks(_fails, WORLD, ranks)
+def _each_fails():
+    each_case([([1, 3],), ([0, 1, 2, 3],)], _fails)
 
 
-def _many():
-    with pytest.raises(RankMismatchError, match="and 15 more"):
-        check_agreement({"settings": {str(i): dist.get_rank() for i in range(20)}})
-
-
-def test_check_agreement_lists_only_the_first_differences():
-    run_ranks(_many, 2)
+def test_raise_on_all_ranks_raises_the_errors_of_some():
+    run_ranks(_each_fails, WORLD)

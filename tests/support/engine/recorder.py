@@ -1,4 +1,4 @@
-"""What a rank issues in a step, in its order."""
+"""Record the collectives and the compute of a step, in order."""
 
 from unittest.mock import patch
 
@@ -12,19 +12,20 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Everything that a rank issues in a step, in order, by the FQN of the module that it is for."""
+    """Collectives and compute of a rank in a step, in order, with the FQN of their module."""
 
     def __init__(self, model):
         self.events = []
         self.model = model
         for i, layer in enumerate(model.model.layers):
+            if not hasattr(layer.mlp, "experts"):
+                continue
             before, after = self._hooks(f"experts {i}")
             layer.mlp.experts.register_forward_pre_hook(before)
             layer.mlp.experts.register_forward_hook(after)
 
     def _hooks(self, name):
         def before(module, args):
-            # A recomputation may stop before the end of the experts: nothing after it is needed.
             phase = "recompute" if torch._C._current_graph_task_id() != -1 else "forward"
             self.events.append((phase, name))
 
@@ -35,7 +36,7 @@ class Recorder:
 
     def __enter__(self):
         gather, reduce = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.foreach_reduce
-        exchange, keep = dist.all_to_all_single, single_rank._keep_gradients
+        exchange, keep = dist.all_to_all_single, single_rank._keep_gradient
 
         def all_gather(params, *args, **kwargs):
             self.events.append(("gather", _module(params)))
@@ -45,17 +46,18 @@ class Recorder:
             self.events.append(("reduce", _module(params)))
             return reduce(params, *args, **kwargs)
 
-        def keep_gradients(params, divide_by):
-            if any(hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None for param in params):
-                self.events.append(("reduce", _module(params)))  # over the one rank that there is
-            return keep(params, divide_by)
+        def keep_gradient(param, scale):
+            event = ("reduce", _module([param]))  # in a group of one rank
+            if hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None:
+                self.events += [] if self.events[-1] == event else [event]
+            return keep(param, scale)
 
         def all_to_all(output, *args, **kwargs):
             self.events.append(("all-to-all", output.dtype))
             return exchange(output, *args, **kwargs)
 
         self.patches = [
-            patch.object(single_rank, "_keep_gradients", keep_gradients),
+            patch.object(single_rank, "_keep_gradient", keep_gradient),
             patch.object(_fsdp_param_group, "foreach_all_gather", all_gather),
             patch.object(_fsdp_param_group, "foreach_reduce", reduce_scatter),
             patch.object(dist, "all_to_all_single", all_to_all),

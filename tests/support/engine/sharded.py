@@ -37,12 +37,12 @@ def sharded_model(
     finish: Callable[[nn.Module], None] | None = None,
     **options,
 ) -> tuple[nn.Module, Meshes]:
-    """Build a model stored in ``dtype``, and have ``shard_and_load`` shard and load it, as the engine does.
+    """Build a model stored in ``dtype``, sharded and loaded by ``shard_and_load`` as in the engine.
 
     Args:
-        before: is called with the model before it is sharded.
-        initialize, finish: as ``shard_and_load``'s.
-        options: those of ``ShardingOptions``.
+        before: called with the model before it is sharded.
+        initialize, finish: as in ``shard_and_load``.
+        options: of ``ShardingOptions``.
     """
     topology = world if isinstance(world, Topology) else Topology.arrange(world, ep, fsdp_size, etp)
     meshes = build_meshes(device, topology)
@@ -73,7 +73,7 @@ def full_tensors(
     """Yield ``(name, full tensor)`` of each parameter and persistent buffer, with adapters merged; collective.
 
     Args:
-        max_bytes: the most that a gather brings; a tensor may have as many.
+        max_bytes: the most bytes of a gather, or of a tensor.
     """
     memory = (ROUND_BUFFERS + 1) * max_bytes  # as a sync in full divides it
     sync = RolloutSync(model, meshes, list(layers), dtypes or {}, SyncSettings("full", memory))
@@ -85,16 +85,16 @@ def full_tensors(
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full values of a DTensor of any of our meshes, on every rank; collective."""
+    """Return the full values of a DTensor on any of our meshes, on every rank; collective."""
     return whole_tensors({"": tensor})[""]
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """The full values of DTensors of any of our meshes, on every rank, and what else is there as it is; collective.
+    """Return the full values of DTensors on any of our meshes, and other tensors as they are; collective.
 
-    One all-reduce for each dtype: ``full_tensor`` of each took 40 % of the time of a test with four ranks. torch 2.13's
-    also raises for ``(_StridedShard(0), Shard(0), _StridedShard(1))``, whole experts over ``ep`` and ``ep_fsdp`` whose
-    gate and up are cut over ``etp``.
+    One all-reduce per dtype, because ``full_tensor`` of each was 40 % of a test. In torch 2.13 it also raises for
+    ``(_StridedShard(0), Shard(0), _StridedShard(1))``, experts over ``ep`` and ``ep_fsdp`` with gate and up over
+    ``etp``.
     """
     whole = {name: None if tensor is None else tensor.detach() for name, tensor in tensors.items()}
     sharded = {name: tensor for name, tensor in whole.items() if isinstance(tensor, DTensor)}
@@ -109,15 +109,15 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch
             for held, values in local_pieces(tensor):
                 whole[name][held.slices] = values
         dist.all_reduce(flat, dist.ReduceOp.MAX)
-        flat.masked_fill_(flat.isneginf(), torch.nan)  # every element is held by a rank: that one had NaN
+        flat.masked_fill_(flat.isneginf(), torch.nan)  # NaN on the rank that holds the element
     return whole
 
 
 def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By their names; collective."""
+    """Return full parameters by name; collective."""
     return whole_tensors(dict(model.named_parameters()))
 
 
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """By their parameters' names; collective."""
+    """Return full gradients by their parameters' names; collective."""
     return whole_tensors({name: param.grad for name, param in model.named_parameters()})

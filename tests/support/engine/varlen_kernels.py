@@ -20,7 +20,7 @@ __all__ = ["varlen_on_a_cpu"]
 
 @contextlib.contextmanager
 def varlen_on_a_cpu(name: str = "torch") -> Iterator[list[tuple[Any, ...]]]:
-    """Have packed rows computed as on an H100 with this kernel; also in float64.
+    """Compute packed rows as on an H100 with this kernel; also in float64.
 
     Yields:
         A list that gets ``(lengths, window_left, num_splits)`` of each forward of a kernel.
@@ -112,7 +112,7 @@ def _flash_attn_interface(calls):
 
 
 def _check(query, key, value, ends, key_ends, longest, longest_key):
-    """Refuse what FlashAttention refuses or would compute wrongly."""
+    """Refuse arguments that FlashAttention refuses or computes wrongly."""
     assert ends.dtype == key_ends.dtype == torch.int32 and torch.equal(ends, key_ends)
     assert type(longest) is int and longest == longest_key == ends.diff().max() and ends[-1] == len(query)
     assert query.shape[2] == key.shape[2] == value.shape[2] and query.shape[2] % 8 == 0
@@ -121,7 +121,7 @@ def _check(query, key, value, ends, key_ends, longest, longest_key):
 
 
 def _probabilities(query, key, scale, left, right):
-    """Return those of one sequence ``[n, H, D]``, as ``[H, n, n]``, and its keys for each head of the queries."""
+    """Return attention probabilities of one sequence, ``[H, n, n]``, and its keys for each head of the queries."""
     keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
     places = torch.arange(len(query))

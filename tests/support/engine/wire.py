@@ -1,4 +1,4 @@
-"""Counting what FSDP and the experts' dispatch pass to torch's collectives, on this rank."""
+"""Count the collectives of FSDP and of the experts' dispatch on this rank."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ __all__ = ["Counted", "counted_collectives"]
 
 @dataclass
 class Counted:
-    """All calls of a kind; ``nbytes`` and ``wire`` as in ``engine/planner/traffic.py``'s ``Collective``."""
+    """All calls of a kind; ``nbytes`` and ``wire`` as in ``Collective`` of ``engine/planner/traffic.py``."""
 
     calls: int = 0
     nbytes: int = 0
@@ -24,10 +24,10 @@ class Counted:
 
 @contextlib.contextmanager
 def counted_collectives(etp_group: dist.ProcessGroup | None = None) -> Iterator[dict[str, Counted]]:
-    """What is called inside, by the names of ``engine/planner/traffic.py``; groups of one rank move nothing.
+    """Count collectives by the names of ``engine/planner/traffic.py``; groups of one rank move nothing.
 
     Args:
-        etp_group: whose exchanges leave a rank's own rows out, which are counted as if they were not.
+        etp_group: its exchanges omit a rank's own rows, which are counted nevertheless.
     """
     counted: dict[str, Counted] = {}
 
@@ -45,18 +45,15 @@ def counted_collectives(etp_group: dist.ProcessGroup | None = None) -> Iterator[
     gather_tensor, scatter_tensor = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
     now = []
 
-    def experts_or_dense(params):
-        return "experts" if "experts" in params[0]._param_fqn else "dense"
-
-    def told(call):
-        def tells(params, *args, **kwargs):
-            now.append(experts_or_dense(params))
+    def named(call):
+        def called(params, *args, **kwargs):
+            now.append("experts" if "experts" in params[0]._param_fqn else "dense")
             try:
                 return call(params, *args, **kwargs)
             finally:
                 now.pop()
 
-        return tells
+        return called
 
     def all_gather(self, output_tensor, input_tensor, group, *args, **kwargs):
         count(f"all-gather {now[-1]}", output_tensor, group)
@@ -73,7 +70,7 @@ def counted_collectives(etp_group: dist.ProcessGroup | None = None) -> Iterator[
 
     def all_to_all(output, input, *args, **kwargs):
         rows = "weights" if input.dim() == 1 else "tokens"
-        what = "counts" if input.dtype == torch.int64 else rows if args else "sp"  # rows go by their numbers
+        what = "counts" if input.dtype == torch.int64 else rows if args else "sp"  # rows have split sizes
         group = kwargs["group"]
         if etp_group is not None and group is etp_group:
             ranks = dist.get_world_size(group)
@@ -94,8 +91,8 @@ def counted_collectives(etp_group: dist.ProcessGroup | None = None) -> Iterator[
         return scatter_tensor(output, input, *args, **kwargs)
 
     with (
-        patch.object(_fsdp_param_group, "foreach_all_gather", told(_fsdp_param_group.foreach_all_gather)),
-        patch.object(_fsdp_param_group, "foreach_reduce", told(_fsdp_param_group.foreach_reduce)),
+        patch.object(_fsdp_param_group, "foreach_all_gather", named(_fsdp_param_group.foreach_all_gather)),
+        patch.object(_fsdp_param_group, "foreach_reduce", named(_fsdp_param_group.foreach_reduce)),
         patch.object(DefaultAllGather, "__call__", all_gather),
         patch.object(DefaultReduceScatter, "__call__", reduce_scatter),
         patch.object(dist, "all_reduce", all_reduce),

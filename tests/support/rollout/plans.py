@@ -21,7 +21,7 @@ def problems(draw):
     """Draw a small model of two layers, a trainer, a rollout, its targets, and a limit."""
     replicas, ep_fsdp, ep = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4]))
     etp = draw(st.sampled_from([1, 1, 2]))
-    topology = Topology(replicas * ep_fsdp * ep * etp, ep, ep_fsdp, replicas, (("etp", etp),))
+    topology = Topology(replicas * ep_fsdp * ep * etp, ep, ep_fsdp, replicas, etp)
     tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))
     rollout = Rollout(tp, dp, draw(st.booleans()))
     kv = draw(st.sampled_from([1, 2, 4]))

@@ -21,15 +21,14 @@ from family_table import families_page  # noqa: E402
 from pictures import loop, sync, update  # noqa: E402
 from room_table import architecture  # noqa: E402
 
-from epfsdp2.engine.declared.derived import as_yaml  # noqa: E402
-from epfsdp2.engine.declared.engine_settings import EngineSettings  # noqa: E402
+from epfsdp2.engine.config.settings import EngineSettings, as_yaml  # noqa: E402
 from tests.features import FEATURES, Feature  # noqa: E402
 
 _YAML = "conf/engine/epfsdp2.yaml"
 _NOT_SET = ("strategy", "forward_only")  # which no user sets
 _UNBROKEN: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
 _YAML_HEAD = """\
-# Generated from engine/declared/engine_settings.py by docs/generate.py. Format, as in verl's configs: comments
+# Generated from engine/config/settings.py by docs/generate.py. Format, as in verl's configs: comments
 # above each field, a blank line between fields, no inline comments. Names are those of verl's engine/fsdp.yaml
 # wherever the meaning is the same.
 
@@ -38,7 +37,7 @@ _target_: epfsdp2.engine.config.engine_config
 """
 _SETTINGS = f"""# Settings
 
-Generated from [engine/declared/engine_settings.py](../engine/declared/engine_settings.py), as [{_YAML}](../{_YAML}) is,
+Generated from [engine/config/settings.py](../engine/config/settings.py), as [{_YAML}](../{_YAML}) is,
 by `python docs/generate.py`.
 
 All are given under `engine.`: `engine.ep_size=8`. Settings that verl's FSDP engine has as well keep name and meaning.

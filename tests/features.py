@@ -299,7 +299,7 @@ FEATURES = (
         "([each of them](../benchmarks/results/verl_scripts.md))",
         "keys whose meaning can't be kept; two spellings that contradict each other",
         (
-            "engine/settings/test_role_settings.py::test_role_settings_spelled_either_way_override_engine",
+            "engine/config/test_role_settings.py::test_role_settings_spelled_either_way_override_engine",
             "e2e/trainers/test_verl_scripts.py::test_sft_script_with_two_words_trains",
             "e2e/trainers/test_verl_scripts.py::test_grpo_script_with_two_words_trains",
             "e2e/trainers/test_verl_scripts.py::test_fully_async_script_with_two_words_trains",

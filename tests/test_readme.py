@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from epfsdp2.engine.config import engine_settings
+from epfsdp2.engine.config.verl_keys import ENGINE_REFUSED, ROLE_REFUSED
 from epfsdp2.engine.model.families import IMAGES_UNSUPPORTED, NOT_CAUSAL, UNPACKED_WITH_FLASH
 from epfsdp2.engine.preflight import features, run
-from epfsdp2.engine.settings.roles import ENGINE_REFUSED, ROLE_REFUSED
 from epfsdp2.rollout.vllm import layout
 from tests.features import FEATURES, Feature
 

@@ -15,13 +15,13 @@ class ShardingOptions:
     """How ``parallelize`` shards.
 
     A field that a setting of the engine is declared to feed means what that setting does
-    (``declared/engine_settings.py``). The others:
+    (``config/settings.py``). The others:
 
     Args:
         param_dtype: dtype of the gathered parameters and of the compute.
         reduce_dtype: dtype of the gradient reduction.
         dispatch_chunks, overlap_shared_experts: the settings' values, or what sizes decided where they are automatic
-            (``declared/automatic.py``).
+            (``config/automatic.py``).
         activation_offload: keep on the host what is kept of the activations that are computed again.
         head_in_root: leave the head to the root, for code that reads its weight without calling it (fused linear
             cross-entropy).

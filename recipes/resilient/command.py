@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from ...engine.declared.engine_settings import EngineSettings
+from ...engine.config.settings import EngineSettings
+from ...engine.config.values import get_setting
+from ...engine.config.verl_keys import ENGINE_TAKEN, without_verls_keys
 from ...engine.errors import SettingError
-from ...engine.settings.roles import ENGINE_TAKEN, without_verls_keys
-from ...engine.settings.values import get_setting
 
 __all__ = ["Command"]
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, field
 from typing import Any
 
-import torch
-
 from ..errors import SettingError
 from .values import DTYPES
 
@@ -162,7 +160,7 @@ LOSS_WEIGHT = must(lambda v: _is_number(v) and v >= 0, "is a weight of a loss: 0
 SEED = must(lambda v: is_whole(v) and 0 <= v < _SEEDS, f"is a whole number from 0 to {_SEEDS - 1}.", "42")
 DTYPE = _dtype(DTYPES, "bf16")
 KEPT_DTYPE = _dtype(
-    [name for name, dtype in DTYPES.items() if dtype is not torch.float16],
+    [name for name in DTYPES if name not in ("fp16", "float16")],
     "fp32",
     ": float16 is for what is computed with (dtype), not for parameters and sums that are kept.",
 )

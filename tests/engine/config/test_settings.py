@@ -17,7 +17,6 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config.engine import FSDPEngineConfig
 
 from epfsdp2.engine.config import (
-    STRATEGY,
     DriverError,
     EPFSDP2ActorConfig,
     EPFSDP2CriticConfig,
@@ -26,11 +25,16 @@ from epfsdp2.engine.config import (
     engine_config,
     engine_settings,
 )
-from epfsdp2.engine.declared.derived import param_dtype, planned_overrides, planned_settings, sharding_options
-from epfsdp2.engine.declared.engine_settings import EngineSettings
+from epfsdp2.engine.config.settings import (
+    EngineSettings,
+    param_dtype,
+    planned_overrides,
+    planned_settings,
+    sharding_options,
+)
+from epfsdp2.engine.config.values import DTYPES, STRATEGY
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
-from epfsdp2.engine.settings.values import DTYPES
 from epfsdp2.rollout.layout.specs import SYNC_MODES
 
 

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import SettingError, close_matches
+from .values import STRATEGY
 
 __all__ = [
     "ENGINE_NO_USE",
@@ -26,7 +27,6 @@ __all__ = [
     "ROLE_REFUSED",
     "ROLE_TAKEN",
     "SET_BY_VERL",
-    "STRATEGY",
     "VERLS_OWN",
     "Role",
     "RoleEngine",
@@ -39,7 +39,6 @@ __all__ = [
 
 logger = logging.getLogger("epfsdp2")
 
-STRATEGY = "epfsdp2"
 _FSDP_STRATEGIES = ("fsdp", "fsdp2", "fsdp_turbo")
 
 # Keys of verl's FSDPEngineConfig that mean the same here.

@@ -5,15 +5,20 @@
 ``recipes/plan``. A setting that means what verl's ``FSDPEngineConfig`` means has its name.
 """
 
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from ..errors import SettingError, close_matches
 from ..fsdp.activation_checkpoint import CHECKPOINTING
+from ..fsdp.options import ShardingOptions
 from ..moe.deepep import DISPATCHERS
 from ..moe.gemm.backends import BACKENDS, REGISTERED, TORCHAO
-from ..settings.roles import STRATEGY
-from ..settings.rules import (
+from .rules import (
     DTYPE,
     EXPERT_PLAN,
     FLAG,
@@ -32,8 +37,20 @@ from ..settings.rules import (
     setting,
     whole,
 )
+from .values import DTYPES, STRATEGY, get_setting
 
-__all__ = ["EngineSettings", "check_fields"]
+__all__ = [
+    "PLANNED",
+    "EngineSettings",
+    "as_yaml",
+    "check_fields",
+    "check_settings",
+    "expert_settings",
+    "param_dtype",
+    "planned_overrides",
+    "planned_settings",
+    "sharding_options",
+]
 
 _RANKS = whole(1, "is a number of ranks, or -1 for all of them.", "-1", besides=(-1,))
 _SHARD_DIM = must(
@@ -398,3 +415,144 @@ def check_fields(config: Any) -> None:
     """
     for entry in fields(EngineSettings):
         entry.metadata["rule"](f"engine.{entry.name}", getattr(config, entry.name))
+
+
+PLANNED = ("model_dtype", "dtype", "mixed_precision", *(f.name for f in fields(EngineSettings) if f.metadata["shards"]))
+"""The settings that the memory and the traffic of a step on one mesh depend on."""
+
+
+def expert_settings() -> dict[str, Any]:
+    """Return the settings that concern experts alone, with their defaults."""
+    return {entry.name: entry.default for entry in fields(EngineSettings) if entry.metadata["of_experts"]}
+
+
+def sharding_options(config: Any, model: Any = None) -> ShardingOptions:
+    """Return what ``parallelize`` gets of the settings that are declared with ``shards``, and of some of verl's.
+
+    Args:
+        config: the engine's settings.
+        model: verl's settings of the model, mapping or object; what they say is off where they are missing.
+    """
+    declared = {
+        entry.name if shards is True else shards: getattr(config, entry.name)
+        for entry in fields(EngineSettings)
+        if (shards := entry.metadata["shards"])
+    }
+    # What is automatic is off until sizes decide (``automatic.py``).
+    declared["dispatch_chunks"] = max(declared["dispatch_chunks"], 1)
+    declared["overlap_shared_experts"] = bool(declared["overlap_shared_experts"])
+    if declared["checkpointing"] == "auto":
+        declared["checkpointing"] = "full" if get_setting(model, "enable_gradient_checkpointing") else "none"
+    return ShardingOptions(
+        **declared,
+        param_dtype=param_dtype(config),
+        reduce_dtype=DTYPES[(config.mixed_precision or {}).get("reduce_dtype", "fp32")],
+        activation_offload=bool(get_setting(model, "enable_activation_offload")),
+        head_in_root=bool(get_setting(model, "use_fused_kernels")),
+    )
+
+
+def param_dtype(config: Any) -> torch.dtype:
+    """Return the dtype in which parameters are gathered and computed with."""
+    return DTYPES[(config.mixed_precision or {}).get("param_dtype", config.dtype)]
+
+
+def planned_overrides(config: Any, options: ShardingOptions) -> list[str]:
+    """Return the ``PLANNED`` settings that are not at their default, as ``planned_settings`` takes them."""
+    default = _planned_default()
+    values = {name: getattr(config, name) for name in PLANNED}
+    values |= {"activation_checkpointing": options.checkpointing, "fuse_dense": options.fuse_dense}
+    return [f"engine.{name}={as_yaml(value)}" for name, value in values.items() if value != getattr(default, name)]
+
+
+def planned_settings(overrides: Mapping[str, Any]) -> EngineSettings:
+    """Return the settings with these values, by their names under ``engine.``.
+
+    Raises:
+        SettingError: for a value that breaks its rule, or a name that is not ``PLANNED``.
+    """
+    settings = _planned_default()
+    for name, value in overrides.items():
+        if name not in PLANNED:
+            near = close_matches(name, PLANNED, most=1, cutoff=0.6)
+            works = f"engine.{near[0]}" if near else f"one of: {', '.join(PLANNED)}"
+            raise SettingError(f"engine.{name}", value, "the plan does not depend on such a setting.", works)
+        setattr(settings, name, value)
+    check_fields(settings)
+    return settings
+
+
+def _planned_default() -> EngineSettings:
+    return EngineSettings(activation_checkpointing="full")
+
+
+def as_yaml(value: Any) -> str:
+    """Format a setting's value in one line, as YAML and Hydra's command line read it."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {as_yaml(entry)}" for key, entry in value.items()) + "}"
+    return json.dumps(value)
+
+
+def check_settings(config: Any) -> None:
+    """Refuse values that no model and no number of ranks could make right.
+
+    Raises:
+        SettingError: naming the first such setting.
+    """
+    check_fields(config)
+    for rule in _BETWEEN_SETTINGS:
+        rule(config)
+
+
+def _only_all_to_all(config: Any) -> None:
+    for name, value, default in _given_dispatch(config):
+        if config.dispatcher == "deepep" and name != "dispatcher":
+            rule = "is for all_to_all: DeepEP (engine.dispatcher=deepep) sends a layer's tokens at once."
+            raise SettingError(f"engine.{name}", value, rule, f"engine.{name}={default}")
+
+
+def _only_whole_experts(config: Any) -> None:
+    if config.dispatcher == "deepep" and config.etp_size > 1:
+        rule = f"sends rows to ranks that hold experts whole, and engine.etp_size={config.etp_size} cuts them."
+        raise SettingError("engine.dispatcher", "deepep", rule, "engine.dispatcher=all_to_all, or engine.etp_size=1")
+
+
+def _only_with_ep(config: Any) -> None:
+    for name, value, default in _given_dispatch(config):
+        if config.ep_size == 1:
+            rule = "no token is sent where a rank holds all experts (engine.ep_size=1)."
+            raise SettingError(f"engine.{name}", value, rule, f"engine.{name}={default}, or a larger ep_size")
+
+
+def _given_dispatch(config: Any) -> list[tuple[str, Any, Any]]:
+    """Name, value and plain value of the settings of dispatch that ask for something."""
+    plain = {"dispatch_chunks": 1, "overlap_shared_experts": False, "dispatcher": "all_to_all"}
+    default, values = expert_settings(), ((name, getattr(config, name)) for name in plain)
+    return [(name, value, plain[name]) for name, value in values if value not in (plain[name], default[name])]
+
+
+def _only_eager_attention_over_ranks(config: Any) -> None:
+    size = config.ulysses_sequence_parallel_size
+    if size > 1 and config.compile_dense:
+        rule = (
+            "what is compiled may hold no collective, and with sequence parallelism "
+            f"(engine.ulysses_sequence_parallel_size={size}) attention does."
+        )
+        raise SettingError("engine.compile_dense", True, rule, "engine.compile_dense=False")
+
+
+def _float16_of_float32(config: Any) -> None:
+    if param_dtype(config) is torch.float16 and DTYPES[config.model_dtype] is not torch.float32:
+        rule = "parameters that are computed with in float16 are kept in float32."
+        raise SettingError("engine.model_dtype", config.model_dtype, rule, "engine.model_dtype=fp32")
+
+
+_BETWEEN_SETTINGS: Sequence[Callable[[Any], None]] = (
+    _only_all_to_all,
+    _only_whole_experts,
+    _only_with_ep,
+    _only_eager_attention_over_ranks,
+    _float16_of_float32,
+)

@@ -1,6 +1,6 @@
 """The engine's settings and those of its roles, as verl-style dataclasses that check themselves.
 
-``declared/engine_settings.py`` lists the engine's settings. Whoever instantiates or unpickles ``EPFSDP2EngineConfig``
+``settings.py`` lists the engine's settings. Whoever instantiates or unpickles ``EPFSDP2EngineConfig``
 also registers the engine with verl, so that a worker that got its config has its engine.
 """
 
@@ -17,19 +17,19 @@ from verl.workers.config.actor import ActorConfig
 from verl.workers.config.critic import CriticConfig
 from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
-from .cleanup import report_leftovers
-from .declared.checks import check_settings
-from .declared.engine_settings import EngineSettings
-from .errors import SettingError
-from .preflight.model_facts import check_model_path
-from .preflight.positions import max_model_len
-from .preflight.resume import check_background_saves
-from .preflight.rounding import rows_held_in
-from .preflight.run import check_run, check_training
-from .settings.roles import (
+from ..cleanup import report_leftovers
+from ..errors import SettingError
+from ..preflight.model_facts import check_model_path
+from ..preflight.positions import max_model_len
+from ..preflight.resume import check_background_saves
+from ..preflight.rounding import rows_held_in
+from ..preflight.run import check_run, check_training
+from .rules import REPLAY_MODES, one_of
+from .settings import EngineSettings, check_settings
+from .values import STRATEGY
+from .verl_keys import (
     ROLES,
     SET_BY_VERL,
-    STRATEGY,
     Role,
     RoleEngine,
     check_role_keys,
@@ -38,7 +38,6 @@ from .settings.roles import (
     tell,
     without_verls_keys,
 )
-from .settings.rules import REPLAY_MODES, one_of
 
 __all__ = [
     "STRATEGY",
@@ -105,7 +104,7 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
 
 
 def _register() -> None:
-    from .integration import language_model, value_model  # noqa: F401  (they register themselves with verl)
+    from ..integration import language_model, value_model  # noqa: F401  (they register themselves with verl)
 
 
 def engine_config(**settings: Any) -> EPFSDP2EngineConfig:

@@ -29,8 +29,8 @@ from epfsdp2.engine.config import (
     engine_config,
     engine_settings,
 )
-from epfsdp2.engine.settings import roles as role_settings
-from epfsdp2.engine.settings.roles import (
+from epfsdp2.engine.config import verl_keys as role_settings
+from epfsdp2.engine.config.verl_keys import (
     ENGINE_NO_USE,
     ENGINE_REFUSED,
     ENGINE_TAKEN,
@@ -262,7 +262,7 @@ def test_role_settings_whose_spellings_agree_are_taken():
 def said(caplog, monkeypatch):
     role_settings._told.cache_clear()
     # What other tests have in /dev/shm just now is no part of what is looked at.
-    monkeypatch.setattr("epfsdp2.engine.config.report_leftovers", lambda: None)
+    monkeypatch.setattr("epfsdp2.engine.config.roles.report_leftovers", lambda: None)
     caplog.set_level(logging.WARNING, logger="epfsdp2")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "epfsdp2"]
 
@@ -273,7 +273,7 @@ def validated(model, *overrides, world=2):
 
 
 def test_role_settings_without_effect_are_reported_once_on_the_driver(model, said, monkeypatch):
-    monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr("epfsdp2.engine.config.roles.check_run", lambda *args, **kwargs: None)
     quiet = [f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=0", f"{ACTOR}.fsdp_config.forward_prefetch=False"]
     validated(model, *quiet, f"{ACTOR}.fsdp_config.use_orig_params=False", f"{ACTOR}.fsdp_config.qat.enable=False")
     assert said() == []
@@ -289,7 +289,7 @@ def test_role_settings_without_effect_are_reported_once_on_the_driver(model, sai
 
 
 def test_role_settings_with_strategy_fsdp2_run_the_engine_and_say_so(model, said, monkeypatch):
-    monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr("epfsdp2.engine.config.roles.check_run", lambda *args, **kwargs: None)
     given = [f"{ACTOR}.strategy=fsdp2", "critic.strategy=fsdp2", f"critic.model.path={model}"]
     given.append("+critic.model.load_tokenizer=False")
     whole = composed(*given)
@@ -321,8 +321,8 @@ def test_sft_trainer_takes_verls_keys_in_its_one_node(said):
 
 
 def test_role_settings_of_the_reference_are_checked_against_the_world_by_its_own_names(model, monkeypatch):
-    monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
-    monkeypatch.setattr("epfsdp2.engine.config.get_device_name", lambda: "cpu")
+    monkeypatch.setattr("epfsdp2.engine.config.roles.check_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr("epfsdp2.engine.config.roles.get_device_name", lambda: "cpu")
     validated(model, "engine.ep_size=2", f"{REF}.engine.ep_size=1", f"{REF}.fsdp_config.param_offload=True")
     for wrong, world, words in (
         (f"{REF}.engine.ep_size=4", 2, f"{REF}.engine.ep_size=4: "),
@@ -335,7 +335,7 @@ def test_role_settings_of_the_reference_are_checked_against_the_world_by_its_own
 
 
 def test_role_settings_of_the_critic_are_checked_by_its_own_names(model, monkeypatch):
-    monkeypatch.setattr("epfsdp2.engine.config.get_device_name", lambda: "cpu")
+    monkeypatch.setattr("epfsdp2.engine.config.roles.get_device_name", lambda: "cpu")
     paths = [f"critic.model.path={model}", "+critic.model.load_tokenizer=False"]
     paths.append("+critic.model.override_config.attn_implementation=sdpa")
     config = role(CRITIC, *paths, "engine.ep_size=2", "critic.fsdp.ulysses_sequence_parallel_size=3")

@@ -11,12 +11,14 @@ __all__ = [
     "DEFAULT_ATTENTION",
     "DTYPES",
     "OPTIMIZERS",
+    "STRATEGY",
     "attention_of",
     "get_setting",
     "overrides_of",
     "plain",
 ]
 
+STRATEGY = "epfsdp2"
 ACTOR_MODEL = "actor_rollout_ref.model"
 CHECKPOINT_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 # How a user calls the optimizer's node, by how they call the model's.

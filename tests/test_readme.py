@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from epfsdp2.engine.config import engine_settings
-from epfsdp2.engine.config.verl_keys import ENGINE_REFUSED, ROLE_REFUSED
+from epfsdp2.engine.config.settings import SETTINGS
+from epfsdp2.engine.config.verl_keys import VERL_KEYS
 from epfsdp2.engine.model.families import IMAGES_UNSUPPORTED, NOT_CAUSAL, UNPACKED_WITH_FLASH
 from epfsdp2.engine.preflight import features, run
 from epfsdp2.rollout.vllm import layout
@@ -100,12 +100,13 @@ def test_generator_marks_long_tests_by_function_and_by_module():
 def test_settings_page_has_a_row_for_every_setting():
     page = (ROOT / "docs" / "settings.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)[.\w]*` \| `(.*?)` \|", page, re.MULTILINE))
-    assert set(rows) == engine_settings() - {"strategy", "forward_only"}
+    assert set(rows) == SETTINGS - {"strategy", "forward_only"}
     assert [rows[name] for name in ("ep_size", "rollout_sync", "router_replay")] == ["1", "auto", "disabled"]
 
 
 def test_decisions_say_of_all_that_the_code_refuses_by_name_what_to_use_instead():
-    tables = [*run._UNSUPPORTED, *ENGINE_REFUSED, *ROLE_REFUSED, *IMAGES_UNSUPPORTED, *NOT_CAUSAL]
+    tables = [*run._UNSUPPORTED, *IMAGES_UNSUPPORTED, *NOT_CAUSAL]
+    tables += [name for keys in VERL_KEYS.values() for name, key in keys.items() if key.use == "refused"]
     tables += [*UNPACKED_WITH_FLASH, *features._AFTER_THE_HEAD, *features._TOP_K_DISTILLATION, "enable_eplb"]
     tables += [*layout.CLASSES, *layout.CLASS_OF_SLICES, *layout.NOT_SERVED, *layout.WHOLE]
     refused = {name.partition(".")[0] for name in tables} | {"pad_to_length"}

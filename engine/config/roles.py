@@ -1,13 +1,15 @@
-"""The engine's settings and those of its roles, as verl-style dataclasses that check themselves.
+"""verl's config dataclasses of the engine and its roles, and Hydra's targets that build them.
 
-``settings.py`` lists the engine's settings. Whoever instantiates or unpickles ``EPFSDP2EngineConfig``
-also registers the engine with verl, so that a worker that got its config has its engine.
+Instantiating or unpickling ``EPFSDP2EngineConfig`` registers the engine with verl, because a worker may get its config
+and nothing else of this package.
 """
 
+import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any
 
 from hydra.errors import CompactHydraException
@@ -24,23 +26,11 @@ from ..preflight.positions import max_model_len
 from ..preflight.resume import check_background_saves
 from ..preflight.rounding import rows_held_in
 from ..preflight.run import check_run, check_training
-from .rules import REPLAY_MODES, one_of
 from .settings import EngineSettings, check_settings
 from .values import STRATEGY
-from .verl_keys import (
-    ROLES,
-    SET_BY_VERL,
-    Role,
-    RoleEngine,
-    check_role_keys,
-    engine_of_role,
-    renamed,
-    tell,
-    without_verls_keys,
-)
+from .verl_keys import ROLES, Role, RoleEngine, check_role_keys, engine_of_role, known_settings, renamed
 
 __all__ = [
-    "STRATEGY",
     "DriverError",
     "EPFSDP2ActorConfig",
     "EPFSDP2CriticConfig",
@@ -48,53 +38,54 @@ __all__ = [
     "actor_config",
     "critic_config",
     "engine_config",
-    "engine_settings",
 ]
+
+logger = logging.getLogger("epfsdp2")
 
 
 class DriverError(SettingError, CompactHydraException):
-    """A ``SettingError`` that Hydra prints as the paragraph it is, without a traceback."""
+    """A ``SettingError`` that Hydra prints as one paragraph, without a traceback."""
 
     def __repr__(self) -> str:
         # Hydra quotes errors of a config's _target_ by their repr.
         return str(self)
 
-    @classmethod
-    def of(cls, error: SettingError) -> "DriverError":
-        return cls(error.setting, error.value, error.rule, error.works)
-
 
 @contextmanager
 def _on_the_driver(names: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Turn a ``SettingError`` into a ``DriverError``, with the name under which the setting was given for a role."""
+    """Turn a ``SettingError`` into a ``DriverError``, with the user's spelling if the setting was given for a role."""
     try:
         yield
     except SettingError as error:
-        raise DriverError.of(renamed(error, names or {})) from error
+        named = renamed(error, names or {})
+        raise DriverError(named.setting, named.value, named.rule, named.works) from error
 
 
 @dataclass
 class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
-    """Settings of the EP + FSDP2 engine: those that ``EngineSettings`` declares, and what verl sets of any engine's."""
+    """The engine's settings (``EngineSettings``), the fields that verl sets of any engine, and facts of the role."""
 
     _mutable_fields = EngineConfig._mutable_fields | {"ulysses_sequence_parallel_size"}
 
     router_replay: EngineRouterReplayConfig = field(default_factory=EngineRouterReplayConfig)
-    # What the plan is made for; the actor's settings say it, 0 where nothing does.
+    # Batch that the plan is made for, by the actor's settings; 0 if unknown.
     _sequences_per_update: int = 0
     _longest_sequence: int = 0
-    # Name of the actor's rollout, whose loader decides under which names weights are sent; "" for the default one.
+    # Name of the actor's rollout, because its loader determines the names of sent weights; "" for the default one.
     _rollout: str = ""
-    # What it holds weights in where each row has a scale, so that they are rounded so.
+    # Rollout quantisation with per-row scales ("fp8", "int8"), or "".
     _rollout_channels: str = ""
-    # Tokens of a sequence by which the actor's rollout chooses rotations when it starts; None if it does not.
+    # Length in tokens by which the actor's rollout chooses rotations at its start, if it does.
     _max_model_len: int | None = None
-    # Whether several roles have these settings, and the driver has seen which of their models have experts.
+    # Whether several roles share these settings, and the driver has checked whether their models have experts.
     _of_a_role: bool = False
 
     def __post_init__(self):
         super().__post_init__()
         check_settings(self)
+        if not isinstance(self.router_replay, EngineRouterReplayConfig):
+            entries = {key: value for key, value in self.router_replay.items() if key != "_target_"}
+            vars(self)["router_replay"] = EngineRouterReplayConfig(**entries)
         _register()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -111,39 +102,21 @@ def engine_config(**settings: Any) -> EPFSDP2EngineConfig:
     """Build the engine's config from the keys under ``engine.``; Hydra's ``_target_`` of that node.
 
     Raises:
-        DriverError: for a key that the engine does not have, with the nearest one that it has; or for a value that no
-            model could make right.
+        DriverError: for an unknown key, with the nearest known one, or a value that is wrong for every model.
     """
     notes: list[str] = []
     with _on_the_driver():
-        values = without_verls_keys("engine", settings, engine_settings(), notes)
-        config = _engine(values)
-    _tell(notes)
+        config = EPFSDP2EngineConfig(**known_settings("engine", settings, notes))
+    _log(notes)
     return config
-
-
-def _engine(values: Mapping[str, Any]) -> EPFSDP2EngineConfig:
-    values = dict(values)
-    replay = values.get("router_replay")
-    if isinstance(replay, Mapping) and not isinstance(replay, EngineRouterReplayConfig):
-        known = {f.name for f in fields(EngineRouterReplayConfig)}
-        without_verls_keys("engine.router_replay", replay, known, [])
-        one_of(REPLAY_MODES, "disabled")("engine.router_replay.mode", replay.get("mode", "disabled"))
-        values["router_replay"] = EngineRouterReplayConfig(**{k: v for k, v in replay.items() if k != "_target_"})
-    return EPFSDP2EngineConfig(**values)
-
-
-def engine_settings() -> set[str]:
-    """Return the names of the settings under ``engine.`` that a user may give."""
-    return {f.name for f in fields(EPFSDP2EngineConfig) if not f.name.startswith("_")} - SET_BY_VERL
 
 
 @dataclass
 class EPFSDP2ActorConfig(ActorConfig):
     """Actor, and with ``forward_only`` the reference policy: verl's settings, and the role's engine.
 
-    ``rollout`` carries the rollout settings that the driver checks together with the engine's (see ``preflight``),
-    ``reference`` the engine's settings of the reference policy, ``names`` how the user spelled those of this role.
+    ``rollout`` has the rollout settings that the driver checks together with the engine's (``preflight``),
+    ``reference`` the engine's settings of the reference policy, ``names`` the user's spelling of this role's settings.
     """
 
     strategy: str = STRATEGY
@@ -158,23 +131,27 @@ class EPFSDP2ActorConfig(ActorConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        # A config of its own: verl writes batch sizes into it.
-        rollout, channels = self.rollout.get("name") or "", rows_held_in(self.rollout)
-        role = {"forward_only": self.forward_only, "_of_a_role": True}
-        role["_max_model_len"] = max_model_len(self.rollout)
-        self.engine = replace(self.engine, **role, _rollout=rollout, _rollout_channels=channels)
+        facts = {
+            "forward_only": self.forward_only,
+            "_of_a_role": True,
+            "_max_model_len": max_model_len(self.rollout),
+            "_rollout": self.rollout.get("name") or "",
+            "_rollout_channels": rows_held_in(self.rollout),
+        }
         lengths = [self.rollout.get(f"max_{part}_length") for part in ("prompt", "response")]
         if all(lengths):
-            sequences = self.ppo_mini_batch_size * self.rollout_n
-            self.engine = replace(self.engine, _sequences_per_update=sequences, _longest_sequence=sum(lengths))
+            facts["_sequences_per_update"] = self.ppo_mini_batch_size * self.rollout_n
+            facts["_longest_sequence"] = sum(lengths)
+        # A config for each role, because verl writes batch sizes into it.
+        self.engine = replace(self.engine, **facts)
 
     @property
     def ulysses_sequence_parallel_size(self) -> int:
-        """Where verl looks for it when it checks batch sizes."""
+        """The engine's, which verl reads here when it checks batch sizes."""
         return self.engine.ulysses_sequence_parallel_size
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
-        """Check what only the whole run knows, on the driver, before Ray starts.
+        """Check the whole run on the driver, before Ray starts.
 
         Raises:
             DriverError: see ``preflight.check_run``.
@@ -192,10 +169,10 @@ class EPFSDP2ActorConfig(ActorConfig):
                 ipc=is_support_ipc(),
             )
         if self.reference is not None:
-            # What is given for the reference policy alone; all else is the actor's, and was looked at.
             with _on_the_driver(self.reference.names):
-                engine = replace(_engine(self.reference.values), _rollout_channels=self.engine._rollout_channels)
-                if self.reference.names:
+                channels = {"_rollout_channels": self.engine._rollout_channels}
+                engine = EPFSDP2EngineConfig(**self.reference.values, **channels)
+                if self.reference.names:  # without settings of its own it is the actor's, which is checked
                     check_training(engine, n_gpus, model_config or {}, device=get_device_name())
         report_leftovers()
 
@@ -215,7 +192,7 @@ class EPFSDP2CriticConfig(CriticConfig):
         self.engine = replace(self.engine, forward_only=False, rollout_quantization_aware=False, _of_a_role=True)
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
-        """Check as the actor's config does, for the critic's model.
+        """Check the critic on the driver, as the actor's config does.
 
         Raises:
             DriverError: see ``preflight.check_training``.
@@ -237,49 +214,50 @@ def actor_config(**settings: Any) -> EPFSDP2ActorConfig:
     """Build the actor's config, or the reference policy's; Hydra's ``_target_``, with ``_recursive_: false``.
 
     Raises:
-        DriverError: for a setting of the role that is not there, is wrong, or contradicts another of its spellings.
+        DriverError: for a setting of the role that is unknown, wrong, or contradicts another of its spellings.
     """
     with _on_the_driver():
         check_background_saves(settings)
-    reference = settings.pop("reference", None)
-    role = ROLES["ref" if settings.get("forward_only") else "actor"]
-    if reference is not None:
-        reference = dict(reference)
-        if reference.get("strategy") == settings.get("strategy"):
-            reference["strategy"] = STRATEGY  # it follows the actor's, of which one line is enough
-        with _on_the_driver():
-            settings["reference"] = engine_of_role(ROLES["ref"], reference, engine_settings())
-        _tell(settings["reference"].notes)
-    return _role_config(EPFSDP2ActorConfig, role, settings)
+        if (reference := settings.pop("reference", None)) is not None:
+            reference = dict(reference)
+            if reference.get("strategy") == settings.get("strategy"):
+                reference["strategy"] = STRATEGY  # it follows the actor's, which is logged already
+            settings["reference"] = engine_of_role(ROLES["ref"], reference)
+            _log(settings["reference"].notes)
+    return _role_config(EPFSDP2ActorConfig, ROLES["ref" if settings.get("forward_only") else "actor"], settings)
 
 
 def critic_config(**settings: Any) -> EPFSDP2CriticConfig:
     """Build the critic's config; Hydra's ``_target_`` of ``critic``, with ``_recursive_: false``.
 
-    Building ``critic.model`` would ask the hub for a path that is not there, so that is looked at first.
-
     Raises:
-        DriverError: if there is no such model; besides, as ``actor_config``.
+        DriverError: if its model is missing; besides, as ``actor_config``.
     """
     with _on_the_driver():
-        check_model_path(settings["model"], "critic.model")
+        check_model_path(settings["model"], "critic.model")  # now, because building critic.model would ask the hub
     return _role_config(EPFSDP2CriticConfig, ROLES["critic"], settings)
 
 
 def _role_config(kind: type, role: Role, settings: dict[str, Any]) -> Any:
     with _on_the_driver():
-        merged = engine_of_role(role, settings, engine_settings())
+        merged = engine_of_role(role, settings)
         notes = check_role_keys(role, settings, {f.name for f in fields(kind)})
     with _on_the_driver(merged.names):
-        engine = _engine(merged.values)
+        engine = EPFSDP2EngineConfig(**merged.values)
     for key, value in settings.items():
         if isinstance(value, Mapping):
             settings[key] = instantiate(value, _convert_="partial")
-    _tell([*merged.notes, *notes])
+    _log([*merged.notes, *notes])
     return kind(engine=engine, names=merged.names, **settings)
 
 
-def _tell(notes: Collection[str]) -> None:
-    """Log the lines where a config is built, since not every trainer of verl validates it, and not on every rank."""
+def _log(notes: Iterable[str]) -> None:
+    """Log each line once in a process of rank 0: at a config's construction, because not every trainer validates it."""
     if os.environ.get("RANK", "0") == "0":
-        tell(notes)
+        for line in notes:
+            _log_once(line)
+
+
+@cache
+def _log_once(line: str) -> None:
+    logger.warning("epfsdp2: %s", line)

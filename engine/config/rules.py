@@ -1,12 +1,9 @@
-"""Types and ranges of settings: each field of the engine's settings is declared with its rule.
-
-A rule is a function of the setting's name and its value that raises ``SettingError``. It takes a value of any kind,
-since a command line can give one.
-"""
+"""Rules of settings: functions of a name and any value that raise ``SettingError`` for a wrong type or range."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, field
+from dataclasses import field
+from types import SimpleNamespace
 from typing import Any
 
 from ..errors import SettingError
@@ -22,11 +19,8 @@ __all__ = [
     "PATTERNS",
     "POSITIVE",
     "POSITIVE_NUMBER",
-    "PRECISION_KEYS",
     "REPLAY",
-    "REPLAY_MODES",
     "SEED",
-    "Rule",
     "is_whole",
     "must",
     "one_of",
@@ -37,34 +31,23 @@ __all__ = [
 
 Rule = Callable[[str, Any], None]
 
-PRECISION_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
-REPLAY_MODES = ("disabled", "R2", "R3")
-_SEEDS = 2**32  # numpy's, which verl seeds as well
+_PRECISION_KEYS = ("param_dtype", "reduce_dtype", "buffer_dtype")
+_REPLAY_MODES = ("disabled", "R2", "R3")
+_SEEDS = 2**32  # numpy's limit, because verl seeds numpy too
 
 
-def setting(
-    default: Any,
-    rule: Rule,
-    text: str,
-    *,
-    factory: Callable[[], Any] | Any = MISSING,
-    inner: Mapping[str, tuple[Any, str]] | None = None,
-    shards: bool | str = False,
-    of_experts: bool = False,
-) -> Any:
-    """Declare a setting: a dataclass field with all that is known of it.
+def setting(default: Any, rule: Rule, *, shards: bool | str = False, of_experts: bool = False) -> Any:
+    """Declare a setting as a dataclass field.
 
     Args:
-        text: what it does, as the YAML and the docs say it.
-        factory: makes the default, where that is mutable.
-        inner: of a mapping with settings of its own, the default and the text of each.
-        shards: whether it is a field of ``ShardingOptions``; or the name of that field, if it is another one.
+        default: a value, or a function that makes it if it is mutable.
+        shards: whether it is a field of ``ShardingOptions``, or that field's name if it differs.
         of_experts: whether it concerns experts alone.
     """
-    known = {"rule": rule, "text": text, "inner": inner or {}, "shards": shards, "of_experts": of_experts}
-    if factory is not MISSING:
-        return field(default_factory=factory, metadata=known)
-    return field(default=default, metadata=known)
+    known = {"rule": rule, "shards": shards, "of_experts": of_experts}
+    return (
+        field(default_factory=default, metadata=known) if callable(default) else field(default=default, metadata=known)
+    )
 
 
 def must(holds: Callable[[Any], bool], says: str, works: str) -> Rule:
@@ -83,7 +66,7 @@ def must(holds: Callable[[Any], bool], says: str, works: str) -> Rule:
 
 
 def is_whole(value: Any) -> bool:
-    # True == 1 and 2.0 == 2, and a command line gives both by mistake.
+    # A command line gives True and 2.0 by mistake, and Python has True == 1 and 2.0 == 2.
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -91,8 +74,8 @@ def whole(least: int, says: str, works: str, besides: Collection[int] = ()) -> R
     return must(lambda value: is_whole(value) and (value >= least or value in besides), says, works)
 
 
-def one_of(choices: Collection[str], works: str) -> Rule:
-    says = f"is one of {', '.join(choices)}."
+def one_of(choices: Collection[str], works: str, because: str = ".") -> Rule:
+    says = f"is one of {', '.join(choices)}{because}"
     return must(lambda value: isinstance(value, str) and value in choices, says, works)
 
 
@@ -110,39 +93,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _dtype(names: Collection[str], works: str, because: str = ".") -> Rule:
-    says = f"is one of {', '.join(names)}{because}"
-    return must(lambda value: isinstance(value, str) and value in names, says, works)
-
-
-def _mixed_precision(name: str, value: Any) -> None:
-    if value is None or value == {}:
-        return
-    if not isinstance(value, Mapping):
-        raise SettingError(name, value, "is null or a mapping.", f"{name}={{param_dtype:bf16}}")
-    unknown = sorted(str(key) for key in value if key not in PRECISION_KEYS)
-    if unknown:
-        given = {str(key): entry for key, entry in value.items()}[unknown[0]]
-        raise SettingError(f"{name}.{unknown[0]}", given, "there is no such key.", f"keys {', '.join(PRECISION_KEYS)}")
-    for key, dtype in value.items():
-        (DTYPE if key == "param_dtype" else KEPT_DTYPE)(f"{name}.{key}", dtype)
-    buffers = value.get("buffer_dtype", "fp32")
-    if DTYPES[buffers].itemsize != 4:
-        rule = "buffers are never cast: they stay float32."
-        works = f"{name}.buffer_dtype=fp32, or leave the key out"
-        raise SettingError(f"{name}.buffer_dtype", buffers, rule, works)
-
-
-def _replay(name: str, value: Any) -> None:
-    if not hasattr(value, "replay_file"):  # a mapping has become verl's config of it
-        works = f"{name}.mode={value}" if isinstance(value, str) and value in REPLAY_MODES else f"{name}.mode=disabled"
-        raise SettingError(name, value, "is a mapping.", works)
-    for key in ("record_file", "replay_file"):
-        file = getattr(value, key)
-        if file is not None:
-            raise SettingError(f"{name}.{key}", file, "routes are kept in the batch, and in no file.", "leave it out")
-
-
 def _is_plan(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(pattern, str) and is_whole(dim) and dim >= 0 for pattern, dim in value.items()
@@ -153,18 +103,44 @@ def _are_patterns(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(pattern, str) for pattern in value)
 
 
+def _mixed_precision(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise SettingError(name, value, "is null or a mapping.", f"{name}={{param_dtype:bf16}}")
+    for key, dtype in value.items():
+        if key not in _PRECISION_KEYS:
+            raise SettingError(f"{name}.{key}", dtype, "there is no such key.", f"keys {', '.join(_PRECISION_KEYS)}")
+        (DTYPE if key == "param_dtype" else KEPT_DTYPE)(f"{name}.{key}", dtype)
+        if key == "buffer_dtype" and DTYPES[dtype].itemsize != 4:
+            rule, works = "buffers are never cast: they stay float32.", f"{name}.{key}=fp32, or leave the key out"
+            raise SettingError(f"{name}.{key}", dtype, rule, works)
+
+
+def _replay(name: str, value: Any) -> None:
+    entries = vars(value) if isinstance(value, SimpleNamespace) else value
+    if not isinstance(entries, Mapping):
+        mode = value if isinstance(value, str) and value in _REPLAY_MODES else "disabled"
+        raise SettingError(name, value, "is a mapping.", f"{name}.mode={mode}")
+    for key, entry in entries.items():
+        if key == "mode":
+            one_of(_REPLAY_MODES, "disabled")(f"{name}.mode", entry)
+        elif key not in ("record_file", "replay_file", "_target_"):
+            raise SettingError(f"{name}.{key}", entry, "the engine has no such setting.", f"{name}.mode=disabled")
+        elif key != "_target_" and entry is not None:
+            raise SettingError(f"{name}.{key}", entry, "routes are kept in the batch, and in no file.", "leave it out")
+
+
 FLAG = must(lambda value: isinstance(value, bool), "is true or false.", "true")
 POSITIVE = whole(1, "has to be a positive whole number.", "1")
-POSITIVE_NUMBER = must(lambda v: _is_number(v) and v > 0, "has to be a positive number.", "300")
-LOSS_WEIGHT = must(lambda v: _is_number(v) and v >= 0, "is a weight of a loss: 0 or more.", "0.001")
-SEED = must(lambda v: is_whole(v) and 0 <= v < _SEEDS, f"is a whole number from 0 to {_SEEDS - 1}.", "42")
-DTYPE = _dtype(DTYPES, "bf16")
-KEPT_DTYPE = _dtype(
+POSITIVE_NUMBER = must(lambda value: _is_number(value) and value > 0, "has to be a positive number.", "300")
+LOSS_WEIGHT = must(lambda value: _is_number(value) and value >= 0, "is a weight of a loss: 0 or more.", "0.001")
+SEED = must(lambda value: is_whole(value) and 0 <= value < _SEEDS, f"is a whole number from 0 to {_SEEDS - 1}.", "42")
+DTYPE = one_of(DTYPES, "bf16")
+KEPT_DTYPE = one_of(
     [name for name in DTYPES if name not in ("fp16", "float16")],
     "fp32",
-    ": float16 is for what is computed with (dtype), not for parameters and sums that are kept.",
+    ": float16 is for the compute (dtype), not for parameters and sums that are kept.",
 )
-MIXED_PRECISION: Rule = _mixed_precision
+MIXED_PRECISION = optional(_mixed_precision)
 REPLAY: Rule = _replay
 EXPERT_PLAN = optional(
     must(

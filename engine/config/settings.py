@@ -132,13 +132,13 @@ class EngineSettings:
     """The same for experts alone; null: as reshard_after_forward. False saves a gather where ep_size is large and a
     rank's experts are few"""
     keep_casts: bool = setting(False, FLAG, shards=True, of_experts=True)
-    """Cast weights that a rank shares with no other (experts, with ep_size * etp_size = fsdp_size) once for all
+    """Cast weights that one rank alone holds (experts, with ep_size * etp_size = fsdp_size) once for all
     micro-batches of a batch and their recomputation; the plan counts the memory"""
     prefetch_depth: int = setting(1, _PREFETCH, shards=True)
     """Layers (and the embeddings, and the head) that are gathered ahead of the compute; 0 for none"""
     dispatch_chunks: int = setting(-1, _CHUNKS, shards=True, of_experts=True)
-    """Parts in which a layer's tokens are dispatched, so that exchange and compute overlap. More than 1 needs
-    ep_size > 1. -1: by the sizes of model, mesh and micro-batch on NVIDIA GPUs, else 1"""
+    """Parts in which a layer's tokens are dispatched, so that exchange and compute overlap; more than 1 needs
+    ep_size > 1. -1: chosen by sizes on NVIDIA GPUs, else 1"""
     overlap_shared_experts: bool | None = setting(None, optional(FLAG), shards=True, of_experts=True)
     """Compute a layer's shared experts while its tokens are exchanged, in families that call them after the experts
     (docs/engine.md); needs ep_size > 1. null: for those, on NVIDIA GPUs"""
@@ -165,8 +165,8 @@ class EngineSettings:
     """Reduce gradients after the last micro-batch only: less communication, and unsharded gradients stay in memory
     between micro-batches"""
     chunked_logits: bool = setting(True, FLAG, shards=True)
-    """Compute log-probs and entropies in the head, tile by tile, so that logits are never whole. Families that change
-    logits after the head, and losses on other values of them, compute whole ones"""
+    """Compute log-probs and entropies in the head, tile by tile, never whole logits. Families that change logits after
+    the head, and losses on other values of logits, compute whole ones"""
     entropy_from_logits_with_chunking: bool = setting(False, FLAG)
     """Compute the entropy of whole logits in chunks"""
     entropy_from_logits_chunk_size: int = setting(2048, POSITIVE)
@@ -186,8 +186,8 @@ class EngineSettings:
     forward_only: bool = setting(False, FLAG)
     """Never run a backward; ref sets it for itself"""
     rollout_sync: str = setting("auto", _SYNCED_AS)
-    """Weights that a trainer rank sends to the rollout worker beside it: full tensors; sliced, only the worker's parts;
-    auto, sliced, or full with a line of log if rollout, version or family require it"""
+    """Weights that a rank sends to the rollout worker beside it: full tensors; sliced, the worker's parts; auto,
+    sliced if rollout, version and family allow it, else full, logged"""
     rollout_quantization_aware: Any = setting(False, _ROUNDED)
     """Compute with weights rounded as a rollout in FP8 (rollout.quantization=fp8) or compressed-tensors gets them:
     true, all that it quantises; experts, theirs alone. For actor and reference policy"""

@@ -1,10 +1,9 @@
 """Let Hydra find ``engine=epfsdp2`` in verl's configs.
 
-verl's search path lacks this package's folder, which a ``SearchPathPlugin`` adds. verl's ``ppo_trainer.yaml`` has
-``model_engine`` in its defaults list but no ``engine``, so that Hydra refuses ``engine=...``. Therefore a
-``ConfigSource`` serves verl's folder and adds that entry to the list, which then overrides ``model_engine``. It adds a
-second entry after verl's rollout, because that sets keys to null which this engine sets. Every stock choice composes as
-without this package.
+A ``SearchPathPlugin`` adds this package's folder to verl's search path. The defaults list of ``ppo_trainer.yaml`` has
+``model_engine`` but no ``engine``, so that Hydra refuses ``engine=...``. Therefore a ``ConfigSource`` serves verl's
+folder and adds that entry to the list, which then overrides ``model_engine``. It adds a second entry after verl's
+rollout, because that sets keys to null which this engine sets. Every stock choice composes as without this package.
 
 Imports Hydra alone, because every process runs this at ``import verl``.
 """

@@ -85,7 +85,7 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
         check_settings(self)
         if not isinstance(self.router_replay, EngineRouterReplayConfig):
             entries = {key: value for key, value in self.router_replay.items() if key != "_target_"}
-            vars(self)["router_replay"] = EngineRouterReplayConfig(**entries)
+            self.__dict__["router_replay"] = EngineRouterReplayConfig(**entries)
         _register()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -115,8 +115,8 @@ def engine_config(**settings: Any) -> EPFSDP2EngineConfig:
 class EPFSDP2ActorConfig(ActorConfig):
     """Actor, and with ``forward_only`` the reference policy: verl's settings, and the role's engine.
 
-    ``rollout`` has the rollout settings that the driver checks together with the engine's (``preflight``),
-    ``reference`` the engine's settings of the reference policy, ``names`` the user's spelling of this role's settings.
+    ``rollout`` has the rollout settings that the driver checks together with the engine's (``preflight``).
+    ``reference`` has the engine's settings of the reference policy, ``names`` the user's spelling of this role's.
     """
 
     strategy: str = STRATEGY

@@ -261,7 +261,7 @@ def test_critic_is_built_of_verls_parts_and_follows_its_own_token_limit(tmp_path
             "optimizer",
             "extra",
         ]
-        # What verl's trainers (v1: trainer_base.py, 267) give the engine.
+        # verl's trainers pass these to the engine (v1: trainer_base.py, 267).
         assert (critic.ppo_max_token_len_per_gpu, critic.ppo_infer_max_token_len_per_gpu) == (8192, 8192)
     mine = composed("ppo_trainer", "engine=epfsdp2", "critic.ppo_infer_max_token_len_per_gpu=4096")
     assert mine.critic.ppo_infer_max_token_len_per_gpu == 4096

@@ -1,4 +1,4 @@
-"""What is set for one role counts for it, and no key of verl's FSDP roles is silently dropped."""
+"""A setting of one role overrides the shared one, and no key of verl's FSDP roles is silently dropped."""
 
 import logging
 import os
@@ -127,7 +127,7 @@ def test_role_settings_by_default_are_verls():
         assert VERL_KEYS["engine"][key].default == yaml[key] and getattr(stock, key) in (yaml[key], {})
 
 
-# What is given for a role counts for it.
+# Settings of one role override the shared ones.
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
@@ -189,7 +189,7 @@ def test_role_settings_that_are_empty_give_the_shared_engine():
         assert config.names == {}
 
 
-# What is refused, and what is said.
+# Refusals and log lines.
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_role_settings_whose_spellings_agree_are_taken():
 @pytest.fixture
 def said(caplog, monkeypatch):
     roles._log_once.cache_clear()
-    # What other tests have in /dev/shm just now is no part of what is looked at.
+    # Other tests may have files in /dev/shm at the moment.
     monkeypatch.setattr("epfsdp2.engine.config.roles.report_leftovers", lambda: None)
     caplog.set_level(logging.WARNING, logger="epfsdp2")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "epfsdp2"]

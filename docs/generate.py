@@ -6,10 +6,11 @@ python docs/generate.py --check    # status 1 where one is not what would be wri
 """
 
 import argparse
+import ast
+import itertools
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,13 @@ from family_table import families_page  # noqa: E402
 from pictures import loop, sync, update  # noqa: E402
 from room_table import architecture  # noqa: E402
 
-from epfsdp2.engine.declared.derived import as_yaml  # noqa: E402
-from epfsdp2.engine.declared.engine_settings import EngineSettings  # noqa: E402
+from epfsdp2.engine.config.settings import EngineSettings, as_yaml  # noqa: E402
 
 _YAML = "conf/engine/epfsdp2.yaml"
 _NOT_SET = ("strategy", "forward_only")  # which no user sets
 _UNBROKEN: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
 _YAML_HEAD = """\
-# Generated from engine/declared/engine_settings.py by docs/generate.py. Format, as in verl's configs: comments
+# Generated from engine/config/settings.py by docs/generate.py. Format, as in verl's configs: comments
 # above each field, a blank line between fields, no inline comments. Names are those of verl's engine/fsdp.yaml
 # wherever the meaning is the same.
 
@@ -36,7 +36,7 @@ _target_: epfsdp2.engine.config.engine_config
 """
 _SETTINGS = f"""# Settings
 
-Generated from [engine/declared/engine_settings.py](../engine/declared/engine_settings.py), as [{_YAML}](../{_YAML}) is,
+Generated from [engine/config/settings.py](../engine/config/settings.py), as [{_YAML}](../{_YAML}) is,
 by `python docs/generate.py`.
 
 All are given under `engine.`: `engine.ep_size=8`. Settings that verl's FSDP engine has as well keep name and meaning.
@@ -89,30 +89,25 @@ def settings_page() -> str:
 
 
 def listed() -> Iterator[tuple[str, str, str]]:
-    """Yield dotted name, default and text of every setting; a mapping's own are its keys."""
-    for entry in fields(EngineSettings):
-        inner = entry.metadata["inner"]
-        for key, (default, text) in inner.items():
-            yield f"{entry.name}.{key}", as_yaml(default), text
-        if not inner:
-            yield entry.name, as_yaml(getattr(EngineSettings(), entry.name)), entry.metadata["text"]
+    """Yield dotted name, default and help of every setting. The help is the string below it in the source."""
+    source = ast.parse((ROOT / "engine/config/settings.py").read_text())
+    body = next(n.body for n in source.body if isinstance(n, ast.ClassDef) and n.name == "EngineSettings")
+    for declared, text in itertools.pairwise(body):
+        if isinstance(declared, ast.AnnAssign):
+            name, help_ = ast.unparse(declared.target), " ".join(ast.literal_eval(text.value).split())
+            value = getattr(EngineSettings(), name)
+            replays = name == "router_replay"
+            yield name + ".mode" * replays, value.mode if replays else as_yaml(value), help_
 
 
 def settings_yaml() -> str:
     """Hydra's file of the settings, in the format of verl's configs."""
-    default, parts = EngineSettings(), [_YAML_HEAD]
-    for entry in fields(EngineSettings):
-        lines = _comment(entry.metadata["text"])
-        inner = entry.metadata["inner"]
-        lines.append(f"{entry.name}:" if inner else f"{entry.name}: {as_yaml(getattr(default, entry.name))}")
-        for key, (value, text) in inner.items():
-            lines += ["", *_comment(text, "  "), f"  {key}: {as_yaml(value)}"]
-        parts.append("\n".join(lines) + "\n")
+    parts = [_YAML_HEAD]
+    for dotted, default, text in listed():
+        name, _, inner = dotted.partition(".")
+        comment = textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ", **_UNBROKEN)
+        parts.append(f"{comment}\n{name}: {f'{{{inner}: {default}}}' if inner else default}\n")
     return "\n".join(parts)
-
-
-def _comment(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, 120, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", **_UNBROKEN)
 
 
 def _cell(text: str) -> str:

@@ -46,7 +46,7 @@ def loop() -> str:
 def update() -> str:
     """Draw an update: what runs once, and what runs for each micro-batch."""
     once = (
-        _Box("settings", "engine/config.py", "checked on the driver"),
+        _Box("settings", "engine/config/roles.py", "checked on the driver"),
         _Box("shard", "engine/parallelize.py", "experts over ep, FSDP2 over all ranks"),
         _Box("load", "engine/checkpoint/load.py", "each rank its own bytes"),
     )

@@ -35,9 +35,9 @@ from benchmarks.tables import newest, write_table
 from benchmarks.training.small_models import architecture, small_model
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.compat.versions import installed
+from epfsdp2.engine.config.values import DTYPES
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.run import check_training
-from epfsdp2.engine.settings.values import DTYPES
 from tests.e2e.models import small_families
 from tests.e2e.runs import overrides, running
 from tests.rollout.served_families import SERVED
@@ -257,8 +257,8 @@ def checks(module: str, arguments: list[str]) -> str:
     """What the driver says, as on a machine with GPUs and flash-attn: "passes", or the refusal's first sentence."""
     with contextlib.ExitStack() as stack:
         for target, value in (
-            ("epfsdp2.engine.config.get_device_name", lambda: "cuda"),
-            ("epfsdp2.engine.config.is_support_ipc", lambda: True),
+            ("epfsdp2.engine.config.roles.get_device_name", lambda: "cuda"),
+            ("epfsdp2.engine.config.roles.is_support_ipc", lambda: True),
             (
                 "epfsdp2.engine.preflight.features.versions.installed",
                 lambda name: installed(name) or [*versions.tested(name), "0"][0],

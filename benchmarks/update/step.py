@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 from benchmarks.machine import machine
 from benchmarks.tables import write_table
 from benchmarks.update.matmuls import matmuls, seconds
-from epfsdp2.engine.declared.derived import sharding_options
+from epfsdp2.engine.config.settings import sharding_options
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.planner.memory import Batch
 from epfsdp2.engine.planner.model_sizes import ModelSizes

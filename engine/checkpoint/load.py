@@ -18,9 +18,9 @@ from torch import nn
 from tqdm import tqdm
 
 from ..compat.transformers_names import Transpose
+from ..config.values import ACTOR_MODEL
 from ..errors import SettingError, listed
 from ..model.weight_sources import Source, list_numbers, match_sources, tied_names
-from ..settings.values import ACTOR_MODEL
 from ..topology.dtensor import checkpoint_tensors, is_expert_parameter, local_pieces, local_tensor
 from ..topology.index_ranges import IndexRange, bounding_range
 from ..topology.mesh import Meshes

@@ -14,12 +14,12 @@ __all__ = ["ShardingOptions"]
 class ShardingOptions:
     """Options of ``parallelize``.
 
-    Most are settings of the same name (``declared/engine_settings.py``). The others:
+    Most are settings of the same name (``config/settings.py``). The others:
 
     Args:
         param_dtype: dtype of the gathered parameters and of the compute.
         reduce_dtype: dtype of the gradient reduction.
-        dispatch_chunks, overlap_shared_experts: the settings' values, or automatic ones (``declared/automatic.py``).
+        dispatch_chunks, overlap_shared_experts: the settings' values, or automatic ones (``config/automatic.py``).
         activation_offload: keep the inputs of recomputed layers on the host.
         head_in_root: keep the head in the root's unit, for code that reads its weight without calling it (fused linear
             cross-entropy).

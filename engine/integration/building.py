@@ -18,8 +18,9 @@ from verl.workers.config.optimizer import build_optimizer
 
 from ...rollout.sync import RolloutSync, SyncSettings
 from ..checkpoint.safetensors_reader import CheckpointFiles, check_files, local_checkpoint, open_checkpoint
-from ..declared.automatic import AutomaticOverlap
-from ..declared.derived import param_dtype
+from ..config.automatic import AutomaticOverlap
+from ..config.settings import param_dtype
+from ..config.values import DTYPES, attention_of
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import SequenceParallel
 from ..fsdp.wrap_plan import compute_dtypes
@@ -41,7 +42,6 @@ from ..packing.sequences import PackedSequences
 from ..planner.run import StepEstimate, configured_batch, estimate_step, format_mesh
 from ..preflight.dense_models import check_alone, not_applied, without_experts
 from ..preflight.run import check_training
-from ..settings.values import DTYPES, attention_of
 from ..topology.dtensor import is_adapter
 from ..topology.mesh import Meshes
 from ..topology.rank_consistency import check_agreement, model_facts, raise_on_all_ranks, without_paths

@@ -9,6 +9,7 @@ from verl.utils.device import get_device_name
 
 from ..checkpoint import state as checkpoint
 from ..checkpoint.saves import CheckpointSaver
+from ..config.values import overrides_of
 from ..fsdp.reshard import reshard_all
 from ..model.value_head import value_fields
 from ..model_files import (
@@ -23,7 +24,6 @@ from ..model_files import (
     write_files,
 )
 from ..optim.loss_scale import LossScale
-from ..settings.values import overrides_of
 from ..survivors.watch import Watch
 from ..topology.rank_consistency import raise_on_all_ranks
 

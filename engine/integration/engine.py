@@ -17,7 +17,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from ...rollout import servers
 from ..build import shard_and_load
 from ..checkpoint.saves import CheckpointSaver
-from ..declared.derived import sharding_options
+from ..config.settings import sharding_options
 from ..fsdp.single_rank import keeping_casts
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from .building import BuildsModel

@@ -9,11 +9,11 @@ from torch import nn
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import EngineRegistry
 
+from ..config.values import STRATEGY
 from ..head.causal_head import CausalHead, Wanted, why_whole_logits
 from ..moe.find import find_experts
 from ..moe.router.replay import RouterReplay
 from ..preflight.features import check_replay
-from ..settings.roles import STRATEGY
 from .engine import DEVICES, EPFSDP2Engine
 from .step_features import ReplayedRoutes
 

@@ -9,9 +9,9 @@ from transformers import AutoModelForTokenClassification
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
+from ..config.values import STRATEGY
 from ..lora.settings import LoraSettings
 from ..model.value_head import give_value_head, has_value_class, prepare_config, value_head
-from ..settings.roles import STRATEGY
 from .engine import DEVICES, EPFSDP2Engine
 
 __all__ = ["EPFSDP2EngineWithValueHead"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config.values import get_setting, plain
 from ..errors import SettingError, listed
-from ..settings.values import get_setting, plain
 
 __all__ = ["ADAPTER_CONFIG", "LoraSettings"]
 

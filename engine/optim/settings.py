@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..config.values import get_setting, plain
 from ..errors import SettingError, close_matches
-from ..settings.values import get_setting, plain
 from .muon import Muon
 from .shard_trial import why_not_sharded
 

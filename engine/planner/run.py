@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ..declared.derived import planned_overrides
+from ..config.settings import planned_overrides
+from ..config.values import DTYPES, get_setting
 from ..fsdp.options import ShardingOptions
 from ..moe.deepep import buffer_bytes
 from ..optim.settings import wants_muon
-from ..settings.values import DTYPES, get_setting
 from ..topology.mesh import Topology
 from .memory import IMBALANCE, Batch, MemoryPoint, OptimizerKind, peak, saved_bytes
 from .model_sizes import ModelSizes

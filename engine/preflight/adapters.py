@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...rollout.servers import BACKEND, server_of
+from ..config.values import ACTOR_MODEL, CHECKPOINT_BACKEND, get_setting
 from ..errors import SettingError
 from ..lora.adapters import Lora, lora_of
 from ..lora.peft_files import check_dora, read_adapter
@@ -14,7 +15,6 @@ from ..lora.settings import LoraSettings
 from ..model.value_head import as_critic, value_head
 from ..moe.find import find_experts
 from ..moe.gemm.backends import REGISTERED
-from ..settings.values import ACTOR_MODEL, CHECKPOINT_BACKEND, get_setting
 from ..topology.mesh import Topology
 from .cut_experts import check_cut_experts, check_experts
 from .model_facts import ModelFacts, facts_of

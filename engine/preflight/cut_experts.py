@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..config.values import CHECKPOINT_BACKEND, OPTIMIZERS
 from ..errors import SettingError
 from ..moe.find import check_etp, find_experts
 from ..optim.settings import wants_muon
-from ..settings.values import CHECKPOINT_BACKEND, OPTIMIZERS
 from ..topology.expert_placement import check_experts_divide, ep_fsdp_dim
 from ..topology.mesh import Topology
 from .model_facts import ModelFacts

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..declared.derived import expert_settings
+from ..config.settings import expert_settings
 from ..errors import SettingError
 from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
 from ..moe.find import find_experts

@@ -8,7 +8,8 @@ from typing import Any
 from pyarrow import parquet
 
 from ..compat import versions
-from ..declared.derived import param_dtype
+from ..config.settings import param_dtype
+from ..config.values import ACTOR_MODEL, DEFAULT_ATTENTION, DTYPES, attention_of, get_setting, plain
 from ..errors import SettingError
 from ..fsdp.ulysses import SETTING as SEQUENCE
 from ..fsdp.ulysses import check_attention_splits
@@ -17,7 +18,6 @@ from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.router.losses import check_router_logits
 from ..packing.sequences import why_not_packed
-from ..settings.values import ACTOR_MODEL, DEFAULT_ATTENTION, DTYPES, attention_of, get_setting, plain
 from ..topology.mesh import Topology, check_sequence_size
 from .model_facts import ModelFacts
 

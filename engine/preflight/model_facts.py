@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ...rollout.servers import server_named
 from ..checkpoint.safetensors_reader import HUB_ID, check_files, missing_weights, open_checkpoint
 from ..compat.transformers_names import no_init_weights
+from ..config.values import ACTOR_MODEL, attention_of, overrides_of, plain
 from ..errors import SettingError
 from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
 from ..model.families import KNOWN_AS, NOT_CAUSAL
 from ..model.meta import check_no_kernels, check_not_quantised
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
 from ..moe.outside.families import prepare
-from ..settings.values import ACTOR_MODEL, attention_of, overrides_of, plain
 from ..topology.expert_placement import EtpDim
 
 __all__ = ["ModelFacts", "check_model_path", "facts_of", "import_external", "inspect_model", "largest_sent"]

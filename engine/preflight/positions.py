@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...rollout.servers import SERVERS, server_of
+from ..config.values import ACTOR_MODEL
 from ..errors import SettingError
 from ..model.families import SCALED_BY_LENGTH
 from ..packing.positions import rotary_by_length, rotary_kinds
-from ..settings.values import ACTOR_MODEL
 from .model_facts import ModelFacts
 
 __all__ = ["check_positions", "max_model_len"]

@@ -10,8 +10,8 @@ from typing import Any
 from ..checkpoint.atomic_folder import MANIFEST, CheckpointError, partial_dir
 from ..checkpoint.saves import latest_step
 from ..checkpoint.stored_shards import check_contents
+from ..config.values import get_setting, plain
 from ..errors import SettingError
-from ..settings.values import get_setting, plain
 
 __all__ = ["check_background_saves", "check_resume"]
 

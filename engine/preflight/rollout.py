@@ -18,11 +18,11 @@ from ...rollout.plan.transfer_plan import (
 )
 from ...rollout.sent_tensors import slices_of_workers, tensor_specs, with_scales
 from ...rollout.servers import BACKEND, SERVERS, choose_mode, server_of
-from ..declared.derived import sharding_options
+from ..config.settings import sharding_options
+from ..config.values import CHECKPOINT_BACKEND, DTYPES
 from ..errors import SettingError
 from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding
 from ..model.layers import layer_names
-from ..settings.values import CHECKPOINT_BACKEND, DTYPES
 from ..topology.mesh import Topology
 from .model_facts import ModelFacts, largest_sent
 

@@ -16,13 +16,13 @@ from torch import nn
 from ...rollout.servers import SERVERS, server_of
 from ..checkpoint.state import KNOWN_CONTENTS
 from ..compat import versions
-from ..declared.derived import param_dtype
+from ..config.settings import param_dtype
+from ..config.values import ACTOR_MODEL, OPTIMIZERS, get_setting, plain
 from ..errors import SettingError
 from ..moe.find import find_experts
 from ..moe.gemm.backends import choose_backend
 from ..moe.overlap import check_overlap
 from ..optim.settings import check_optimizer
-from ..settings.values import ACTOR_MODEL, OPTIMIZERS, get_setting, plain
 from ..topology.mesh import Topology
 from .adapters import check_adapters_alone, check_lora, with_value_head
 from .cut_experts import check_cut_experts, check_cut_experts_sync, check_experts

@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ...engine.declared.automatic import AutomaticOverlap
-from ...engine.declared.derived import PLANNED, planned_settings, sharding_options
+from ...engine.config.automatic import AutomaticOverlap
+from ...engine.config.settings import PLANNED, planned_settings, sharding_options
+from ...engine.config.values import DTYPES
 from ...engine.errors import SettingError
 from ...engine.lora.adapters import Lora
 from ...engine.lora.settings import LoraSettings
@@ -30,7 +31,6 @@ from ...engine.planner.memory import IMBALANCE, Batch
 from ...engine.planner.model_sizes import ModelSizes
 from ...engine.planner.run import format_plan, format_step
 from ...engine.preflight.model_facts import import_external
-from ...engine.settings.values import DTYPES
 from .cards import MODEL_HELP, config_of
 from .meshes import Request, choices, recommended, smallest
 from .roofline import ERROR, Cluster

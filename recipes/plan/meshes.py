@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...engine.declared.automatic import AutomaticOverlap
+from ...engine.config.automatic import AutomaticOverlap
 from ...engine.errors import SettingError
 from ...engine.fsdp.options import ShardingOptions
 from ...engine.planner.memory import Batch, MemoryPoint, peak, timeline

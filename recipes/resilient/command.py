@@ -3,16 +3,15 @@
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ...engine.declared.engine_settings import EngineSettings
+from ...engine.config.values import get_setting
+from ...engine.config.verl_keys import known_settings
 from ...engine.errors import SettingError
-from ...engine.settings.roles import ENGINE_TAKEN, without_verls_keys
-from ...engine.settings.values import get_setting
 
 __all__ = ["Command"]
 
@@ -52,8 +51,7 @@ class Command:
         if "epfsdp2" not in str(get_setting(config, "engine._target_")):
             raise SettingError("resilient", said, "has no engine=epfsdp2, whose checkpoints fit another mesh.", _WORKS)
         # Hydra lets any key of the engine through: the trainer is to refuse it, which here would be an attempt.
-        known = {field.name for field in fields(EngineSettings)} | ENGINE_TAKEN
-        without_verls_keys("engine", get_setting(config, "engine"), known, [])
+        known_settings("engine", get_setting(config, "engine"), [])
         return cls(tuple(words), config)
 
     def setting(self, name: str, default: Any = None) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ...engine.declared.derived import PLANNED, planned_settings
+from ...engine.config.settings import PLANNED, planned_settings
 from ...engine.errors import SettingError
 from ..plan.cards import config_of
 from ..plan.cli import parse, request_of

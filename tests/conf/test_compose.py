@@ -21,7 +21,8 @@ from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.config.model import HFModelConfig, MtpConfig
 
 from epfsdp2.conf.search_path import with_engine_entry
-from epfsdp2.engine.config import EPFSDP2CriticConfig, EPFSDP2EngineConfig, engine_settings
+from epfsdp2.engine.config import EPFSDP2CriticConfig, EPFSDP2EngineConfig
+from epfsdp2.engine.config.settings import SETTINGS
 from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 
 VERL_CONFIG = os.path.dirname(verl.trainer.config.__file__)
@@ -260,7 +261,7 @@ def test_critic_is_built_of_verls_parts_and_follows_its_own_token_limit(tmp_path
             "optimizer",
             "extra",
         ]
-        # What verl's trainers (v1: trainer_base.py, 267) give the engine.
+        # verl's trainers pass these to the engine (v1: trainer_base.py, 267).
         assert (critic.ppo_max_token_len_per_gpu, critic.ppo_infer_max_token_len_per_gpu) == (8192, 8192)
     mine = composed("ppo_trainer", "engine=epfsdp2", "critic.ppo_infer_max_token_len_per_gpu=4096")
     assert mine.critic.ppo_infer_max_token_len_per_gpu == 4096
@@ -293,7 +294,7 @@ def test_yaml_lists_every_setting_with_its_default_and_a_comment():
     listed = OmegaConf.to_container(OmegaConf.load(path))
     router_replay = listed.pop("router_replay")
     assert listed.pop("_target_") == "epfsdp2.engine.config.engine_config"
-    assert set(listed) == engine_settings() - {"router_replay"}
+    assert set(listed) == SETTINGS - {"router_replay"}
     default = EPFSDP2EngineConfig()
     assert listed == {name: getattr(default, name) for name in listed}
     assert router_replay["mode"] == default.router_replay.mode

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from epfsdp2.engine import cleanup
-from epfsdp2.engine import config as engine_config_module
+from epfsdp2.engine.config import roles as engine_config_module
 
 _HOLD = """
 import mmap, os, sys, time

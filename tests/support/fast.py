@@ -11,7 +11,7 @@ FAST = (
     "tests/engine/checkpoint/test_checkpoint.py",
     "tests/engine/checkpoint/test_background_saves.py",
     "tests/engine/optim/test_clip.py",
-    "tests/engine/test_config.py",
+    "tests/engine/config/test_settings.py",
     "tests/engine/moe/test_dispatch.py",
     "tests/engine/test_exactness.py::test_training_on_every_mesh_has_the_gradients_norm_and_steps_of_the_plain_model[False]",
     "tests/engine/test_exactness.py::test_gradient_reduction_in_bfloat16_or_over_gloo_on_a_gpu_sums_and_divides_after",
@@ -23,7 +23,7 @@ FAST = (
     "tests/engine/optim/test_optimizer.py",
     "tests/engine/optim/test_optimizer_settings.py",
     "tests/engine/test_order.py",
-    "tests/engine/settings/test_role_settings.py",
+    "tests/engine/config/test_role_settings.py",
     "tests/recipes/test_plan.py",
     "tests/rollout/transport/test_checksums.py",
     "tests/rollout/transport/test_exchange.py",
@@ -37,7 +37,7 @@ FAST = (
     "tests/test_walls.py",
 )
 LEFT_OUT = (
-    "tests/engine/test_config.py::test_engine_config_unpickled_in_a_new_process_registers_the_engine",
+    "tests/engine/config/test_settings.py::test_engine_config_unpickled_in_a_new_process_registers_the_engine",
     "tests/test_walls.py::test_old_names_that_users_have_lead_to_the_code",
     "tests/test_server_walls.py::test_checkpoint_engine_is_registered_by_the_module_that_configs_name",
 )

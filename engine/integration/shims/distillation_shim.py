@@ -10,7 +10,7 @@ from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
-from ...settings.roles import STRATEGY
+from ...config.values import STRATEGY
 
 __all__ = ["install"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...checkpoint.background import copied_to_host
-from ...settings.roles import STRATEGY
+from ...config.values import STRATEGY
 from ...topology.dtensor import local_tensor
 
 __all__ = ["install", "restore", "save"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from epfsdp2.engine.declared.derived import as_yaml
+from epfsdp2.engine.config.settings import as_yaml
 from epfsdp2.recipes.quickstart.model import build_tokenizer
 from tests.rollout.served_families import SERVED
 

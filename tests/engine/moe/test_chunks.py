@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from epfsdp2.engine.config import engine_config
-from epfsdp2.engine.declared.automatic import AutomaticOverlap
-from epfsdp2.engine.declared.derived import sharding_options
+from epfsdp2.engine.config.automatic import AutomaticOverlap
+from epfsdp2.engine.config.settings import sharding_options
 from epfsdp2.engine.integration import building
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.moe.chunks import DispatchSizes

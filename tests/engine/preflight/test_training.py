@@ -3,11 +3,11 @@
 import pytest
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
+from epfsdp2.engine.config.values import OPTIMIZERS
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.cut_experts import check_cut_experts_sync
 from epfsdp2.engine.preflight.model_facts import largest_sent
 from epfsdp2.engine.preflight.run import check_run, check_training
-from epfsdp2.engine.settings.values import OPTIMIZERS
 from epfsdp2.engine.topology.expert_placement import EtpDim
 from tests.parity.families import save
 from tests.support.trainer.preflight import MODEL, SDPA, paragraph

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 
-from epfsdp2.engine import config as engine_config_module
+from epfsdp2.engine.config import roles as engine_config_module
 from epfsdp2.engine.errors import SettingError
 from tests.support.trainer.preflight import BACKEND, BUCKET, MODEL, TENSOR_PARALLEL, VLLM, paragraph
 from tests.support.trainer.settings import saved_checkpoint

@@ -5,7 +5,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from epfsdp2.engine.config import EPFSDP2ActorConfig
-from epfsdp2.engine.declared.checks import check_settings
+from epfsdp2.engine.config.settings import check_settings
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.rounding import check_rounding
 from epfsdp2.engine.preflight.run import check_run, check_training

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from epfsdp2.engine.checkpoint.atomic_folder import atomic_checkpoint_dir
-from epfsdp2.engine.declared.engine_settings import EngineSettings
+from epfsdp2.engine.config.settings import EngineSettings
 
 __all__ = ["TINY", "checkpoint", "engine", "saved_checkpoint"]
 

@@ -11,18 +11,20 @@ __all__ = [
     "DEFAULT_ATTENTION",
     "DTYPES",
     "OPTIMIZERS",
+    "STRATEGY",
     "attention_of",
     "get_setting",
     "overrides_of",
     "plain",
 ]
 
+STRATEGY = "epfsdp2"
 ACTOR_MODEL = "actor_rollout_ref.model"
 CHECKPOINT_BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
-# How a user calls the optimizer's node, by how they call the model's.
+# Name of the optimizer's node, by the name of the model's.
 OPTIMIZERS = {ACTOR_MODEL: "actor_rollout_ref.actor.optim", "critic.model": "critic.optim", "model": "optim"}
 DEFAULT_ATTENTION = "flash_attention_2"  # verl 0.9.1, workers/config/model.py
-# What a setting of the engine may call a dtype; float16 only for what is computed with.
+# Names of dtypes in settings; float16 is for the compute alone.
 DTYPES = {
     **{"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16},
     **{"fp16": torch.float16, "float16": torch.float16},

@@ -1,4 +1,4 @@
-"""What is set for one role counts for it, and no key of verl's FSDP roles is silently dropped."""
+"""A setting of one role overrides the shared one, and no key of verl's FSDP roles is silently dropped."""
 
 import logging
 import os
@@ -20,26 +20,17 @@ from verl.workers.config.critic import CriticConfig, FSDPCriticConfig
 from verl.workers.config.engine import EngineConfig, FSDPEngineConfig
 
 from epfsdp2.engine.config import (
-    DriverError,
     EPFSDP2ActorConfig,
     EPFSDP2CriticConfig,
     EPFSDP2EngineConfig,
     actor_config,
     critic_config,
     engine_config,
-    engine_settings,
+    roles,
 )
-from epfsdp2.engine.settings import roles as role_settings
-from epfsdp2.engine.settings.roles import (
-    ENGINE_NO_USE,
-    ENGINE_REFUSED,
-    ENGINE_TAKEN,
-    ROLE_NO_USE,
-    ROLE_REFUSED,
-    ROLE_TAKEN,
-    SET_BY_VERL,
-    VERLS_OWN,
-)
+from epfsdp2.engine.config.roles import DriverError
+from epfsdp2.engine.config.settings import SETTINGS
+from epfsdp2.engine.config.verl_keys import VERL_KEYS
 
 VERL_CONFIG = os.path.dirname(verl.trainer.config.__file__)
 ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
@@ -106,36 +97,37 @@ def field_names(*kinds):
     return {f.name for kind in kinds for f in fields(kind)} - {"_target_"}
 
 
+def named(node, use):
+    return {name for name, key in VERL_KEYS[node].items() if key.use == use}
+
+
 def test_role_settings_hold_every_key_of_verls_fsdp_engine_in_one_list():
     keys = field_names(FSDPEngineConfig, EngineConfig) | yaml_keys("engine", "fsdp.yaml")
-    tables = [ENGINE_TAKEN, set(ENGINE_NO_USE), set(ENGINE_REFUSED), SET_BY_VERL]
-    assert keys == set().union(*tables) and sum(map(len, tables)) == len(keys)
-    assert engine_settings() >= ENGINE_TAKEN
-    assert {f.name for f in fields(EngineConfig)} >= SET_BY_VERL
+    assert keys == set(VERL_KEYS["engine"])
+    assert named("engine", "taken") <= SETTINGS
+    assert {f.name for f in fields(EngineConfig)} >= named("engine", "verl's")
 
 
 def test_role_settings_hold_every_key_of_verls_roles_in_one_list():
     keys = field_names(ActorConfig, FSDPActorConfig, CriticConfig, FSDPCriticConfig)
     for group in ("actor", "ref", "critic"):
         keys |= yaml_keys(group, f"{group}.yaml") | yaml_keys(group, f"dp_{group}.yaml")
-    tables = [ROLE_TAKEN, set(ROLE_NO_USE), set(ROLE_REFUSED), VERLS_OWN]
-    assert keys == set().union(*tables) and sum(map(len, tables)) == len(keys)
+    # verl's worker renames log_prob_* before it builds the reference policy; the nodes of verl's engines are merged.
+    keys = {key for key in keys if not key.startswith("log_prob_")} - {"fsdp", "fsdp_config"}
     ours = field_names(EPFSDP2ActorConfig, EPFSDP2CriticConfig)
-    # What verl's worker renames before it builds the reference policy, and the nodes of verl's engines, are no fields.
-    renamed = {key for key in VERLS_OWN if key.startswith("log_prob_")} | {"fsdp", "fsdp_config"}
-    assert ours >= VERLS_OWN - renamed
-    assert engine_settings() >= ROLE_TAKEN
+    assert keys - ours == set(VERL_KEYS["role"]) - ours
+    assert named("role", "taken") <= SETTINGS
 
 
 def test_role_settings_by_default_are_verls():
     stock = FSDPEngineConfig()
     path = os.path.join(VERL_CONFIG, "engine", "fsdp.yaml")
     yaml = OmegaConf.to_container(OmegaConf.load(path))
-    for key, (default, _) in ENGINE_NO_USE.items():
-        assert default == yaml[key] and getattr(stock, key) in (default, {})
+    for key in named("engine", "ignored"):
+        assert VERL_KEYS["engine"][key].default == yaml[key] and getattr(stock, key) in (yaml[key], {})
 
 
-# What is given for a role counts for it.
+# Settings of one role override the shared ones.
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
@@ -197,7 +189,7 @@ def test_role_settings_that_are_empty_give_the_shared_engine():
         assert config.names == {}
 
 
-# What is refused, and what is said.
+# Refusals and log lines.
 
 
 @pytest.mark.parametrize(
@@ -260,9 +252,9 @@ def test_role_settings_whose_spellings_agree_are_taken():
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    role_settings._told.cache_clear()
-    # What other tests have in /dev/shm just now is no part of what is looked at.
-    monkeypatch.setattr("epfsdp2.engine.config.report_leftovers", lambda: None)
+    roles._log_once.cache_clear()
+    # Other tests may have files in /dev/shm at the moment.
+    monkeypatch.setattr("epfsdp2.engine.config.roles.report_leftovers", lambda: None)
     caplog.set_level(logging.WARNING, logger="epfsdp2")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "epfsdp2"]
 
@@ -273,7 +265,7 @@ def validated(model, *overrides, world=2):
 
 
 def test_role_settings_without_effect_are_reported_once_on_the_driver(model, said, monkeypatch):
-    monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr("epfsdp2.engine.config.roles.check_run", lambda *args, **kwargs: None)
     quiet = [f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=0", f"{ACTOR}.fsdp_config.forward_prefetch=False"]
     validated(model, *quiet, f"{ACTOR}.fsdp_config.use_orig_params=False", f"{ACTOR}.fsdp_config.qat.enable=False")
     assert said() == []
@@ -289,7 +281,7 @@ def test_role_settings_without_effect_are_reported_once_on_the_driver(model, sai
 
 
 def test_role_settings_with_strategy_fsdp2_run_the_engine_and_say_so(model, said, monkeypatch):
-    monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr("epfsdp2.engine.config.roles.check_run", lambda *args, **kwargs: None)
     given = [f"{ACTOR}.strategy=fsdp2", "critic.strategy=fsdp2", f"critic.model.path={model}"]
     given.append("+critic.model.load_tokenizer=False")
     whole = composed(*given)
@@ -321,8 +313,8 @@ def test_sft_trainer_takes_verls_keys_in_its_one_node(said):
 
 
 def test_role_settings_of_the_reference_are_checked_against_the_world_by_its_own_names(model, monkeypatch):
-    monkeypatch.setattr("epfsdp2.engine.config.check_run", lambda *args, **kwargs: None)
-    monkeypatch.setattr("epfsdp2.engine.config.get_device_name", lambda: "cpu")
+    monkeypatch.setattr("epfsdp2.engine.config.roles.check_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr("epfsdp2.engine.config.roles.get_device_name", lambda: "cpu")
     validated(model, "engine.ep_size=2", f"{REF}.engine.ep_size=1", f"{REF}.fsdp_config.param_offload=True")
     for wrong, world, words in (
         (f"{REF}.engine.ep_size=4", 2, f"{REF}.engine.ep_size=4: "),
@@ -335,7 +327,7 @@ def test_role_settings_of_the_reference_are_checked_against_the_world_by_its_own
 
 
 def test_role_settings_of_the_critic_are_checked_by_its_own_names(model, monkeypatch):
-    monkeypatch.setattr("epfsdp2.engine.config.get_device_name", lambda: "cpu")
+    monkeypatch.setattr("epfsdp2.engine.config.roles.get_device_name", lambda: "cpu")
     paths = [f"critic.model.path={model}", "+critic.model.load_tokenizer=False"]
     paths.append("+critic.model.override_config.attn_implementation=sdpa")
     config = role(CRITIC, *paths, "engine.ep_size=2", "critic.fsdp.ulysses_sequence_parallel_size=3")
@@ -366,7 +358,7 @@ PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[Healt
 
 @PROPERTY
 @given(value=WRONG)
-@pytest.mark.parametrize("name", sorted(engine_settings()))
+@pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_engine_settings_of_any_value_are_taken_or_named(name, value):
     try:
         config = engine_config(**{name: value})
@@ -381,7 +373,7 @@ def test_engine_settings_of_any_value_are_taken_or_named(name, value):
 
 
 @PROPERTY
-@given(key=st.sampled_from(sorted(ENGINE_TAKEN | set(ENGINE_NO_USE) | set(ENGINE_REFUSED) | SET_BY_VERL)), value=WRONG)
+@given(key=st.sampled_from(sorted(VERL_KEYS["engine"])), value=WRONG)
 def test_role_settings_of_any_value_are_taken_or_named(key, value):
     batch = {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
     try:
@@ -391,7 +383,7 @@ def test_role_settings_of_any_value_are_taken_or_named(key, value):
 
 
 @PROPERTY
-@given(key=st.sampled_from(["engine", "fsdp", *sorted(ROLE_TAKEN), *ROLE_NO_USE, "strategy"]), value=WRONG)
+@given(key=st.sampled_from(["engine", "fsdp", *sorted(VERL_KEYS["role"].keys() - {"qat"}), "strategy"]), value=WRONG)
 def test_critic_settings_of_any_value_are_taken_or_named(model, key, value):
     try:
         critic_config(ppo_micro_batch_size_per_gpu=1, model={"path": str(model)}, **{key: value})

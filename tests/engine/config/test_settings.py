@@ -17,20 +17,24 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config.engine import FSDPEngineConfig
 
 from epfsdp2.engine.config import (
-    STRATEGY,
-    DriverError,
     EPFSDP2ActorConfig,
     EPFSDP2CriticConfig,
     EPFSDP2EngineConfig,
     critic_config,
     engine_config,
-    engine_settings,
 )
-from epfsdp2.engine.declared.derived import param_dtype, planned_overrides, planned_settings, sharding_options
-from epfsdp2.engine.declared.engine_settings import EngineSettings
+from epfsdp2.engine.config.roles import DriverError
+from epfsdp2.engine.config.settings import (
+    SETTINGS,
+    EngineSettings,
+    param_dtype,
+    planned_overrides,
+    planned_settings,
+    sharding_options,
+)
+from epfsdp2.engine.config.values import DTYPES, STRATEGY
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
-from epfsdp2.engine.settings.values import DTYPES
 from epfsdp2.rollout.layout.specs import SYNC_MODES
 
 
@@ -70,7 +74,7 @@ from epfsdp2.rollout.layout.specs import SYNC_MODES
         ({"model_dtype": "fp8"}, "engine.model_dtype=fp8: "),
         ({"model_dtype": "fp16"}, "engine.model_dtype=fp16: is one of fp32, float32, bf16, bfloat16: float16 is for"),
         ({"dtype": "float8"}, "engine.dtype=float8: is one of fp32, float32, bf16, bfloat16, fp16, float16."),
-        ({"dtype": "float16", "model_dtype": "bf16"}, "engine.model_dtype=bf16: parameters that are"),
+        ({"dtype": "float16", "model_dtype": "bf16"}, "engine.model_dtype=bf16: parameters whose"),
         ({"dtype": 16}, "engine.dtype=16: "),
         ({"mixed_precision": {"param_dtype": "fp8"}}, "engine.mixed_precision.param_dtype=fp8: "),
         ({"mixed_precision": {"reduce_dtype": "float16"}}, "engine.mixed_precision.reduce_dtype=float16: "),
@@ -87,7 +91,7 @@ from epfsdp2.rollout.layout.specs import SYNC_MODES
         ({"ulysses_sequence_parallel_size": 0}, "engine.ulysses_sequence_parallel_size=0: "),
         (
             {"ulysses_sequence_parallel_size": 2, "compile_dense": True},
-            "engine.compile_dense=True: what is compiled may",
+            "engine.compile_dense=True: compiled parts must",
         ),
         ({"epsize": 2}, "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
         ({"router_replay": "R2"}, "engine.router_replay=R2: is a mapping. What works: engine.router_replay.mode=R2"),
@@ -215,7 +219,7 @@ def test_engine_config_with_an_unknown_key_names_the_nearest_setting():
         assert caught.value.works == f"engine.{right}"
     with pytest.raises(SettingError) as caught:
         engine_config(xyzzy=1)
-    assert set(caught.value.works.removeprefix("one of: ").split(", ")) == engine_settings()
+    assert set(caught.value.works.removeprefix("one of: ").split(", ")) == SETTINGS
 
 
 def test_setting_error_through_hydra_prints_the_paragraph_and_can_be_pickled():
@@ -230,8 +234,8 @@ def test_engine_config_settings_shared_with_verl_have_its_names_and_defaults():
     ours = EPFSDP2EngineConfig()
     path = os.path.join(os.path.dirname(verl.trainer.config.__file__), "engine", "fsdp.yaml")
     theirs = OmegaConf.to_container(OmegaConf.load(path))
-    assert {"mixed_precision"} <= engine_settings() & set(FSDPEngineConfig())
-    shared = engine_settings() & set(theirs) - {"strategy"}
+    assert {"mixed_precision"} <= SETTINGS & set(FSDPEngineConfig())
+    shared = SETTINGS & set(theirs) - {"strategy"}
     assert {"fsdp_size", "model_dtype", "reshard_after_forward", "offload_policy", "param_offload", "seed"} <= shared
     different = {name for name in shared if getattr(ours, name) != theirs[name]}
     # Nothing is compiled unless it is asked for: it costs start-up time.

@@ -1,4 +1,4 @@
-"""The overlap of all-to-alls where the settings leave it open: decided once, by the sizes of model, mesh and batch."""
+"""Automatic overlap of all-to-alls: decided once, by the sizes of model, mesh and batch."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +15,10 @@ __all__ = ["AutomaticOverlap"]
 
 @dataclass(frozen=True)
 class AutomaticOverlap:
-    """What the settings leave open of a model's overlap.
+    """The automatic part of a model's overlap.
 
     Args:
-        sizes: of its experts; None where they are not known, and nothing overlaps that is not set.
+        sizes: of its experts; None if they are unknown, so that only what is set overlaps.
         chunks: whether ``engine.dispatch_chunks`` is automatic.
         shared: whether ``engine.overlap_shared_experts`` is.
     """
@@ -29,7 +29,7 @@ class AutomaticOverlap:
 
     @classmethod
     def of(cls, config: Any, model: Any, options: ShardingOptions) -> "AutomaticOverlap":
-        """Read what is open.
+        """Read which settings are automatic.
 
         Args:
             config: the engine's settings.

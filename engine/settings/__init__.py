@@ -1,1 +1,0 @@
-"""What a setting may be, and how the settings of a role are put together."""

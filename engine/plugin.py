@@ -1,7 +1,7 @@
-"""What verl loads at ``import verl``, in every process (entry point group ``verl.plugins``).
+"""verl loads this at ``import verl``, in every process (entry point group ``verl.plugins``).
 
-Small on purpose, and loud: verl logs a plug-in's import error at debug level and goes on, and the user would meet it
-much later as "Unknown backend: epfsdp2".
+It is small and loud because verl logs a plug-in's import error at debug level and continues. The user would see it much
+later as "Unknown backend: epfsdp2".
 """
 
 import sys
@@ -11,17 +11,11 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Let this process know the CPU platform, the CPU build of vLLM and the ``engine`` group of Hydra."""
-    from .integration.shims import cpu_backend_shim, vllm_distribution
-
-    # isort: split
-    from .integration import cpu_platform as _registers_itself  # noqa: F401
-
-    vllm_distribution.install()
-    cpu_backend_shim.install()
-
+    """Register the CPU platform, where there is no GPU, and the ``engine`` group of Hydra."""
     from ..conf import search_path
+    from . import cpu
 
+    cpu.install()
     search_path.install()
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from ..compat import get_layerwise_info
-from . import wrap
+from ...engine.compat.wrap_function import wrap
+from .compat import get_layerwise_info
 
 __all__ = ["finish_model", "install", "prepare_layer", "prepare_model"]
 

@@ -36,7 +36,6 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "conf": frozenset({"hydra", "omegaconf"}),
     "engine/config.py": frozenset({"hydra", "verl"}),
     "engine/integration": MODEL | {"tensordict", "verl"},
-    "engine/integration/shims": TORCH | {"verl"},
     "engine/preflight": MODEL | {"huggingface_hub", "pyarrow"},
     "engine/build.py": TORCH,
     "engine/planner": MODEL,

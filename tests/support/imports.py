@@ -24,7 +24,6 @@ ROOMS = (
     "conf",
     "engine/config.py",
     "engine/integration",
-    "engine/integration/shims",
     "engine/preflight",
     "engine/build.py",
     "engine/planner",

@@ -1,6 +1,6 @@
 """verl's platform plug-in for machines without an accelerator, and its process groups there.
 
-verl asks a platform for the device, the collective backend, Ray's resource and the transport of weights. verl 0.9.1 has
+A platform names the device, the collective backend, Ray's resource and the transport of weights. Stock verl 0.9.1 has
 platforms for NVIDIA, Ascend and ROCm. This one answers ``cpu``, gloo and shared memory instead of CUDA IPC. Ray's
 ``GPU`` resource is a counter of processes here: ``ray_kwargs.ray_init.num_gpus=N`` admits N.
 """

@@ -75,8 +75,8 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         engine_config = self._agree(model_config, engine_config, optimizer_config, checkpoint_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        # float32 means "no autocast" in verl's forward. FSDP gathers parameters in their compute dtype, and autocast
-        # would run in bfloat16 the modules that a model computes in float32 on purpose, such as routers.
+        # float32 means "no autocast" in verl's forward. FSDP gathers parameters in their compute dtype. Autocast would
+        # run modules in bfloat16 that a model computes in float32 on purpose, such as routers.
         self._autocast_dtype = torch.float32
         if engine_config.offload_policy:
             # FSDP moves parameters itself, so verl must not.
@@ -196,8 +196,8 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         """Return the weights for the rollout; iterated, they are full tensors under vLLM's names, on every rank.
 
         They have the dtype of this engine's forward, because masters are cast before they are gathered. Adapters are
-        merged. With ``lora.merge=False`` the rollout gets the weights once and then the adapters alone: a colocated
-        one by ``base_sync_done``, one in other processes by ``peft_config``, which the checkpoint engine reads.
+        merged. With ``lora.merge=False`` the rollout gets the weights once and then the adapters alone. A colocated
+        rollout has ``base_sync_done`` for this; for another one the checkpoint engine reads ``peft_config``.
         """
         self._saves.trainer_goes_on()
         config = self.adapters_config
@@ -244,8 +244,7 @@ class EvalMode(EngineEvalModeCtx):
     def __exit__(self, exc_type, exc_value, traceback):
         _reset_after_error(self.engine.module, exc_type)
         # After a forward without a backward the root stays gathered, and without reshard_after_forward every layer.
-        # verl reshards the root only, and only if fsdp_size > 1, where the default is -1
-        # (fsdp/transformer_impl.py:1114).
+        # But verl reshards only the root, if fsdp_size > 1, and the default is -1 (fsdp/transformer_impl.py:1114).
         reshard_all(self.engine.module)
         super().__exit__(exc_type, exc_value, traceback)
 

@@ -59,8 +59,8 @@ def _finding_experts(load: Callable[..., Iterable[str]]) -> Callable[..., Iterab
 def _loading_by_parameters(load: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
     """Load experts by their parameters' loaders, and the correction bias that Laguna's checkpoints have among them.
 
-    vLLM 0.24 calls the module's loader, so that a reload, which counts calls of the parameters' loaders, loses the
-    experts of models that run by transformers' code. vLLM 0.27 silently drops the bias and routes with zeros.
+    A reload counts calls of the parameters' loaders, but vLLM 0.24 calls the module's. The reload then loses the experts
+    of models that run by transformers' code. vLLM 0.27 silently drops the bias and routes with zeros.
     """
     calls_the_modules = "self.weight_loader(" in inspect.getsource(load)
 
@@ -121,8 +121,8 @@ def prepare_model(model: torch.nn.Module) -> None:
 def finish_model(model: torch.nn.Module) -> None:
     """Renew in place the tensors that vLLM derives once from the first weights; CUDA graphs keep their addresses.
 
-    These are the float32 attention sinks of FlashInfer, which vLLM 0.27.1 renews itself, and the convolution's weights
-    that the CPU build keeps beside packed ones (``MambaMixer2``).
+    These are FlashInfer's float32 attention sinks, which vLLM 0.27.1 renews itself, and weights of a convolution that
+    the CPU build keeps beside packed ones (``MambaMixer2``).
     """
     for part in model.modules():
         unpacked = getattr(getattr(part, "conv1d", None), "_cpu_unpacked_conv_weight", None)

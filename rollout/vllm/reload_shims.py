@@ -59,8 +59,8 @@ def _finding_experts(load: Callable[..., Iterable[str]]) -> Callable[..., Iterab
 def _loading_by_parameters(load: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
     """Load experts by their parameters' loaders, and the correction bias that Laguna's checkpoints have among them.
 
-    A reload counts calls of the parameters' loaders, but vLLM 0.24 calls the module's. The reload then loses the experts
-    of models that run by transformers' code. vLLM 0.27 silently drops the bias and routes with zeros.
+    A reload counts calls of the parameters' loaders, but vLLM 0.24 calls the module's. The reload then loses experts of
+    models that run by transformers' code. vLLM 0.27 silently drops the bias and routes with zeros.
     """
     calls_the_modules = "self.weight_loader(" in inspect.getsource(load)
 

@@ -99,11 +99,11 @@ class Run:
 
 
 def overrides(*settings: str) -> list[str]:
-    """The quickstart's options that hand settings to Hydra."""
+    """Return the quickstart's options that pass settings to Hydra."""
     return [f"--override={setting}" for setting in settings]
 
 
-# What generates: SGLang on its stack, whose routes and images reach verl where it has a tokenizer; vLLM on the others.
+# The rollout: SGLang on its stack, where routes and images need its tokenizer to reach verl; vLLM on the others.
 SERVER = (
     ["--rollout", "sglang", *overrides("actor_rollout_ref.rollout.skip_tokenizer_init=False")]
     if find_spec("sglang")

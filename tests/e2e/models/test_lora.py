@@ -37,7 +37,7 @@ def test_lora_run_trains_adapters_that_reach_the_rollout(folder, warmed_up, sync
     assert len(steps) == STEPS, run.text()[-3000:]
     # The reference is the base: the first step is equal to it, the second one is not any more.
     assert steps[0]["actor/kl_loss"] == 0 and steps[1]["actor/kl_loss"] > 1e-4, [s["actor/kl_loss"] for s in steps]
-    # What vLLM generated with is what the trainer has, adapters included.
+    # vLLM generated with the trainer's weights, adapters included.
     assert all(step["training/rollout_probs_diff_mean"] < 1e-4 for step in steps)
     if sync == "alone":
         log = (run.output / "logs" / "grpo.log").read_text(errors="replace")

@@ -26,6 +26,6 @@ def test_router_replay_of_rollout_routes_brings_log_probs_together(folder, warme
     replayed = _steps(folder / "replayed", model, *BFLOAT16, *REPLAY)
     assert "actor/router_replay_differing" not in native[0]
     assert all(step["actor/router_replay_differing"] > 0.02 for step in replayed)
-    # The first step: both have the same weights, prompts and seeds. What is left is rounding.
+    # The first step: both have the same weights, prompts and seeds, so only rounding differs.
     for metric in ("training/rollout_probs_diff_mean", "rollout_corr/k3_kl"):
         assert replayed[0][metric] < native[0][metric], (metric, native[0][metric], replayed[0][metric])

@@ -30,7 +30,7 @@ def test_sglang_run_raises_the_reward_and_agrees_with_the_trainer(first_run):
 
 
 def _modes(run):
-    """How the weights were sent in each sync."""
+    """Return the mode of each weight sync."""
     log = (run.output / "logs" / "grpo.log").read_text(errors="replace")
     assert "SGLang http server" in log
     return re.findall(r"\[epfsdp2\] weight sync \d+, (\w+): ", log)

@@ -44,7 +44,7 @@ def test_standalone_sglang_follows_the_trainer(tmp_path, monkeypatch, sync):
     first, second, third, fourth = differences(steps)
     # As with vLLM: the updates before steps 2 and 3 are missed for a step, the one before step 4 changed nothing.
     assert first < SAME and second > OTHER and third > OTHER and fourth < SAME, (first, second, third, fourth)
-    # Of slices each of the two ranks sends what it owns; full tensors are sent by one.
+    # Each of the two ranks sends its own slices; one rank sends full tensors.
     sent = pytest.approx(4.71 if sync == "auto" else 9.42, rel=0.02)
     assert all(step["weight_sync/sent_megabytes"] == sent for step in steps)
     assert run.living() == []

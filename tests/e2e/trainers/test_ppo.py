@@ -96,5 +96,5 @@ def test_ppo_run_of_a_dense_actor_trains_and_refuses_ep_size(folder):
         run.wait()
     steps = run.steps()
     assert len(steps) == 2, run.text()[-3000:]
-    # What vLLM generates with is what is trained.
+    # vLLM generates with the trained weights.
     assert all(step["training/rollout_probs_diff_mean"] < 1e-4 and step["actor/grad_norm"] > 0 for step in steps)

@@ -21,8 +21,8 @@ def test_standalone_rollout_follows_the_trainer(tmp_path, monkeypatch):
     # A sample is at most one update older than the weights that it is compared with.
     assert all(step["training/off_policy/trajectory_staleness/max"] <= 1 for step in steps)
     difference = [step["training/rollout_probs_diff_mean"] for step in steps]
-    # vLLM starts with random weights, so the first sync brought all; the updates before steps 2 and 3 are missed for a
-    # step; the one before step 4 changed nothing, so that vLLM has what two updates made.
+    # vLLM starts with random weights, so the first sync sent all. Steps 2 and 3 generate without the update before them.
+    # The update before step 4 changed nothing, so vLLM has the weights of both earlier updates.
     assert difference[0] < 1e-5 and difference[1] > 1e-3 and difference[2] > 1e-3 and difference[3] < 1e-5
     # Each of the trainer's two ranks sends what it owns, half of the model; full tensors would be 9.4 from one.
     assert all(step["weight_sync/sent_megabytes"] == pytest.approx(4.71, rel=0.02) for step in steps)

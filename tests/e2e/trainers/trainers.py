@@ -80,7 +80,7 @@ ONE_AT_A_TIME = [
 
 
 def steps_of(tmp_path, steps: int, *settings: str, rollout: str = "vllm", **program) -> list[dict]:
-    """What it logged; it has to end well and leave nothing."""
+    """Return the logged steps of a run, which has to end well and leave nothing."""
     write_model(tmp_path / "model", 1)
     options = ["--model", str(tmp_path / "model"), "--steps", str(steps), "--batch-size", "8", "--rollout", rollout]
     before = leftovers()
@@ -106,6 +106,6 @@ def is_learning(steps: list[dict]) -> bool:
 
 
 def syncs(output) -> list[str]:
-    """What each weight sync of a run sent, as a rollout worker has printed it."""
+    """Return the kind of each weight sync of a run, as a rollout worker has printed it."""
     log = (output / "logs" / "grpo.log").read_text(errors="replace")
     return re.findall(r"weight sync \d+, (\w+)", log)

@@ -41,7 +41,7 @@ def _turns(samples):
 
 
 def _routes(samples, masks):
-    """Return routes of a rollout whose router chose otherwise; rows of its last token and of unseen tokens are zeros."""
+    """Return routes of a rollout whose router chose otherwise; rows of the last token and unseen ones are zeros."""
     generator, routes = torch.Generator().manual_seed(5), []
     for (ids, prompt, *_), mask in zip(samples, masks, strict=True):
         scores = torch.rand(len(ids), LAYERS, EXPERTS, generator=generator)

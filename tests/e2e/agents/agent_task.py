@@ -1,6 +1,6 @@
 """A task for an agent with a tool, made offline: numbers stand in a table that only the tool can read.
 
-The right answer to ``37=`` is the two digits that the tool's answer for ``37`` ends with. A call has one token before its
+The right answer to ``37=`` is the last two digits of the tool's answer for ``37``. A call has one token before its
 key and one behind it, so that a tiny model can write calls for verl's Hermes parser. Every eighth answer of the tool is
 so long that the policy's answer is cut off at ``RESPONSE`` tokens, after its first digit.
 

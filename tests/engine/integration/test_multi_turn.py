@@ -29,8 +29,8 @@ CASES = [
 def _turns(samples):
     """Return for each response which tokens the policy wrote.
 
-    In turn: all tokens; all but a tool's answer between two turns; all but a tool's answer at the end, where the
-    response was cut off; all but two answers, where the last turn has one token.
+    There are four kinds in turn: no tool; its answer between two turns; its answer at the end, where the response was
+    cut off. The fourth has two answers, and its last turn has one token.
     """
     masks = []
     for i, (_, _, old, _) in enumerate(samples):

@@ -67,7 +67,7 @@ def test_finish_model_renews_a_convolution_that_vllm_keeps_beside_the_packed_one
 
 
 def test_install_has_experts_load_the_correction_bias_that_is_among_them(shims):
-    """Of Laguna; vLLM 0.27 drops it."""
+    """Laguna has such a bias, and vLLM 0.27 drops it."""
     experts = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts").RoutedExperts
     weights = [("e_score_correction_bias", torch.arange(4.0)), ("0.up_proj.weight", torch.ones(2))]
     shims.install()

@@ -14,10 +14,10 @@ The folders `engine/`, `rollout/`, `conf/` and `recipes/` are the packages `epfs
 into rooms: a folder, or a file that stands alone, whose parts change for the same reason. **A room imports only from
 rooms below it in the table.** `tests/test_walls.py` checks this, and these rules:
 
-* verl is imported by `engine/config/roles.py`, by `engine/integration/`, and in `rollout/` on verl's side of a sync.
-  vLLM is imported by `rollout/vllm/` alone, SGLang by `rollout/sglang/`.
-* Of the engine, `rollout/` imports `topology`, `model`, `lora`, `quantise`, `compat` and `errors.py`. Of the rollout,
-  the engine imports in `integration/` and `preflight/` alone.
+* verl is imported by `engine/config/roles.py`, `engine/integration/`, `engine/cpu/`, and in `rollout/` on verl's side of
+  a sync. vLLM is imported by `rollout/vllm/` and `engine/cpu/` alone, SGLang by `rollout/sglang/`.
+* `rollout/` imports from the engine `topology`, `model`, `lora`, `quantise`, `cpu`, `compat` and `errors.py` alone. In
+  the engine, `integration/` and `preflight/` alone import the rollout.
 * `parallelize.py` is imported by `build.py` alone, `planner/` by `integration/`, `preflight/` and the recipes.
 * A file has at most 400 lines, a room at most 10 files.
 

@@ -10,17 +10,11 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Register the CPU platform, the CPU build of vLLM and Hydra's ``engine`` group in this process."""
-    from .integration.shims import cpu_backend_shim, vllm_distribution
-
-    # isort: split
-    from .integration import cpu_platform as _registers_itself  # noqa: F401
-
-    vllm_distribution.install()
-    cpu_backend_shim.install()
-
+    """Register the CPU platform where there is no GPU, and Hydra's ``engine`` group, in this process."""
     from ..conf import search_path
+    from . import cpu
 
+    cpu.install()
     search_path.install()
 
 

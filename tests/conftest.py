@@ -18,7 +18,7 @@ import yaml
 from tests.support.fast import is_fast
 
 # A CUDA build of torch on a machine without a GPU: the CPU platform has to be asked for (see
-# engine/integration/cpu_platform.py).
+# engine/cpu/__init__.py).
 if torch.version.cuda is not None and not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 

@@ -17,9 +17,9 @@ FOLDERS = tuple(f"rollout/{name}/" for name in servers.SERVERS)
 ALLOWED = {
     "engine/checkpoint/safetensors_reader.py": "tells which of two files of a checkpoint each of two readers reads",
     "engine/compat/versions.py": "the tested stacks",
-    "engine/integration/cpu_platform.py": "a variable of the CPU build's",
-    "engine/integration/shims/vllm_distribution.py": "the CPU build is a distribution of another name",
-    "engine/plugin.py": "installs that shim",
+    "engine/cpu/__init__.py": "installs the shims of vLLM's CPU build",
+    "engine/cpu/platform.py": "a variable of vLLM's CPU build",
+    "engine/cpu/vllm.py": "vLLM's CPU build",
     "engine/preflight/features.py": "verl's own extra, in a line for pip",
     "rollout/servers.py": "the list of folders",
     "rollout/transport/sender.py": "where verl has its sender of buckets",

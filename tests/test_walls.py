@@ -35,8 +35,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "recipes/convert": TORCH | {"numpy", "rich", "safetensors", "tqdm"},
     "conf": frozenset({"hydra", "omegaconf"}),
     "engine/config/roles.py": frozenset({"hydra", "verl"}),
-    "engine/integration": MODEL | {"psutil", "tensordict", "verl"},
-    "engine/integration/shims": TORCH | {"verl"},
+    "engine/integration": MODEL | {"tensordict", "verl"},
     "engine/preflight": MODEL | {"huggingface_hub", "pyarrow"},
     "engine/build.py": TORCH,
     "engine/planner": MODEL,
@@ -54,7 +53,6 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "rollout/sglang": TORCH | {"sglang", "verl"},
     "rollout/vllm": TORCH | {"verl", "vllm"},
     "rollout/vllm/adapter.py": TORCH | {"ray", "verl", "zmq"},
-    "rollout/vllm/shims": TORCH | {"vllm"},
     "rollout/transport": TORCH | {"zmq"},
     "rollout/transport/exchange.py": TORCH | {"numpy"},
     "rollout/transport/sender.py": TORCH | {"verl", "zmq"},
@@ -87,6 +85,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/moe/gemm/triton_tiles.py": TORCH | {"triton"},
     "engine/topology": TORCH,
     "engine/config/values.py": TORCH,
+    "engine/cpu": TORCH | {"psutil", "verl", "vllm"},
     "engine/compat": MODEL | {"packaging"},
     "engine/compat/triton_cache.py": frozenset({"triton"}),
     "engine/wrap_forward.py": TORCH,
@@ -95,7 +94,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
 # compat says which versions there are and looks up vLLM's private names; the rest is what a weight is: where its parts
 # are, what it is called in a checkpoint, and what is merged into it.
 OF_THE_ENGINE_FOR_THE_ROLLOUT = tuple(
-    f"engine/{room}" for room in ("topology", "model", "lora", "quantise", "compat", "errors.py")
+    f"engine/{room}" for room in ("topology", "model", "lora", "quantise", "cpu", "compat", "errors.py")
 )
 OF_THE_ENGINE_WITH_A_ROLLOUT = ("engine/integration", "engine/preflight")
 WITH_A_PLANNER = ("engine/integration", "engine/preflight", "engine/planner")

@@ -1,1 +1,1 @@
-"""All that knows verl: engines behind its interface, a platform plug-in, and shims for what it has no setting for."""
+"""verl's side of training: engines behind its interface, and shims where it has no extension point."""

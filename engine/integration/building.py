@@ -1,4 +1,4 @@
-"""The part of the engine that builds a model: what happens before and after it is sharded and loaded."""
+"""The part of the engine that builds a model, before and after it is sharded and loaded."""
 
 import contextlib
 import copy
@@ -52,70 +52,10 @@ from .step_features import PlannedMemory, RouterTerms, StepFeature, SyncMetrics,
 __all__ = ["BuildsModel"]
 
 
-def _agreed_settings(
-    model_config: Any,
-    engine_config: Any,
-    optimizer_config: Any,
-    checkpoint_config: Any,
-    build: Callable[[], nn.Module],
-) -> tuple[Any, nn.Module]:
-    """Check the settings of a role, and that all ranks have the same; collective.
-
-    Args:
-        build: builds the model on the meta device.
-
-    Returns:
-        ``engine_config``, of a dense model without what concerns experts alone; and the model.
-
-    Raises:
-        RankMismatchError: on all ranks, where ranks differ or one of them refuses its settings.
-    """
-    module, failure, line, own = None, None, "", engine_config
-    try:
-        module = build()
-    except Exception as error:
-        failure = error  # unless a check below knows better what is wrong
-    try:
-        # The driver checked this for main_ppo; sft_trainer has no driver.
-        facts = check_training(
-            engine_config,
-            dist.get_world_size(),
-            model_config,
-            device=get_device_name(),
-            setting="model",
-            checkpoint=checkpoint_config,
-            optim=None if engine_config.forward_only else optimizer_config,
-            # Buffers are on meta too: what is looked at computes nothing.
-            built=None if module is None else copy.deepcopy(module).to("meta"),
-        )
-        if module is not None and is_dense(module, engine_config.expert_plan):
-            # A path that is no local one has no facts.
-            if facts is not None and not engine_config._of_a_role:
-                check_alone(engine_config, facts, "model")
-            line = not_applied(engine_config, model_config.path, module)
-            own = without_experts(engine_config, module)
-    except Exception as error:
-        failure = error
-    check_agreement(
-        {
-            "engine": vars(engine_config),
-            "optimizer": vars(optimizer_config) if optimizer_config is not None else {},
-            "model config": without_paths(model_config.hf_config.to_dict()),
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        },
-        device=get_device_name(),
-        failure=failure,
-    )
-    if line and dist.get_rank() == 0:
-        print(f"[epfsdp2] {line}", flush=True)
-    assert module is not None, "all ranks raise where it could not be built"
-    return own, module
-
-
 class BuildsModel:
     """Mix-in over verl's engine: the steps of ``_build_model_optimizer`` before and after the model is sharded."""
 
-    # What the engine has.
+    # Attributes of the engine.
     rank: int
     model_config: Any
     engine_config: Any
@@ -129,27 +69,68 @@ class BuildsModel:
     get_data_parallel_group: Any
     _build_lr_scheduler: Any
 
-    scaler: LossScale | None  # verl's name for what scales the loss; None at first
-    run_plan: StepEstimate | None = None
-    """What is planned for a role that trains."""
+    scaler: LossScale | None  # verl's name
+    run_plan: StepEstimate | None = None  # of a role that trains
     without_adapters: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """Context in which the model computes without its adapters."""
     _lora: Lora | None = None
-    adapters_config: dict[str, Any] | None = None
-    """peft's config of adapters that the rollout computes with; None where it is sent merged weights."""
-    _may_be_unused = r"(?!)"  # what a checkpoint may have and the model not, as a pattern (``match_weights``)
+    adapters_config: dict[str, Any] | None = None  # peft's, if the rollout applies adapters; None: it gets them merged
+    _may_be_unused = r"(?!)"  # pattern of tensors that only the checkpoint may have (``match_weights``)
 
     # -- before it is sharded -----------------------------------------------------------------------------------
 
     def _agree(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
-        """Build the model on the meta device, and return the engine's settings as ``_agreed_settings`` does."""
+        """Build the model on the meta device, and check its role's settings on all ranks; collective.
+
+        Returns:
+            ``engine_config``, for a dense model without the settings of experts.
+
+        Raises:
+            RankMismatchError: on all ranks, if their settings differ or one of them refuses its settings.
+        """
         self.model_config, self.engine_config = model_config, engine_config
-        configs = model_config, engine_config, optimizer_config, checkpoint_config
-        agreed, self._plain = _agreed_settings(*configs, self._plain_module)
-        return agreed
+        module, failure, line, own = None, None, "", engine_config
+        try:
+            module = self._plain_module()
+        except Exception as error:
+            failure = error  # a check below may raise a better one
+        try:
+            # The driver of main_ppo has checked this; sft_trainer has no driver.
+            facts = check_training(
+                engine_config,
+                dist.get_world_size(),
+                model_config,
+                device=get_device_name(),
+                setting="model",
+                checkpoint=checkpoint_config,
+                optim=None if engine_config.forward_only else optimizer_config,
+                built=None if module is None else copy.deepcopy(module).to("meta"),  # its buffers, too
+            )
+            if module is not None and is_dense(module, engine_config.expert_plan):
+                # A path that is not local has no facts.
+                if facts is not None and not engine_config._of_a_role:
+                    check_alone(engine_config, facts, "model")
+                line = not_applied(engine_config, model_config.path, module)
+                own = without_experts(engine_config, module)
+        except Exception as error:
+            failure = error
+        check_agreement(
+            {
+                "engine": vars(engine_config),
+                "optimizer": vars(optimizer_config) if optimizer_config is not None else {},
+                "model config": without_paths(model_config.hf_config.to_dict()),
+                "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            },
+            device=get_device_name(),
+            failure=failure,
+        )
+        assert module is not None, "all ranks raise if one could not build it"
+        self._plain = module
+        if line and dist.get_rank() == 0:
+            print(f"[epfsdp2] {line}", flush=True)
+        return own
 
     def _overlapped(self, options: ShardingOptions) -> ShardingOptions:
-        """Return the options with the overlap of all-to-alls that the settings leave to sizes; on NVIDIA GPUs."""
+        """Return the options with the overlap of all-to-alls that sizes decide, if settings don't, on NVIDIA GPUs."""
         config, topology = self.engine_config, self.meshes.topology
         if get_device_name() != "cuda":
             return options
@@ -157,7 +138,7 @@ class BuildsModel:
         tokens = batch.tokens if batch is not None else None
         if config.forward_only and config.use_dynamic_bsz:
             tokens = config.infer_max_token_len_per_gpu
-        # What is read is equal on all ranks (``_agreed_settings``), so the number of chunks is.
+        # Its arguments are equal on all ranks (``_agree``), so the number of chunks is.
         found = AutomaticOverlap.of(config, self._plain, options).on(options, topology, tokens)
         if found != options and self.rank == 0:
             values = f"{found.dispatch_chunks} engine.overlap_shared_experts={found.overlap_shared_experts}"
@@ -165,9 +146,9 @@ class BuildsModel:
         return found
 
     def _open(self) -> tuple[nn.Module, CheckpointFiles]:
-        """Build the model on the meta device and open its checkpoint; all ranks have the same, or all raise."""
+        """Build the model on the meta device and open its checkpoint; all ranks raise if these differ."""
         config = self.model_config
-        # As transformers notes it; the config may be another model's.
+        # transformers' note of the revision; the config may be another model's.
         revision = getattr(config.hf_config, "_commit_hash", None) if config.hf_config_path == config.path else None
         folder = local_checkpoint(config.local_path, revision, get_device_name())
         facts, failure = {}, None
@@ -185,10 +166,10 @@ class BuildsModel:
         return module, files
 
     def _build_module(self) -> nn.Module:
-        """Return the model on meta, with everything that has to be installed before FSDP's hooks and recomputation."""
+        """Return the model on meta, with everything that must be installed before FSDP's hooks and recomputation."""
         module = self._plain
         if not self.engine_config.forward_only:
-            self._plain = copy.deepcopy(module)  # for the plan, as it is before anything is installed
+            self._plain = copy.deepcopy(module)  # for the plan
         self._patch(module)
         longest = self._longest()
         self.packed = PackedSequences(module, longest) if self.use_remove_padding else None
@@ -203,20 +184,26 @@ class BuildsModel:
             self.without_adapters = self._lora.disabled
             if not self.model_config.lora.get("merge"):
                 self.adapters_config = adapter_config(self._lora, self.model_config.local_path)
-        self.router_features: list[StepFeature] = self._routers_of(module)
+        self.router_features: list[StepFeature] = []
+        config = self.engine_config
+        aux, z = config.router_aux_loss_coef, config.router_z_loss_coef
+        if not config.forward_only and (aux or z or config.router_metrics):
+            losses = RouterLosses(module, find_experts(module, config.expert_plan), aux, z)
+            terms = RouterTerms(losses, self.get_data_parallel_group(), self.ulysses_parallel_group)
+            self.router_features.append(terms)
         return module
 
     def _longest(self) -> int:
-        """Return the length that decides all rotary frequencies: the rollout's, or 0 for each sequence's own."""
+        """Return the length that decides all rotary frequencies: the rollout's, or 0 for each sequence's."""
         limit, config = self.engine_config._max_model_len, self.model_config.hf_config.get_text_config()
         return getattr(config, "max_position_embeddings", 0) if limit == 0 else limit or 0
 
     def _lora_settings(self) -> LoraSettings | None:
-        """Return what is trained instead of the weights; None where the weights are."""
+        """Return the settings of adapters; None if the weights are trained."""
         return LoraSettings.of(self.model_config, "model")
 
     def _plain_module(self) -> nn.Module:
-        """Return the model on the meta device, as its family has it."""
+        """Return the model of its family on the meta device."""
         config, dtype = self.model_config.hf_config, DTYPES[self.engine_config.model_dtype]
         # verl loads the config with this as an argument, and ``_attn_implementation`` of a config.json wins over it.
         config._attn_implementation = attention_of(self.model_config)
@@ -232,30 +219,19 @@ class BuildsModel:
             apply_monkey_patch(
                 model=module,
                 use_remove_padding=self.use_remove_padding,
-                ulysses_sp_size=1,  # verl's is for flash attention and a few families: SequenceParallel is ours
+                ulysses_sp_size=1,  # verl's needs flash attention and one of a few families; ours is SequenceParallel
                 use_fused_kernels=self.model_config.use_fused_kernels,
                 fused_kernels_backend=fused.get("impl_backend") if fused is not None else None,
             )
 
-    def _routers_of(self, module: nn.Module) -> list[StepFeature]:
-        """Return what watches the routers."""
-        config = self.engine_config
-        aux, z = config.router_aux_loss_coef, config.router_z_loss_coef
-        if config.forward_only or not (aux or z or config.router_metrics):
-            return []
-        losses = RouterLosses(module, find_experts(module, config.expert_plan), aux, z)
-        return [RouterTerms(losses, self.get_data_parallel_group(), self.ulysses_parallel_group)]
-
     def _announce(self, module: nn.Module, options: ShardingOptions) -> None:
-        """Plan the run; print the plan, of a role that does not train the mesh alone."""
-        lines = []
-        said = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).line
-        if said and find_experts(module, options.expert_plan):
-            lines.append(said)
-        if self.packed is not None:
-            lines.append(self.packed.line())
-        if positions := positions_line(module, self._longest()):
-            lines.append(positions)
+        """Plan the run and print the plan; of a role that does not train, print its mesh."""
+        backend = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).line
+        lines = [
+            backend if find_experts(module, options.expert_plan) else "",
+            self.packed.line() if self.packed is not None else "",
+            positions_line(module, self._longest()),
+        ]
         config, topology = self.engine_config, self.meshes.topology
         if not config.forward_only:
             memory, device, build = get_torch_device(), get_device_name(), self._module_to_plan
@@ -265,10 +241,10 @@ class BuildsModel:
         mesh = f"mesh: {format_mesh(topology, self.ulysses_sequence_parallel_size)}"
         lines += [mesh] if self.run_plan is None else self.run_plan.lines()
         if self.rank == 0:
-            print("\n".join(f"[epfsdp2] {line}" for line in lines), flush=True)
+            print("\n".join(f"[epfsdp2] {line}" for line in lines if line), flush=True)
 
     def _module_to_plan(self, dtype: torch.dtype) -> nn.Module:
-        """Return the plain model with its adapters, and a config of its own."""
+        """Return the plain model with adapters and its own config."""
         module = copy_on_meta(self._plain, dtype)
         lora = self._lora_settings()
         if lora is not None:
@@ -278,7 +254,7 @@ class BuildsModel:
     # -- while it is loaded -------------------------------------------------------------------------------------
 
     def _loading(self) -> dict[str, Any]:
-        """Return the arguments of ``shard_and_load`` that say where shards are allocated and how they are filled."""
+        """Return the arguments of ``shard_and_load`` on where to allocate shards and how to fill them."""
         return {
             "device": get_device_name(),
             "device_id": get_device_id(),
@@ -289,7 +265,7 @@ class BuildsModel:
         }
 
     def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
-        """Fill what does not come from the checkpoint (``match_weights``). Adapters get their values after it."""
+        """Fill a parameter that the checkpoint lacks (``match_weights``); adapters are filled after loading."""
         return is_adapter(name)
 
     def _initialize_adapters(self, module: nn.Module) -> None:
@@ -310,10 +286,9 @@ class BuildsModel:
     # -- when it is sharded -------------------------------------------------------------------------------------
 
     def _take_shards(self, module: nn.Module, options: ShardingOptions) -> None:
-        """Prepare weight syncs; then freeze what is not trained.
+        """Prepare weight syncs, then freeze parameters that are not trained.
 
-        In this order: to the wrap plan, which says in which dtypes weights are sent, a frozen parameter may be a
-        correction bias.
+        The wrap plan decides the dtypes of a sync, and would read a frozen parameter as a correction bias.
         """
         config = self.engine_config
         self.layer_names = layer_names(module)
@@ -324,12 +299,7 @@ class BuildsModel:
             self.meshes,
             self.layer_names,
             compute_dtypes(module, options),
-            SyncSettings(
-                config.rollout_sync,
-                config.sync_megabytes << 20,
-                config.rollout_sync_verify,
-                config._rollout,
-            ),
+            SyncSettings(config.rollout_sync, config.sync_megabytes << 20, config.rollout_sync_verify, config._rollout),
         )
         self.shard_export = ShardExport(module, self.meshes)
         if self._lora is not None:
@@ -338,23 +308,19 @@ class BuildsModel:
             module.get_parameter(name).requires_grad_(False)
 
     def _features_of(self, module: Any) -> list[StepFeature]:
-        vision: list[StepFeature] = []
-        if hasattr(module.config, "vision_config"):
-            vision.append(VisionTowers(VisionTowerSync(module)))
+        vision = [VisionTowers(VisionTowerSync(module))] if hasattr(module.config, "vision_config") else []
         planned = [] if self.run_plan is None else [PlannedMemory(self.run_plan)]
         return [*vision, *self.router_features, *planned, SyncMetrics(self.rollout_sync)]
 
     def _build_training(self, module: nn.Module) -> None:
-        """Return the optimizer, its schedule and its step; of a role that does not train, none."""
+        """Build the optimizer, its schedule and its step, for a role that trains."""
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
-        if not self.engine_config.forward_only:
-            self.optimizer = self._build_optimizer(module)
-            self.lr_scheduler = build_multi_lr_scheduler(self.optimizer, self._build_lr_scheduler)
-            if param_dtype(self.engine_config) is torch.float16:
-                self.scaler = LossScale(module, self.layer_names)
-            self.clipped_step = ClippedStep(self.optimizer_config.clip_grad, self.meshes, self.scaler)
-
-    def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        if self.engine_config.forward_only:
+            return
         config = self.optimizer_config
-        return optimizer_from_config(module, config, lambda params: build_optimizer(params, config))
+        self.optimizer = optimizer_from_config(module, config, lambda params: build_optimizer(params, config))
+        self.lr_scheduler = build_multi_lr_scheduler(self.optimizer, self._build_lr_scheduler)
+        if param_dtype(self.engine_config) is torch.float16:
+            self.scaler = LossScale(module, self.layer_names)
+        self.clipped_step = ClippedStep(config.clip_grad, self.meshes, self.scaler)

@@ -1,4 +1,4 @@
-"""The part of the engine that verl calls to save and to resume."""
+"""The part of the engine that saves and resumes."""
 
 import json
 import logging
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 class WritesCheckpoints:
-    """Mix-in over verl's engine: writes checkpoints in this engine's own layout instead of verl's."""
+    """Mix-in over verl's engine: checkpoints in this engine's layout instead of verl's."""
 
-    # What the engine has.
+    # Attributes of the engine.
     module: Any
     optimizer: Any
     lr_scheduler: Any
@@ -55,60 +55,52 @@ class WritesCheckpoints:
     _survivors: Watch | None
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs) -> None:
-        """Write what ``checkpoint.save_contents`` names under ``local_path`` (``checkpoint/state.py`` has the layout).
+        """Write ``checkpoint.save_contents`` under ``local_path`` (``checkpoint/state.py`` has the layout).
 
-        With ``checkpoint.async_save`` the training goes on once the state is copied to the host's memory. Such a save
-        ends before the next one begins, and the run's last before this returns. verl then leaves it to the engine to
-        name the latest checkpoint, which it does once verl's trainer has called it again (``CheckpointSaver``).
+        With ``checkpoint.async_save`` training continues once the state is copied to the host. A save ends before the
+        next one begins; the run's last save ends before this returns. ``CheckpointSaver`` then names the latest
+        checkpoint, because verl does so only for saves that it waits for.
         """
         if hdfs_path is not None and self.rank == 0:
             logger.warning(
                 "epfsdp2: nothing is copied to hdfs_path=%s; checkpoints are written to local paths", hdfs_path
             )
-        contents = self.checkpoint_config.get("save_contents") or ()
-        state = (self.module, self.optimizer, self.lr_scheduler)
-        with_base, folder = self.engine_config.save_frozen_base, Path(local_path)
-        snapshot = checkpoint.Snapshot.of(*state, contents, global_step, self.scaler, with_base)
-        in_background = self._saves_in_background(folder)
-        self._saves.save(snapshot, folder, max_ckpt_to_keep, in_background)
-        if in_background and self._trained_to_the_end(global_step):
-            self._saves.wait()
-
-    def _trained_to_the_end(self, global_step: int) -> bool:
-        """Tell whether a save at this step is the run's last.
-
-        verl counts the optimizer's steps in its trainers' own, or in updates where some of those make a step, as the
-        schedule does (``trainer.v1.separate_async.parameter_sync_step``).
-        """
-        total = self.optimizer_config.total_training_steps
-        return 0 < total <= global_step or self.lr_scheduler.last_epoch == total
-
-    def _saves_in_background(self, folder: Path) -> bool:
-        wanted = bool(self.checkpoint_config.get("async_save"))
-        if wanted and folder.name.startswith("global_step_"):
-            # sft_trainer has no roles, and calls a checkpoint the latest as soon as it is asked to be saved.
+        folder, in_background = Path(local_path), bool(self.checkpoint_config.get("async_save"))
+        if in_background and folder.name.startswith("global_step_"):
+            # sft_trainer, which has no folders of roles, names the latest checkpoint as soon as this returns.
+            in_background = False
             if self.rank == 0:
                 logger.warning("epfsdp2: checkpoint.async_save is for main_ppo; %s is waited for", folder)
-            return False
-        return wanted
+        state = (self.module, self.optimizer, self.lr_scheduler)
+        with_base = self.engine_config.save_frozen_base
+        snapshot = checkpoint.Snapshot.of(*state, self._contents(), global_step, self.scaler, with_base)
+        self._saves.save(snapshot, folder, max_ckpt_to_keep, in_background)
+        # verl's total counts the steps of its trainer or, as the schedule does, updates
+        # (trainer.v1.separate_async.parameter_sync_step).
+        total = self.optimizer_config.total_training_steps
+        if in_background and (0 < total <= global_step or self.lr_scheduler.last_epoch == total):
+            self._saves.wait()
+
+    def _contents(self) -> list[str]:
+        return list(self.checkpoint_config.get("save_contents") or ())
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=True, **kwargs) -> None:
         self._saves.trainer_goes_on()
         self._saves.wait()
         contents = set(self.checkpoint_config.get("load_contents") or ())
-        # Optimizer state is created where the parameters are.
+        # Optimizer state is created on the device of the parameters.
         self.to(get_device_name(), model=self._is_offload_param, optimizer=False, grad=False)
         state = (self.module, self.optimizer, self.lr_scheduler)
         checkpoint.load_checkpoint(Path(local_path), *state, contents, get_device_name(), self.scaler)
         if self._survivors is not None:
             self._survivors.restart()
         self.rollout_sync.base.loaded()
-        # A forward-only pass may have left parameters gathered, with the weights from before.
+        # A forward without a backward may have left parameters gathered, which would keep the old weights.
         reshard_all(self.module)
         self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=False)
 
     def _watch_for_failures(self) -> None:
-        """Let this rank be asked for its state after a failure, if it is to be and trains."""
+        """Let a restart read this rank's state after a failure, for a role that trains."""
         self._survivors = None
         if self.engine_config.survivors_folder and self.optimizer is not None:
             self._survivors = Watch(
@@ -118,24 +110,20 @@ class WritesCheckpoints:
                 self.optimizer,
                 self.lr_scheduler,
                 self.scaler,
-                self.checkpoint_config.get("save_contents") or (),
+                self._contents(),
                 self.meshes.topology,
                 self._save_hf_config,
             )
 
     def _prepare_saves(self, base: Path) -> None:
-        """Read what saves write beside the weights, on the ranks that may write it, as the base may be gone by then.
+        """Read the small files of a save now, on the ranks that write them: the base may be gone at the save.
 
-        A tokenizer from another folder (``tokenizer_path``) counts before the base's, and so does a chat template that
-        is set for the run.
+        A tokenizer from ``tokenizer_path`` and the run's chat template replace the base's.
         """
-        contents = list(self.checkpoint_config.get("save_contents") or ())
+        contents = self._contents()
         if self.rank == 0 and contents and "model" not in contents and not self.engine_config.forward_only:
-            print(
-                f"[epfsdp2] no run can resume from this run's checkpoints: checkpoint.save_contents={contents} is "
-                "without model",
-                flush=True,
-            )
+            setting = f"checkpoint.save_contents={contents}"
+            print(f"[epfsdp2] no run can resume from this run's checkpoints: {setting} is without model", flush=True)
         self._model_files: dict[str, bytes] = {}
         topology = self.meshes.topology
         is_first = self.rank % (topology.world // topology.dp_replicate) == 0

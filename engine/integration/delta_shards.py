@@ -1,9 +1,9 @@
 """Exports this rank's shards under checkpoint names, for verl's ``delta_sharded`` backend.
 
-That backend sends only the elements that a step has changed. Each rank compares its shards with those of the last sync
-and sends the changes to rank 0 by name and position in the checkpoint (verl 0.9.1, ``workers/engine/spec.py`` and
-``workers/engine/utils.py``, ``hf_delta_export``). A checkpoint stores a stack of experts as one or more matrices per
-expert; to learn which element of a stack becomes which, indices are sent through transformers' own converter.
+The backend sends only the elements that a step has changed (verl 0.9.1, ``workers/engine/utils.py``,
+``hf_delta_export``). Each rank compares its shards with the last sync's and sends the changes to rank 0, by name and
+position in the checkpoint. A checkpoint stores a stack of experts as one or more matrices per expert. Converting
+indices with transformers' converter locates each element in them.
 """
 
 from collections.abc import Iterator
@@ -25,10 +25,10 @@ __all__ = ["ExpertsSpec", "ShardExport", "experts_entry"]
 
 @dataclass(frozen=True)
 class _ExpertLayout:
-    """How a checkpoint stores one expert (one row) of a stack.
+    """The matrices in which a checkpoint stores one expert (one row) of a stack.
 
     Args:
-        slots: names (those of expert 0) and shapes of the matrices that a row becomes.
+        slots: names and shapes of the matrices of expert 0.
         slot_of: for each element of a row, the index of its matrix in ``slots``.
         position: for each element of a row, its flat position in that matrix, int32.
     """
@@ -40,7 +40,7 @@ class _ExpertLayout:
 
 @dataclass
 class ExpertsSpec(ShardSpec):
-    """verl's description of a shard, with the expert layout of its stack for ``experts_entry``."""
+    """verl's description of a shard, with the layout of its stack for ``experts_entry``."""
 
     rows: _ExpertLayout | None = field(default=None, repr=False)
 
@@ -49,9 +49,7 @@ class ShardExport:
     """Exports an engine's shards for delta syncs; keeps the checkpoint layout of each stack.
 
     Args:
-        model: sharded.
-        dtype: the dtype in which floating-point values are sent. verl's first sync casts them to bfloat16, and later
-            syncs have to compare what was sent.
+        dtype: dtype of floating-point values, bfloat16 as in verl's first sync, which later syncs compare with.
     """
 
     def __init__(self, model: nn.Module, meshes: Meshes, dtype: torch.dtype = torch.bfloat16):
@@ -63,7 +61,7 @@ class ShardExport:
     def shards(self) -> Iterator[tuple[str, torch.Tensor, ShardSpec]]:
         """Yield ``(name, values, spec)`` of every parameter and persistent buffer, in the same order on all ranks.
 
-        Names are those of the checkpoint; a stack of experts has the model's name, and ``spec.hf_slots`` those of its
+        Names are the checkpoint's. A stack of experts has the model's name, and ``spec.hf_slots`` has the names of its
         matrices. Values are this rank's flattened shard with its adapter merged. A tied parameter is yielded once.
 
         Raises:
@@ -81,7 +79,7 @@ class ShardExport:
     def _spec(self, name: str, tensor: torch.Tensor) -> ShardSpec:
         block, shape = local_range(tensor), tuple(tensor.shape)
         if not shard_steps(tensor):
-            return ShardSpec(full_shape=shape)  # replicated; verl takes that of rank 0
+            return ShardSpec(full_shape=shape)  # replicated; verl sends rank 0's
         placed: dict[str, Any] = {
             "full_shape": shape,
             "place": BlockPlacement(block.shape, block.low, shape),
@@ -107,18 +105,15 @@ class ShardExport:
         ]
 
     def _checkpoint_name(self, name: str, tensor: torch.Tensor) -> str:
-        if name not in self._names:
-            self._names[name] = self._look_up(name, tensor)
-        return self._names[name]
-
-    def _look_up(self, name: str, tensor: torch.Tensor) -> str:
+        if name in self._names:
+            return self._names[name]
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         found = list(hf_names.as_checkpoint(self.model, [(name, whole)], waiting={}))
         if len(found) == 1 and found[0][1] is whole:
-            return found[0][0]
+            return self._names.setdefault(name, found[0][0])
         if found and hf_names.is_of_expert(found[0][0]):
             self._expert_layouts[name] = self._probe(name, tuple(tensor.shape[1:]))
-            return name
+            return self._names.setdefault(name, name)
         raise ValueError(f"checkpoints of {self.model.config.model_type} do not store {name} as a tensor of its own.")
 
     def _probe(self, name: str, shape: tuple[int, ...]) -> _ExpertLayout:
@@ -138,11 +133,11 @@ class ShardExport:
 def experts_entry(
     spec: ExpertsSpec, lidx: torch.Tensor, lval: torch.Tensor
 ) -> tuple[list, str, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make the delta entry (``hf_delta_export``) of a stack: its changes by checkpoint tensor and position.
+    """Return the delta entry (``hf_delta_export``) of a stack: its changes by checkpoint tensor and position.
 
     Args:
         lidx: flat positions of the changes in this rank's shard, int64.
-        lval: the new values at these positions.
+        lval: new values at these positions.
 
     Returns:
         Slots, dtype, number of changes per slot, and their positions (int32) and values in the order of the slots.

@@ -1,8 +1,7 @@
-"""The engine as verl sees it: actor, reference policy and SFT, and the base of the critic's.
+"""The engine behind verl's interface: actor, reference policy and SFT, and the base of the critic's.
 
-Preparing packed inputs and turning logits into log-probs and entropy is verl's own code (``FSDPEngineWithLMHead``);
-what builds the model is in ``building.py``, what takes part in a step in ``step_features.py``, and everything about
-sharding in the rooms beside this one.
+verl's own code packs inputs and turns logits into log-probs and entropy (``FSDPEngineWithLMHead``). ``building.py``
+builds the model, ``step_features.py`` has the optional parts of a step.
 """
 
 import contextlib
@@ -10,21 +9,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.workers.engine.base import BaseEngine
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineTrainModeCtx, FSDPEngineWithLMHead
 
 from ...rollout import servers
 from ..build import shard_and_load
 from ..checkpoint.saves import CheckpointSaver
 from ..config.settings import sharding_options
+from ..fsdp.reshard import reshard_all
 from ..fsdp.single_rank import keeping_casts
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
+from . import shims
 from .building import BuildsModel
 from .checkpoints import WritesCheckpoints
 from .delta_shards import ExpertsSpec, experts_entry
-from .modes import EvalMode, TrainMode
-from .shims import distillation_shim, separation_shim
 from .step_features import StepFeature
 
 __all__ = ["DEVICES", "EPFSDP2Engine"]
@@ -35,14 +35,14 @@ DEVICES = ["cuda", "npu", "cpu"]
 class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
     """EP + FSDP2 behind verl's engine interface (verl 0.9.1, ``workers/engine/base.py``).
 
-    verl's worker (``workers/engine_workers.py``) and verl's base class call an engine in this order. What is marked by
-    an asterisk is overridden, below in the same order; the rest is verl's own.
+    verl's worker (``workers/engine_workers.py``) and verl's base class call an engine in this order. Methods with an
+    asterisk are overridden, below in the same order.
 
         __init__ *
             _init_device_mesh *
         initialize *
             _build_model_optimizer *
-                _build_module *, _build_optimizer *          (building.py)
+                _build_module *                              (building.py)
             to *
         train_mode *, eval_mode *                            parameters, and in training states, to the device
             train_batch *                                    in training, for each mini-batch
@@ -75,17 +75,16 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         engine_config = self._agree(model_config, engine_config, optimizer_config, checkpoint_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        # float32 is what verl's forward takes as "no autocast". FSDP gathers parameters in their compute dtype, and
-        # autocast would run in bfloat16 what a model computes in float32 on purpose, such as routers.
+        # float32 means "no autocast" in verl's forward. FSDP gathers parameters in their compute dtype. Autocast would
+        # run modules in bfloat16 that a model computes in float32 on purpose, such as routers.
         self._autocast_dtype = torch.float32
         if engine_config.offload_policy:
-            # FSDP moves parameters itself; verl must not.
+            # FSDP moves parameters itself, so verl must not.
             self._is_offload_param = self._is_offload_optimizer = False
         self._saves = CheckpointSaver(get_device_name(), self._save_hf_config)
         if not engine_config.forward_only:
             servers.install(engine_config.sync_timeout_seconds)
-            separation_shim.install()
-            distillation_shim.install()
+            shims.install()
 
     def _init_device_mesh(self) -> None:
         config, device, world = self.engine_config, get_device_name(), dist.get_world_size()
@@ -102,7 +101,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         self.to("cpu", model=self._is_offload_param, optimizer=self._is_offload_optimizer, grad=self._is_offload_param)
 
     def _build_model_optimizer(self) -> None:
-        """Build on meta, shard, allocate, load this rank's bytes; then optimizer and schedule."""
+        """Build on meta, shard, allocate, load this rank's shards; then build the optimizer and its schedule."""
         options = self._overlapped(sharding_options(self.engine_config, self.model_config))
         module, files = self._open()
         self._announce(module, options)
@@ -143,7 +142,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         metrics = {name: value for feature in self.features for name, value in feature.metrics().items()}
         metrics |= self.clipped_step.metrics()
         if self.is_mp_src_rank_with_outputs():
-            # Lists, as verl joins the lists of ranks and mini-batches before it takes the mean.
+            # Lists, because verl joins the lists of ranks and mini-batches before it takes the mean.
             outputs["metrics"] |= {name: [value] for name, value in metrics.items()}
         return outputs
 
@@ -174,36 +173,31 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         return outputs
 
     def optimizer_step(self) -> float:
-        """Clip and step; a norm that is not finite skips the step on every rank.
-
-        Returns:
-            The gradient norm before clipping.
-        """
+        """Clip and step; return the norm before clipping. A norm that is not finite skips the step on every rank."""
         return self.clipped_step(self.optimizer).item()
 
     def lr_scheduler_step(self):
         rate = super().lr_scheduler_step()
         if self._survivors is not None:
             self._survivors.updated()
-        # The end of the run, as far as an engine is told: verl kills its workers.
+        # verl kills its workers at the end of a run, so the last update is the last chance to print.
         if self.rank == 0 and self.lr_scheduler.last_epoch == self.optimizer_config.total_training_steps:
             for outcome in filter(None, (feature.outcome() for feature in self.features)):
                 print(f"[epfsdp2] {outcome}", flush=True)
         return rate
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
-        """Compute without the adapters inside: verl's reference policy where there are some."""
+        """Return a context without adapters: verl's reference policy where the actor has adapters."""
         return self.without_adapters()
 
     # -- weights out --------------------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=None, **kwargs):
-        """Return the weights for the rollout; iterated, full tensors under names of vLLM's loader, on every rank.
+        """Return the weights for the rollout; iterated, they are full tensors under vLLM's names, on every rank.
 
-        In the dtype that this engine's own forward computes with: masters are cast before they are gathered. Adapters
-        are merged into what they adapt, so there is none for the rollout; but with ``lora.merge=False`` a colocated
-        rollout, for which ``base_sync_done`` is given, gets the weights once and then the adapters alone, and so do
-        those in other processes by this package's checkpoint engine, which looks at ``peft_config`` of what it gets.
+        They have the dtype of this engine's forward, because masters are cast before they are gathered. Adapters are
+        merged. With ``lora.merge=False`` the rollout gets the weights once and then the adapters alone. A colocated
+        rollout has ``base_sync_done`` for this; for another one the checkpoint engine reads ``peft_config``.
         """
         self._saves.trainer_goes_on()
         config = self.adapters_config
@@ -223,7 +217,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
 
 
 def _move_states(optimizer: torch.optim.Optimizer | None, device: Any) -> None:
-    """Move the states of an optimizer, if there is one: a role that does not train has none."""
+    """Move the states of an optimizer; a role that does not train has None."""
     for state in {} if optimizer is None else optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -231,6 +225,37 @@ def _move_states(optimizer: torch.optim.Optimizer | None, device: Any) -> None:
 
 
 def _release_device_memory() -> None:
-    """Wait for copies to the host that may be under way, then free what they leave for other processes' use."""
+    """Wait for copies to the host, then free the device memory that they leave for other processes."""
     get_torch_device().synchronize()
     get_torch_device().empty_cache()
+
+
+class TrainMode(EngineTrainModeCtx):
+    """verl's context of training, which leaves FSDP2 usable after an error."""
+
+    def __exit__(self, exc_type, exc_value, traceback):
+        _reset_after_error(self.engine.module, exc_type)
+        super().__exit__(exc_type, exc_value, traceback)
+
+
+class EvalMode(EngineEvalModeCtx):
+    """verl's context of evaluation, which leaves FSDP2 usable after an error and parameters sharded."""
+
+    def __exit__(self, exc_type, exc_value, traceback):
+        _reset_after_error(self.engine.module, exc_type)
+        # After a forward without a backward the root stays gathered, and without reshard_after_forward every layer.
+        # But verl reshards only the root, if fsdp_size > 1, and the default is -1 (fsdp/transformer_impl.py:1114).
+        reshard_all(self.engine.module)
+        super().__exit__(exc_type, exc_value, traceback)
+
+
+def _reset_after_error(module: Any, error: type[BaseException] | None) -> None:
+    """Reset FSDP after an error inside forward or backward, which leaves its state undefined (torch 2.13)."""
+    if error is None or not isinstance(module, FSDPModule) or not hasattr(module, "reset_iter_state"):
+        return
+    try:
+        module.reset_iter_state()
+    except AttributeError as error_of_fsdp:
+        # Before the first forward FSDP has no such state, and the user must see the error that ended the mode.
+        if error_of_fsdp.name != "all_gather_state":
+            raise

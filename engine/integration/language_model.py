@@ -24,14 +24,13 @@ __all__ = ["EPFSDP2EngineWithLMHead"]
 class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
     """Actor, reference policy, SFT."""
 
-    _head: CausalHead | None = None
-    """The head where it can return log-probs; None where logits are whole in every micro-batch."""
+    _head: CausalHead | None = None  # None: every micro-batch has whole logits
 
     def _build_module(self) -> nn.Module:
         module: Any = super()._build_module()
         config = self.engine_config
-        if config.router_replay.mode != "disabled" and not config.forward_only:  # the reference routes for itself
-            check_replay(config, self.model_config, None)  # not every trainer of verl has its settings checked
+        if config.router_replay.mode != "disabled" and not config.forward_only:
+            check_replay(config, self.model_config, None)  # not every trainer of verl checks its settings
             experts = find_experts(module, config.expert_plan)
             replay = RouterReplay(module, experts, module.config.get_text_config().num_hidden_layers)
             mode, sp_group = config.router_replay.mode, self.ulysses_parallel_group
@@ -40,16 +39,16 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
 
     def _patch(self, module: nn.Module) -> None:
         super()._patch(module)
-        # With what verl made of the forward, and before there are hooks, which need a real batch.
+        # After verl's patches of the forward, and before hooks, which need a real batch.
         if self.engine_config.chunked_logits and not self.model_config.use_fused_kernels:
-            why = why_whole_logits(module)
-            if not why:
+            reason = why_whole_logits(module)
+            if not reason:
                 self._head = CausalHead(module)
             elif self.rank == 0:
-                print(f"[epfsdp2] logits are whole: {why}", flush=True)
+                print(f"[epfsdp2] logits are whole: {reason}", flush=True)
 
     def _is_reference(self) -> bool:
-        """Tell whether the model is the reference policy now: the actor without its adapters."""
+        """Whether the model is the reference policy now: the actor without its adapters."""
         return self._lora is not None and not self._lora.enabled
 
     def prepare_model_inputs(self, micro_batch):
@@ -61,23 +60,23 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         if self._head is not None and self._head.wanted is not None:
             log_probs, entropy = self._head.take(output.logits)
-            # verl then takes both as they are; the loss function gets the batch without this.
+            # With this flag verl returns both unchanged. It is set on a copy, which the loss function does not get.
             output, micro_batch = SimpleNamespace(log_probs=log_probs, entropy=entropy), micro_batch.copy()
             tu.assign_non_tensor(micro_batch, use_fused_kernels=True)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
 
 
 def _reads_logits(micro_batch: TensorDict) -> bool:
-    """Tell whether verl computes something else of a micro-batch's logits than log-probs and entropies."""
+    """Whether verl computes more from a micro-batch's logits than log-probs and entropies."""
     others = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
     return any(tu.get_non_tensor_data(micro_batch, key=key, default=False) for key in others)
 
 
 def _wanted(arguments: dict[str, Any], micro_batch: TensorDict) -> Wanted:
-    """Return what verl computes of a micro-batch's logits.
+    """Return the labels and temperatures of a micro-batch.
 
     Args:
-        arguments: what verl's ``prepare_model_inputs`` returns for its ``prepare_model_outputs``.
+        arguments: arguments that verl's ``prepare_model_inputs`` returns for its ``prepare_model_outputs``.
     """
     labels, temperature = arguments["input_ids_rmpad_rolled"], arguments.get("temperature_rmpad")
     if temperature is None:  # rows are padded, labels are not

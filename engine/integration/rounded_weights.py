@@ -1,4 +1,4 @@
-"""Training with the weights that a rollout in FP8 or INT8 computes with (``engine.rollout_quantization_aware``)."""
+"""Training with the rounded weights of a rollout in FP8 or INT8 (``engine.rollout_quantization_aware``)."""
 
 from typing import Any, Literal
 
@@ -14,18 +14,18 @@ __all__ = ["compute_as_rollout"]
 
 
 def compute_as_rollout(model: Any, which: Literal[True, "experts"], channels: Channels = "", server: str = "") -> None:
-    """Have a sharded model compute with its weights rounded as they are sent to a rollout in FP8 or INT8.
+    """Let a sharded model compute with the weights that a rollout in FP8 or INT8 dequantises, bit for bit.
 
-    Each is rounded where FSDP has gathered it, and has the bits of the values and scales that are sent, times each
-    other. A matrix is gathered whole there, or is cut at borders of blocks (``check_rounding``).
+    Weights are rounded after FSDP's gather, which yields whole matrices or cuts at borders of blocks
+    (``check_rounding``).
 
     Args:
-        which: True for all weights that the rollout quantises, or the experts' alone.
-        channels: what the rollout holds weights in where each row has a scale; "" for FP8 by blocks.
+        which: True for all weights that the rollout quantises, "experts" for the experts' only.
+        channels: rollout quantisation with per-row scales ("fp8", "int8"); "" for FP8 by blocks.
         server: verl's name of the rollout.
 
     Raises:
-        SettingError: which weights of the family a rollout quantises is not known.
+        SettingError: the rollout's quantised weights are not known for the family.
     """
     family, rollout = model.config.model_type, server_named(server)
     if family not in rollout.quantised:

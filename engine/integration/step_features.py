@@ -1,8 +1,7 @@
-"""What takes part in a step beside the model: one protocol, and an implementation for each feature that is switched on.
+"""Optional parts of a step: one protocol, and one class for each feature.
 
-The engine calls every feature at each point of verl's call order and asks none whether it is there. Some of these calls
-are collective. Features are called in the order of the engine's list, which the settings decide, so that their
-collectives come in the same order on all ranks.
+The engine calls all features that are switched on at each point of verl's call order. Some calls are collective: the
+order of the engine's list follows from the settings, so it is the same on all ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,25 +23,25 @@ __all__ = ["PlannedMemory", "ReplayedRoutes", "RouterTerms", "StepFeature", "Syn
 
 
 class StepFeature:
-    """The protocol, in the order of the calls; here every method does nothing."""
+    """The protocol, in the order of the calls; the methods here do nothing."""
 
     def begin_update(self) -> None:
-        """Run before the forward of a mini-batch that is trained on."""
+        """Run before the forward of a mini-batch, in training."""
 
     def begin_batch(self, data: TensorDict, forward_only: bool) -> None:
-        """Run before a batch is divided into micro-batches, trained on or not."""
+        """Run before a batch is split into micro-batches."""
 
     def begin_micro_batch(self, forward_only: bool) -> None:
-        """Run before a micro-batch's inputs are made."""
+        """Run before the inputs of a micro-batch are built."""
 
     def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
-        """Look at, or change, the arguments of the model's forward."""
+        """Read or change the arguments of the model's forward."""
 
     def prepare_outputs(self, outputs: dict[str, Any], micro_batch: TensorDict) -> None:
-        """Look at, or change, what verl keeps of the model's forward."""
+        """Read or change the outputs that verl keeps."""
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss that backward starts from, given the one of verl's loss function."""
+        """Return the loss for backward, given the loss of verl's loss function."""
         return loss
 
     def metrics(self) -> Mapping[str, float]:
@@ -50,12 +49,12 @@ class StepFeature:
         return {}
 
     def outcome(self) -> str | None:
-        """Return a line to print after the run's last update, on rank 0."""
+        """Return a line to print on rank 0 after the run's last update."""
         return None
 
 
 class VisionTowers(StepFeature):
-    """All ranks run a vision tower in a micro-batch, or none does (``model/vision.py``)."""
+    """Runs a vision tower on all ranks in a micro-batch, or on none (``model/vision.py``)."""
 
     def __init__(self, towers: VisionTowerSync):
         self._towers = towers
@@ -83,7 +82,7 @@ class RouterTerms(StepFeature):
     def begin_batch(self, data: TensorDict, forward_only: bool) -> None:
         if forward_only:
             return
-        # Filled in and left on the device: to copy it either way would wait.
+        # Filled on the device, because a copy to or from the host would wait.
         tokens = torch.full((), data["input_ids"].values().numel(), device=get_device_id())
         dist.all_reduce(tokens, group=self._dp_group)
         self._losses.begin(tokens)
@@ -94,7 +93,7 @@ class RouterTerms(StepFeature):
             self._losses.watch()
 
     def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
-        """Find which rows of the model's input are no padding: bool ``[rows]``."""
+        """Mark the rows of the model's input that are not padding: bool ``[rows]``."""
         if inputs.get("attention_mask") is not None:
             self._is_token = inputs["attention_mask"].reshape(-1).bool()
             return
@@ -111,51 +110,40 @@ class RouterTerms(StepFeature):
 
 
 class ReplayedRoutes(StepFeature):
-    """Tokens take the experts that they took before (``moe/router/replay.py``).
+    """Sends tokens to the experts of an earlier forward (``moe/router/replay.py``).
 
     Args:
-        mode: ``R2``, routes recorded when log-probs are computed, or ``R3``, routes of the rollout.
-        routes_for_itself: whether the model is the reference policy now, which replays nothing: the actor without its
-            adapters.
+        mode: ``R2`` for routes recorded when log-probs are computed, ``R3`` for routes of the rollout.
+        is_reference: whether the model is the reference policy now, which replays nothing.
         sp_group: ranks that share packed rows; None where none do.
     """
 
     def __init__(
-        self,
-        replay: RouterReplay,
-        mode: str,
-        routes_for_itself: Callable[[], bool],
-        sp_group: dist.ProcessGroup | None,
+        self, replay: RouterReplay, mode: str, is_reference: Callable[[], bool], sp_group: dist.ProcessGroup | None
     ):
         self._replay, self._mode, self._sp_group = replay, mode, sp_group
-        self._routes_for_itself, self._records = routes_for_itself, False
+        self._is_reference, self._records = is_reference, False
 
     def begin_update(self) -> None:
-        self._replay.differing()  # what differed when log-probs were computed is not of this update
+        self._replay.differing()  # drops the count of the forward that computed log-probs
 
     def begin_micro_batch(self, forward_only: bool) -> None:
-        self._records = forward_only and self._mode == "R2" and not self._routes_for_itself()
-        if self._routes_for_itself():
+        self._records = forward_only and self._mode == "R2" and not self._is_reference()
+        if self._is_reference():
             self._replay.stop()
 
     def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
         if self._records:
             self._replay.record()
-        elif not self._routes_for_itself():
+        elif not self._is_reference():
             self._replay.replay(self._routes(micro_batch, inputs["position_ids"].shape[-1]))
 
     def _routes(self, micro_batch: TensorDict, tokens: int) -> torch.Tensor:
-        """What is to be replayed for this rank's tokens, ``[own tokens, layers, k]``; the rows of padding are zeros.
-
-        Args:
-            tokens: of the whole packed row.
-        """
-        routes = micro_batch.get("routed_experts", None)
-        if routes is None:
+        """Return the routes of this rank's part of a packed row of ``tokens``: ``[own tokens, layers, k]``."""
+        if (routes := micro_batch.get("routed_experts", None)) is None:
             source = "compute_log_prob" if self._mode == "R2" else "the rollout"
-            raise ReplayError(
-                f"engine.router_replay.mode={self._mode}: {source} has left no routed_experts in the batch."
-            )
+            rule = f"{source} has left no routed_experts in the batch."
+            raise ReplayError(f"engine.router_replay.mode={self._mode}: {rule}")
         routes = routes.values()
         padded = routes.new_zeros((tokens, *routes.shape[1:]))
         padded[: routes.shape[0]] = routes
@@ -170,13 +158,13 @@ class ReplayedRoutes(StepFeature):
         outputs["routed_experts"] = torch.nested.nested_tensor_from_jagged(routes, offsets)
 
     def metrics(self) -> Mapping[str, float]:
-        # Of all ranks: verl averages what they return, whatever their numbers of tokens.
+        # Summed over all ranks, because verl averages their metrics whatever their numbers of tokens.
         differing = self._replay.differing(dist.group.WORLD)
         return {} if differing is None else {"router_replay_differing": differing}
 
 
 class PlannedMemory(StepFeature):
-    """The memory that was planned for the micro-batches of an update, beside what was measured (``planner/run.py``)."""
+    """Compares the planned memory of an update with the measured memory (``planner/run.py``)."""
 
     def __init__(self, plan: StepEstimate):
         self._plan = plan
@@ -186,7 +174,7 @@ class PlannedMemory(StepFeature):
 
     def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
         if torch.is_grad_enabled():
-            # The ids may be of this rank or of the row, positions are of the row.
+            # Positions are of the whole row; input ids may be this rank's part.
             self._plan.see(inputs["position_ids"].shape[-2:].numel() // self._plan.sp)
 
     def metrics(self) -> Mapping[str, float]:
@@ -197,7 +185,7 @@ class PlannedMemory(StepFeature):
 
 
 class SyncMetrics(StepFeature):
-    """Metrics of the last weight sync: verl drops what the sync itself returns."""
+    """Metrics of the last weight sync, because verl drops those that the sync returns."""
 
     def __init__(self, sync: RolloutSync):
         self._sync = sync

@@ -1,4 +1,4 @@
-"""The value model behind verl's engine interface: the same sharding, a head with one output."""
+"""The value model behind verl's engine interface: the same sharding, and a head with one output."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,15 +19,14 @@ __all__ = ["EPFSDP2EngineWithValueHead"]
 
 @EngineRegistry.register(model_type="value_model", backend=[STRATEGY], device=DEVICES)
 class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
-    """Critic, from a causal-LM checkpoint (the head starts at random) or from one with a ``score`` head.
+    """Critic, from a checkpoint with a ``score`` head, or from a causal LM with random rows of the head.
 
-    Families without a token-classification class in transformers (GLM-4.5, OLMoE, those with images, ...) get their
-    causal LM with a one-output head in the place of the language-model head. Where there are adapters, the head is
-    trained as a whole beside them.
+    Families without a token-classification class in transformers (GLM-4.5, OLMoE, those with images, ...) are a causal
+    LM with a one-output head. With adapters, the whole head is trained beside them.
     """
 
     _is_value_model = True
-    _may_be_unused = r"^(lm_head|score)\."  # another head than this model's
+    _may_be_unused = r"^(lm_head|score)\."  # the checkpoint's head may be another one
 
     def _plain_module(self) -> nn.Module:
         config = self.model_config.hf_config
@@ -50,12 +49,12 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
         return AutoModelForTokenClassification if own else super()._auto_class()
 
     def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
-        """Draw the head's rows where the checkpoint has none that fits; equal on all replicas."""
+        """Draw the head's rows if the checkpoint has no head that fits; equal on all replicas."""
         if super()._initialize(name, tensor, fits):
             return True
         if fits or not name.startswith(f"{self._head}."):
             return False
-        if tensor.is_meta:  # it is only compared yet
+        if tensor.is_meta:  # names are only matched yet
             return True
         generator = torch.Generator().manual_seed(self.engine_config.seed + self.meshes.fsdp_rank)
         scale = getattr(self.model_config.hf_config, "initializer_range", 0.02) if name.endswith("weight") else 0.0

@@ -3,14 +3,11 @@
 They exist in vLLM 0.24.0, 0.27.1, 0.29.0 and 0.32.0. A missing name raises an error unless a fallback stands here.
 """
 
-import contextlib
-import importlib
 from functools import partial
-from types import ModuleType
 
 from ...engine.compat.private_names import look_up
 
-__all__ = ["ATTENTION", "SKIP_LOAD_TENSORS", "SKIP_TENSORS", "cpu_experts_module", "finalize_layerwise_reload"]
+__all__ = ["ATTENTION", "SKIP_LOAD_TENSORS", "SKIP_TENSORS", "finalize_layerwise_reload"]
 __all__ += ["get_layer_tensors", "get_layerwise_info", "initialize_layerwise_reload", "materialize_layer"]
 __all__ += ["process_layer"]
 
@@ -39,11 +36,3 @@ SKIP_LOAD_TENSORS = _find(f"{_RELOAD}.meta:SKIP_LOAD_TENSORS", f"{_RELOAD}.meta:
 
 # Layers whose own parameters are quantization scales, which checkpoints of trained weights lack.
 ATTENTION = (_find(f"{_LAYERS}.attention:Attention"), _find(f"{_LAYERS}.attention:MLAAttention"))
-
-
-def cpu_experts_module() -> ModuleType | None:
-    """Return vLLM's module that routes and computes experts on a CPU (``select_experts``); None if there is none."""
-    for place in ("cpu_fused_moe", "experts.cpu_moe"):
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(f"{_LAYERS}.fused_moe.{place}")
-    return None

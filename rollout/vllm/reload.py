@@ -20,10 +20,9 @@ from ..layout.layout_check import prefix_of, unpadded_shape
 from ..layout.slice_names import is_slice, parse_slice
 from ..transport.checksums import PlacedChecksums
 from ..transport.watched_sockets import WeightSyncError
-from . import compat
+from . import compat, reload_shims
 from .compat import ATTENTION, SKIP_LOAD_TENSORS, get_layerwise_info
 from .loaded_weights import running_weights
-from .shims import reload_shims
 
 __all__ = ["Reload"]
 

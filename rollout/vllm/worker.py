@@ -17,14 +17,15 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 
+from ...engine import cpu
 from ..layout.layout_check import actual_layout, difference, rank_entry
 from ..layout.specs import Rollout
 from ..transport.checksums import ReceivedChecksums
 from ..transport.watched_sockets import WatchedContext, WeightSyncError
+from . import reload_shims
 from .adapters import load_adapters, without_adapters
 from .compat import ATTENTION, SKIP_LOAD_TENSORS, SKIP_TENSORS, get_layer_tensors, get_layerwise_info
 from .reload import Reload
-from .shims import cpu_shims, reload_shims
 
 __all__ = ["WeightSyncExtension"]
 
@@ -42,7 +43,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
     device: torch.device | None  # set by vLLM's worker
 
     def __new__(cls, **kwargs):
-        cpu_shims.install()
+        cpu.install_in_vllm()
         reload_shims.install()
         return super().__new__(cls, **kwargs)
 

@@ -12,7 +12,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def first_run(folder):
-    """A short quickstart from nothing. What it leaves is checked by the test that asks for it."""
+    """A short quickstart from nothing. A test checks its leftovers."""
     before = leftovers()
     with running(folder / "first", "--steps", "12") as run:
         run.wait()

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import psutil
 import pytest
 
-__all__ = ["EXTENSION", "SERVER", "Run", "leftovers", "overrides", "running", "unused"]
+__all__ = ["EXTENSION", "SERVER", "Run", "finished", "leftovers", "overrides", "running", "unused"]
 
 HOOKS, ROOT = Path(__file__).parent / "hooks", Path(__file__).parents[2]
 ANOTHER = ("epfsdp2.recipes.resilient", "verl.trainer.main_ppo")
@@ -99,11 +99,11 @@ class Run:
 
 
 def overrides(*settings: str) -> list[str]:
-    """The quickstart's options that hand settings to Hydra."""
+    """Return the quickstart's options that pass settings to Hydra."""
     return [f"--override={setting}" for setting in settings]
 
 
-# What generates: SGLang on its stack, whose routes and images reach verl where it has a tokenizer; vLLM on the others.
+# The rollout: SGLang on its stack, where routes and images need its tokenizer to reach verl; vLLM on the others.
 SERVER = (
     ["--rollout", "sglang", *overrides("actor_rollout_ref.rollout.skip_tokenizer_init=False")]
     if find_spec("sglang")
@@ -119,6 +119,14 @@ def running(*arguments, **keywords):
     finally:
         if run.process.poll() is None:
             run.interrupt(signal.SIGTERM)
+
+
+def finished(output: Path, steps: int, *options: str, **keywords) -> Run:
+    """Return a run of so many steps, which has to log all of them."""
+    with running(output, "--steps", str(steps), *options, **keywords) as run:
+        run.wait()
+    assert len(run.steps()) == steps, run.text()[-3000:]
+    return run
 
 
 def leftovers() -> set[str]:

@@ -1,8 +1,8 @@
 """A task for an agent with a tool, made offline: numbers stand in a table that only the tool can read.
 
-The right answer to ``37=`` is the two digits that the tool's answer for ``37`` ends with. A call has a token before its
-key and one behind it, so that verl's own parser of Hermes' calls reads what a tiny model writes. Every eighth answer of
-the tool is so long that the policy's is cut off at ``RESPONSE`` tokens, after its first digit.
+The right answer to ``37=`` is the last two digits of the tool's answer for ``37``. A call has one token before its
+key and one behind it, so that a tiny model can write calls for verl's Hermes parser. Every eighth answer of the tool is
+so long that the policy's answer is cut off at ``RESPONSE`` tokens, after its first digit.
 
 verl's agent loop loads this file for the tool (``function_tool_path``), and the reward for its function.
 """
@@ -25,7 +25,7 @@ SOURCE = "epfsdp2/agent"
 PROMPT, RESPONSE, _FILLING = 8, 20, "." * 7
 _CALL, _CLOSE = '<tool_call>{"name": "look_up", "arguments": {"key": "', '"}}</tool_call>'
 _END, _TOOL = "<|im_end|>", "<|tool|>"
-# Of the supervised conversations those that call the tool, and of these those that repeat its digits.
+# The share of supervised conversations that call the tool, and the share of these that repeat its digits.
 _CALLS, _REPEATS = 0.5, 0.7
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|im_end|>\n{% endfor %}"

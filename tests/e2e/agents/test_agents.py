@@ -71,7 +71,7 @@ def test_agent_loop_with_a_tool_records_routes_of_its_answers_and_masks_them_in_
             chosen = routes[: len(batch["input_ids"][i]) - 1].sort(-1).values
             assert (chosen[..., 1:] != chosen[..., :-1]).all()
             assert mask[0] and mask[-1] and len(response) <= agent_task.RESPONSE
-            # What follows the end of a policy's turn is the loop's. A policy can write what opens a tool's turn, too.
+            # The loop writes the tokens after a policy's turn. A policy can write the opening of a tool's turn, too.
             turns = [int(at) for at in (response == answer).nonzero() if at > 1 and response[at - 2] == end]
             wanted = torch.ones_like(mask)
             for first in turns:  # the newline after a call, the tool's turn, and what opens the next

@@ -1,4 +1,4 @@
-"""What a run of router replay is made of: settings, and a model whose routers rounding changes."""
+"""Settings of router replay, and a model whose routes change by rounding."""
 
 import shutil
 from pathlib import Path

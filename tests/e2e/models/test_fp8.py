@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from epfsdp2.recipes.quickstart import model
-from tests.e2e.runs import overrides, running
+from tests.e2e.runs import finished, overrides
 from tests.e2e.trainers.trainers import CHANGES, differences
 
 pytestmark = [
@@ -35,12 +35,9 @@ def start(tmp_path, monkeypatch):
     model.write_model(tmp_path / "model", 1)
 
     def run_with(name, *settings):
-        options = ["--model", str(tmp_path / "model"), "--steps", str(STEPS), "--batch-size", "8"]
-        with running(tmp_path / name, *options, *overrides(*COMMON, *CHANGES, *settings)) as run:
-            run.wait()
-        steps = run.steps()
-        assert len(steps) == STEPS, run.text()[-3000:]
-        return steps, (run.output / "logs" / "grpo.log").read_text(errors="replace")
+        options = ["--model", str(tmp_path / "model"), "--batch-size", "8"]
+        run = finished(tmp_path / name, STEPS, *options, *overrides(*COMMON, *CHANGES, *settings))
+        return run.steps(), (run.output / "logs" / "grpo.log").read_text(errors="replace")
 
     return run_with
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.e2e.runs import overrides, running
+from tests.e2e.runs import finished, overrides, running
 
 pytestmark = [
     pytest.mark.e2e,
@@ -30,7 +30,7 @@ def test_sglang_run_raises_the_reward_and_agrees_with_the_trainer(first_run):
 
 
 def _modes(run):
-    """How the weights were sent in each sync."""
+    """Return the mode of each weight sync."""
     log = (run.output / "logs" / "grpo.log").read_text(errors="replace")
     assert "SGLang http server" in log
     return re.findall(r"\[epfsdp2\] weight sync \d+, (\w+): ", log)
@@ -39,12 +39,9 @@ def _modes(run):
 @pytest.mark.parametrize("mode", ["sliced", "full"])
 def test_sglang_run_on_two_tensor_parallel_workers_agrees_with_the_trainer(folder, first_run, mode):
     (model,) = (first_run.output / "warmup").glob("global_step_*/huggingface")
-    options = ["--rollout", "sglang", "--model", str(model), "--steps", "3"]
+    options = ["--rollout", "sglang", "--model", str(model)]
     environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     options += overrides(f"{ROLLOUT}.tensor_model_parallel_size=2", f"engine.rollout_sync={mode}")
-    with running(folder / f"sglang_{mode}", *options, environment=environment) as run:
-        run.wait()
-    steps = run.steps()
-    assert len(steps) == 3, run.text()[-3000:]
-    assert all(step["training/rollout_probs_diff_mean"] < 1e-6 for step in steps)
+    run = finished(folder / f"sglang_{mode}", 3, *options, environment=environment)
+    assert all(step["training/rollout_probs_diff_mean"] < 1e-6 for step in run.steps())
     assert _modes(run) == (["sliced"] * 4 if mode == "sliced" else [])  # verl's adapter sends the others

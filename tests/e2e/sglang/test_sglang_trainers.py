@@ -6,7 +6,7 @@ import pytest
 
 from epfsdp2.recipes.quickstart.model import write_model
 from tests.e2e.models.replay import BFLOAT16, REPLAY, with_near_ties
-from tests.e2e.runs import overrides, running
+from tests.e2e.runs import finished, overrides
 from tests.e2e.trainers.trainers import (
     FULLY_ASYNC,
     ONE_AT_A_TIME,
@@ -36,15 +36,13 @@ def test_standalone_sglang_follows_the_trainer(tmp_path, monkeypatch, sync):
     monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARNING")
     write_model(tmp_path / "model", 1)
     settings = overrides(*STANDALONE, f"engine.rollout_sync={sync}")
-    options = ["--rollout", "sglang", "--model", str(tmp_path / "model"), "--steps", "4", *settings]
-    with running(tmp_path / "run", *options) as run:
-        run.wait()
+    options = ["--rollout", "sglang", "--model", str(tmp_path / "model"), *settings]
+    run = finished(tmp_path / "run", 4, *options)
     steps = run.steps()
-    assert len(steps) == 4, run.text()[-3000:]
     first, second, third, fourth = differences(steps)
     # As with vLLM: the updates before steps 2 and 3 are missed for a step, the one before step 4 changed nothing.
     assert first < SAME and second > OTHER and third > OTHER and fourth < SAME, (first, second, third, fourth)
-    # Of slices each of the two ranks sends what it owns; full tensors are sent by one.
+    # Each of the two ranks sends its own slices; one rank sends full tensors.
     sent = pytest.approx(4.71 if sync == "auto" else 9.42, rel=0.02)
     assert all(step["weight_sync/sent_megabytes"] == sent for step in steps)
     assert run.living() == []
@@ -67,11 +65,8 @@ def test_router_replay_of_sglangs_routes_brings_log_probs_together(tmp_path):
     write_model(tmp_path / "plain", 1)
     model, found = with_near_ties(tmp_path / "plain", tmp_path / "near_ties"), []
     for name, settings in (("native", BFLOAT16), ("replayed", [*BFLOAT16, *REPLAY, _ROUTES_AS_TEXT])):
-        options = ["--rollout", "sglang", "--model", model, "--steps", "2", *overrides(*settings)]
-        with running(tmp_path / name, *options) as run:
-            run.wait()
-        assert len(run.steps()) == 2, run.text()[-3000:]
-        found.append(run.steps()[0])
+        options = ["--rollout", "sglang", "--model", model, *overrides(*settings)]
+        found.append(finished(tmp_path / name, 2, *options).steps()[0])
     native, replayed = found
     assert "actor/router_replay_differing" not in native
     assert replayed["actor/router_replay_differing"] > 0.02

@@ -2,11 +2,10 @@
 
 import pytest
 
-from tests.e2e.runs import overrides, running
+from tests.e2e.runs import finished, overrides
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-STEPS = 3
 DAPO = [
     "actor_rollout_ref.actor.clip_ratio_low=0.2",
     "actor_rollout_ref.actor.clip_ratio_high=0.28",
@@ -24,10 +23,7 @@ DAPO = [
 
 
 def test_dapo_run_filters_groups_and_punishes_long_answers(folder, warmed_up):
-    with running(folder / "dapo", "--model", warmed_up, "--steps", str(STEPS), *overrides(*DAPO)) as run:
-        run.wait()
-    steps = run.steps()
-    assert len(steps) == STEPS, run.text()[-3000:]
+    steps = finished(folder / "dapo", 3, "--model", warmed_up, *overrides(*DAPO)).steps()
     assert all(step["actor/grad_norm"] > 0 and step["actor/skipped_steps"] == 0 for step in steps)
     assert all(step["training/rollout_probs_diff_mean"] < 5e-3 for step in steps)
     # Without the penalty no score is below zero.

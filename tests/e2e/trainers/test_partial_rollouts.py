@@ -63,7 +63,7 @@ def test_partial_rollout_keeps_the_log_prob_of_the_weights_that_wrote_each_token
     sequences = entries["input_ids"]
     old = [values[: len(ids)] for values, ids in zip(entries["old_log_probs"], entries["responses"], strict=True)]
     prompts = [len(ids) - len(values) for ids, values in zip(sequences, old, strict=True)]
-    # Of each token the first and the last version whose log-prob the update got.
+    # For each token, find the first and the last version whose log-prob the update got.
     differences = [
         torch.stack([(got - want).abs() for want in of_versions])
         for got, *of_versions in zip(old, *(_log_probs(folder, sequences, prompts) for folder in versions), strict=True)

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.recipes.quickstart.model import write_model
-from tests.e2e.runs import Run, overrides, running
+from tests.e2e.runs import Run, finished, overrides, running
 from tests.support.models.tiny import save_qwen3
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -53,10 +53,7 @@ def test_ppo_run_with_critic_and_reference_raises_the_reward(folder, warmed_up):
         f"trainer.save_freq={STEPS}",
         f"trainer.default_local_dir={kept}",
     )
-    with running(folder / "ppo", "--model", warmed_up, "--steps", str(STEPS), *settings) as run:
-        run.wait()
-    steps = run.steps()
-    assert len(steps) == STEPS, run.text()[-3000:]
+    steps = finished(folder / "ppo", STEPS, "--model", warmed_up, *settings).steps()
     # Nothing of the actor has changed while the critic warms up; then it leaves the reference.
     moved = [step.get("actor/kl_loss") for step in steps]
     assert moved[0] is None and moved[-1] > moved[2] >= 0, moved
@@ -92,9 +89,6 @@ def test_ppo_run_of_a_dense_actor_trains_and_refuses_ep_size(folder):
     assert "engine.ep_size=2: concerns experts, and Qwen3ForCausalLM" in _said(run)
     # Its answers are all wrong, so that no advantage would move it.
     settings = overrides("engine.ep_size=1", "actor_rollout_ref.actor.entropy_coeff=0.01")
-    with running(folder / "alone", "--model", str(model), "--steps", "2", *settings) as run:
-        run.wait()
-    steps = run.steps()
-    assert len(steps) == 2, run.text()[-3000:]
-    # What vLLM generates with is what is trained.
+    steps = finished(folder / "alone", 2, "--model", str(model), *settings).steps()
+    # vLLM generates with the trained weights.
     assert all(step["training/rollout_probs_diff_mean"] < 1e-4 and step["actor/grad_norm"] > 0 for step in steps)

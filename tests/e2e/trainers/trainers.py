@@ -1,4 +1,4 @@
-"""Runs of verl's trainers that generate in processes of their own, and what is asked of each."""
+"""Runs of verl's trainers that generate in separate processes, and checks of their steps."""
 
 import re
 
@@ -60,11 +60,8 @@ STANDALONE = [
     "actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p",
     "ray_kwargs.ray_init.num_gpus=3",
     "engine.rollout_sync=auto",
-    # A model that knows nothing earns no reward to learn from: this changes its weights all the same.
-    "actor_rollout_ref.actor.entropy_coeff=1.0",
-    # Learning rates of the updates: all, half, none, half.
-    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-    "actor_rollout_ref.actor.optim.num_cycles=1.0",
+    *CHANGES,
+    *ZERO_IN_THE_THIRD,
 ]
 ONE_STEP_OFF = ("other_trainer", "verl.experimental.one_step_off_policy.main_ppo")
 FULLY_ASYNC = ("other_trainer", "verl.experimental.fully_async_policy.fully_async_main")
@@ -80,7 +77,7 @@ ONE_AT_A_TIME = [
 
 
 def steps_of(tmp_path, steps: int, *settings: str, rollout: str = "vllm", **program) -> list[dict]:
-    """What it logged; it has to end well and leave nothing."""
+    """Return the logged steps of a run, which has to end well and leave nothing."""
     write_model(tmp_path / "model", 1)
     options = ["--model", str(tmp_path / "model"), "--steps", str(steps), "--batch-size", "8", "--rollout", rollout]
     before = leftovers()
@@ -106,6 +103,6 @@ def is_learning(steps: list[dict]) -> bool:
 
 
 def syncs(output) -> list[str]:
-    """What each weight sync of a run sent, as a rollout worker has printed it."""
+    """Return the kind of each weight sync of a run, as a rollout worker has printed it."""
     log = (output / "logs" / "grpo.log").read_text(errors="replace")
     return re.findall(r"weight sync \d+, (\w+)", log)

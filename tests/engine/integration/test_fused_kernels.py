@@ -11,10 +11,9 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.features import check_fused_kernels
 from tests.parity.families import FAMILIES
 from tests.parity.family import HEADS, SCALED
-from tests.support.engine.sharded import whole_gradients
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.trainer.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker, reference_update
+from tests.support.trainer.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker, reference_update, watched_gradients
 
 FUSED = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 # verl has forwards of its own for models with images.
@@ -88,10 +87,7 @@ def _update(folder):
             wanted = every[i][:-1].gather(-1, ids[1:, None])[:, 0]
             torch.testing.assert_close(log_probs[:-1], wanted, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(entropy, -(every[i].exp() * every[i]).sum(-1), rtol=1e-5, atol=1e-5)
-        seen = {}
-        worker.engine.optimizer.step = lambda *_, seen=seen, model=worker.engine.module: seen.update(
-            whole_gradients(model)
-        )
+        seen = watched_gradients(worker, steps=False)
         metrics = tu.get(worker.train_batch(ppo_batch(mine)), "metrics")
         assert abs(metrics["loss"] - loss) < 1e-5 * abs(loss) + 1e-6
         for name, want in gradients.items():

@@ -1,14 +1,20 @@
-"""Responses of several turns: what a tool answered is in the forward and not in the loss, and has routes to replay."""
+"""Responses of several turns: a tool's answer is in the forward, not in the loss, and has routes to replay."""
 
 import torch
 import torch.distributed as dist
 
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.router.replay import RouterReplay
-from tests.support.engine.sharded import whole_gradients
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import run_ranks
-from tests.support.trainer.ppo import of_this_rank, plain_ppo_loss, ppo_batch, ppo_samples, ppo_worker
+from tests.support.trainer.ppo import (
+    of_this_rank,
+    plain_ppo_loss,
+    ppo_batch,
+    ppo_samples,
+    ppo_worker,
+    watched_gradients,
+)
 
 RELATIVE = 1e-5
 LAYERS, EXPERTS = 3, 8
@@ -21,10 +27,10 @@ CASES = [
 
 
 def _turns(samples):
-    """Which tokens of each response the policy wrote.
+    """Return for each response which tokens the policy wrote.
 
-    In turn: all; a tool's answer between two turns; one at the end, where the response was cut off before the policy's
-    next turn; and two answers, the last turn cut off after its first token.
+    There are four kinds in turn: no tool; its answer between two turns; its answer at the end, where the response was
+    cut off. The fourth has two answers, and its last turn has one token.
     """
     masks = []
     for i, (_, _, old, _) in enumerate(samples):
@@ -35,7 +41,7 @@ def _turns(samples):
 
 
 def _routes(samples, masks):
-    """Of a rollout whose router chose otherwise: rows of its last token, and of what it did not see, are zeros."""
+    """Return routes of a rollout whose router chose otherwise; rows of the last token and unseen ones are zeros."""
     generator, routes = torch.Generator().manual_seed(5), []
     for (ids, prompt, *_), mask in zip(samples, masks, strict=True):
         scores = torch.rand(len(ids), LAYERS, EXPERTS, generator=generator)
@@ -78,11 +84,7 @@ def _on_ranks(folder, cases):
 
     for settings in cases:
         worker = ppo_worker(folder, router_replay=EngineRouterReplayConfig(mode="R3"), **settings)
-        seen, step = {}, worker.engine.optimizer.step
-        worker.engine.optimizer.step = lambda *a, seen=seen, worker=worker, step=step: (
-            seen.update(whole_gradients(worker.engine.module)),
-            step(*a),
-        )
+        seen = watched_gradients(worker, steps=False)
         batch = ppo_batch(of_this_rank(worker, samples), masks=of_this_rank(worker, masks))
         batch["routed_experts"] = torch.nested.as_nested_tensor(of_this_rank(worker, routes), layout=torch.jagged)
         worker.train_batch(batch)

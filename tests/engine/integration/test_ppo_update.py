@@ -2,22 +2,18 @@
 
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.engine.fsdp import single_rank
-from epfsdp2.engine.integration import modes
 from tests.support.engine.sharded import whole_parameters
 from tests.support.models.names import send_stacks
 from tests.support.models.tiny import reference_model, save_qwen3, save_qwen3_moe
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import PADDED, check_ppo_updates, ppo_batch, ppo_samples, ppo_worker, reference_update
 
 WORLD = 4
@@ -27,28 +23,22 @@ WHOLE = {"chunked_logits": False}  # logits
 
 def test_ppo_update_on_every_mesh_has_the_gradients_and_norm_of_the_plain_model(tmp_path):
     cases = [
-        {"ep": 1},
+        {"ep": 1, "use_no_sync_for_gradient_accumulation": True},
         {"ep": 2},
-        {"ep": 4},
-        {"ep": 2, "fsdp_size": 2},
-        {"ep": 2, "dynamic": True},
-        {"ep": 2, "use_no_sync_for_gradient_accumulation": True},
-        {"ep": 2, "param_offload": True, "optimizer_offload": True},
-        {"ep": 2, "offload_policy": True},
+        {"ep": 2, "fsdp_size": 2, "reshard_after_forward": False},
+        {"ep": 2, "dynamic": True, "offload_policy": True},
+        {"ep": 4, "param_offload": True, "optimizer_offload": True},
         {"ep": 2, "pad_to_length": True, "pad_to_length_bucket": 32},
         {"ep": 2, **WHOLE, "entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 8},
-        {"ep": 2, **WHOLE, "entropy_checkpointing": True, "reshard_after_forward": False},
-        {"ep": 4, **WHOLE, "entropy_checkpointing": True, "entropy_from_logits_with_chunking": True},
-        {"ep": 2, "reshard_after_forward": False},
+        {"ep": 4, **WHOLE, "entropy_checkpointing": True, "reshard_after_forward": False},
         {"ep": 2, "model": PADDED},
-        {"ep": 4, "model": PADDED, "dynamic": True},
         {"ep": 4, "model": PADDED, **WHOLE, "dynamic": True, "entropy_checkpointing": True},
     ]
     run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=500)
 
 
 def test_ppo_update_of_a_dense_role_beside_experts_equals_the_plain_model(tmp_path):
-    """What the settings say of experts is for another role's model."""
+    """Settings of experts are for another role's model."""
     role = {"ep": 8, "dispatch_chunks": 2, "expert_plan": {"model.layers.*.moe.w1": 0}, "_of_a_role": True}
     cases = [
         {**role, "dynamic": True, "activation_checkpointing": "selective"},
@@ -59,13 +49,13 @@ def test_ppo_update_of_a_dense_role_beside_experts_equals_the_plain_model(tmp_pa
 
 
 def _uneven(folder):
-    """One rank has the short sequences and one the long; the plain model has them all."""
+    """Give one rank the short sequences and one the long ones; the plain model has all."""
     from verl.utils import tensordict_utils as tu
 
     samples = sorted(ppo_samples(), key=lambda sample: len(sample[0]))
     mine = samples[8 * dist.get_rank() :][:8]
     tokens = [sum(len(ids) for ids, *_ in part) for part in (samples[:8], samples[8:])]
-    assert -(-tokens[0] // 40) < -(-tokens[1] // 40)  # what each rank would need by itself
+    assert -(-tokens[0] // 40) < -(-tokens[1] // 40)  # micro-batches that each rank needs by itself
     reference = reference_model(folder)
     reference_update(reference, samples)
     norm = torch.stack([p.grad.square().sum() for p in reference.parameters()]).sum().sqrt().item()
@@ -104,13 +94,16 @@ def _reference_policy(folder, model):
         worker.train_batch(ppo_batch(mine))
 
 
-@pytest.mark.parametrize("model", [{}, PADDED], ids=["packed", "padded"])
-def test_reference_policy_of_packed_or_padded_rows_is_forward_only(tmp_path, model):
-    run_ranks(_reference_policy, 2, save_qwen3_moe(tmp_path), model)
+def _reference_policies(folder):
+    each_case([(folder, {}), (folder, PADDED)], _reference_policy)
+
+
+def test_reference_policy_of_packed_or_padded_rows_is_forward_only(tmp_path):
+    run_ranks(_reference_policies, 2, save_qwen3_moe(tmp_path))
 
 
 def _weights_after_evaluation(folder):
-    """Without reshard_after_forward an evaluation gathers every layer; what is handed over is still every tensor."""
+    """Sync every tensor after an evaluation, which without reshard_after_forward leaves all layers gathered."""
     from verl.utils import tensordict_utils as tu
 
     send_stacks()
@@ -177,7 +170,7 @@ def _keeps_casts(folder, out):
             casts.append(cast.call_count)
         weights.append({name: tensor.clone() for name, tensor in worker.engine.get_per_tensor_param()[0]})
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    # Of two weights in each of two layers: in 3 updates of 4 micro-batches, forward and backward, and 3 forwards of 4.
+    # There are two weights in each of two layers, 3 updates of 4 micro-batches with backward, and 3 evaluations of 4.
     assert casts == [4 * 3 * (4 * 2 + 4), 4 * 3 * (1 + 1)]
 
 
@@ -225,22 +218,19 @@ def test_ppo_worker_with_background_saves_waits_for_the_last_at_the_end(tmp_path
     run_ranks(_waits_for_the_last, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
 
 
-def _leaves():
-    """A mode that ends by an error before a forward has run leaves that error; one of FSDP's own is seen."""
-    module = fully_shard(nn.Linear(2, 2))
-    mode = modes._Mode()
-    mode.engine = SimpleNamespace(module=module)
-    mode._leave(ValueError)
-    module(torch.ones(1, 2)).sum().backward()
-    mock.patch.object(type(module), "reset_iter_state", _of_another_version, create=True).start()
-    with pytest.raises(AttributeError, match="renamed_since"):
-        mode._leave(ValueError)
-    mode._leave(None)
+def _ends_a_mode(folder):
+    """End modes by an error before the first forward; then let torch rename a state of FSDP."""
+    worker = ppo_worker(folder, 1)
+    for mode in (worker.engine.train_mode, worker.engine.eval_mode):
+        with pytest.raises(ZeroDivisionError), mode():
+            raise ZeroDivisionError
+    renamed = mock.Mock(side_effect=AttributeError("renamed since", name="another_state"))
+    with mock.patch.object(type(worker.engine.module), "reset_iter_state", renamed, create=True):
+        with worker.engine.eval_mode():
+            pass
+        with pytest.raises(AttributeError, match="renamed since"), worker.engine.eval_mode():
+            raise ZeroDivisionError
 
 
-def _of_another_version(self):
-    return self.renamed_since
-
-
-def test_ppo_worker_with_an_error_before_the_first_forward_raises_that_error():
-    run_ranks(_leaves, 1)
+def test_ppo_worker_with_an_error_before_the_first_forward_raises_that_error(tmp_path):
+    run_ranks(_ends_a_mode, 1, save_qwen3_moe(tmp_path))

@@ -25,7 +25,7 @@ RELATIVE = 1e-5
 
 
 def _rounded(weight, channels):
-    """What a worker of vLLM has of a weight, of its own quantisation of the whole of it, or of compressed-tensors'."""
+    """Return a whole weight after vLLM's own quantisation by blocks, or compressed-tensors' by rows."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     if channels:

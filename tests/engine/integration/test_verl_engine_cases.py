@@ -1,7 +1,6 @@
-"""What verl's own test of its engines asks (``tests/models/test_engine.py`` there), asked of this one, and exactly.
+"""The checks of verl's own test of its engines (``tests/models/test_engine.py`` there), exact, for this engine.
 
-As there it goes through Ray: a worker group of verl on two ranks, to which verl deals the batch out and from which it
-collects the results.
+As there, a worker group of verl runs two ranks on Ray: verl distributes the batch and collects the results.
 """
 
 import shutil

@@ -43,7 +43,7 @@ def _compare(folder, cases, data_parallel=(), tower="sharded"):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import ModelRegistry
 
-    from epfsdp2.rollout.vllm.shims import reload_shims
+    from epfsdp2.rollout.vllm import reload_shims
     from tests.rollout.served import ungated_experts
 
     reload_shims.install()

@@ -1,9 +1,6 @@
-"""The shims for vLLM's reload and for its CPU experts kernel, on vLLM's classes without an engine."""
+"""The shims for vLLM's reload, on vLLM's classes without an engine."""
 
-import contextlib
 import functools
-import importlib
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +11,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def shims():
-    return pytest.importorskip("epfsdp2.rollout.vllm.shims.reload_shims")
+    return pytest.importorskip("epfsdp2.rollout.vllm.reload_shims")
 
 
 def test_prepare_layer_names_a_partial_loader(shims):
@@ -70,7 +67,7 @@ def test_finish_model_renews_a_convolution_that_vllm_keeps_beside_the_packed_one
 
 
 def test_install_has_experts_load_the_correction_bias_that_is_among_them(shims):
-    """Of Laguna; vLLM 0.27 drops it."""
+    """Laguna has such a bias, and vLLM 0.27 drops it."""
     experts = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts").RoutedExperts
     weights = [("e_score_correction_bias", torch.arange(4.0)), ("0.up_proj.weight", torch.ones(2))]
     shims.install()
@@ -173,95 +170,3 @@ def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
         assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
         expected = value if name == "GptOssModel" else 1.0
         assert all(torch.equal(p, torch.full_like(p, expected)) for p in kernels)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rows", "answer"),
-    [
-        (torch.float32, 64, (True, "vec")),
-        (torch.float32, 48, (False, "none")),
-        (torch.bfloat16, 64, (True, "amx")),
-        (torch.bfloat16, 48, None),
-    ],
-)
-def test_amx_shim_lets_float32_experts_run_on_a_cpu_with_amx(monkeypatch, dtype, rows, answer):
-    cpu_shims = importlib.import_module("epfsdp2.rollout.vllm.shims.cpu_shims")
-    kind = getattr(cpu_shims.cpu_experts_module(), "CPUFusedMOE", None)
-    platform = pytest.importorskip("vllm.platforms.cpu").CpuPlatform
-    platform.import_kernels()
-    monkeypatch.setattr(cpu_shims, "current_platform", SimpleNamespace(is_cpu=lambda: True))
-    if kind is None:
-        cpu_shims.install()
-        pytest.skip("this vLLM chooses its CPU kernel by another class, which takes float32 beside AMX")
-    if not hasattr(torch.ops._C, "prepack_moe_weight"):
-        pytest.skip("not vLLM's CPU build for x86")
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    kernel = object.__new__(kind)
-    layer = SimpleNamespace(
-        w13_weight=torch.empty(1, rows, 32, dtype=dtype), w2_weight=torch.empty(1, 32, rows // 2, dtype=dtype)
-    )
-    stock = getattr(kind.check_grouped_gemm, "__wrapped__", kind.check_grouped_gemm)
-    refuses = hasattr(kind, "_grouped_gemm_alignment_error")  # before 0.27: a loop over experts, which fails
-    if dtype == torch.float32 and refuses:
-        with pytest.raises(RuntimeError):  # the day it does not, the shim can go
-            stock(kernel, layer)
-    elif dtype == torch.float32:
-        assert stock(kernel, layer) == (False, "none")
-    cpu_shims.install()
-    if answer is None and refuses:
-        with pytest.raises(RuntimeError):
-            kernel.check_grouped_gemm(layer)
-    else:
-        assert kernel.check_grouped_gemm(layer) == (answer or (False, "none"))
-    silu = next(
-        function for kind, function in cpu_shims.cpu_experts_module()._CPU_MOE_ACT_FN.items() if "SILU" in kind.name
-    )
-    rows = torch.randn(3, 8)  # outside of a vLLM config
-    assert torch.equal(silu(rows), torch.nn.functional.silu(rows[:, :4]) * rows[:, 4:])
-
-
-def test_routes_shim_captures_what_the_cpu_kernel_chooses_itself(monkeypatch):
-    cpu_shims = importlib.import_module("epfsdp2.rollout.vllm.shims.cpu_shims")
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
-    from vllm.v1.worker import gpu_model_runner
-
-    experts = cpu_shims.cpu_experts_module()
-    monkeypatch.setattr(cpu_shims, "current_platform", SimpleNamespace(is_cpu=lambda: True))
-    monkeypatch.setattr(experts, "select_experts", inspect.unwrap(experts.select_experts))
-    in_class = hasattr(gpu_model_runner.GPUModelRunner, "_bind_routed_experts_capturer")
-    owner = gpu_model_runner.GPUModelRunner if in_class else gpu_model_runner
-    name = "_bind_routed_experts_capturer" if in_class else "bind_routed_experts_capturer"
-    monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
-
-    class Layer(MoERunner):
-        layer_id = 3
-        _quant_method = None
-        router = None
-
-        def __init__(self):
-            torch.nn.Module.__init__(self)
-
-    def apply(hidden, logits):
-        return experts.select_experts(hidden, logits, 2, False, True)
-
-    layer = Layer()
-    layer._quant_method = SimpleNamespace(is_monolithic=True, apply_monolithic=apply, moe_kernel=None)
-    model = torch.nn.ModuleList([layer])
-    held = SimpleNamespace(model=model, compilation_config=SimpleNamespace(static_forward_context={"experts": layer}))
-    captured = []
-    capturer = SimpleNamespace(capture=lambda number, ids: captured.append((number, ids)))
-    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0], [5.0, 0.0, 1.0, 6.0]])
-
-    def bind():
-        getattr(owner, name)(held if in_class else model, capturer)
-
-    with contextlib.suppress(ValueError):  # before 0.27 no refusal, and zeros
-        bind()
-    layer._quant_method.apply_monolithic(torch.zeros(2, 4), logits)
-    assert not captured  # the day that it is not empty, the shim can go
-    cpu_shims.install()
-    bind()
-    layer._quant_method.apply_monolithic(torch.zeros(2, 4), logits)
-    apply(torch.zeros(2, 4), logits)  # of another layer, without a capturer
-    ((number, ids),) = captured
-    assert number == 3 and [set(row) for row in ids.tolist()] == [{1, 2}, {0, 3}]

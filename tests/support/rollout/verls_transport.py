@@ -34,7 +34,7 @@ def find_verls_transport() -> Any:
     utils: Any = types.ModuleType("verl.workers.rollout.utils")
     utils.ensure_async_iterator = lambda weights: weights
     sys.modules[utils.__name__] = utils
-    importlib.import_module("epfsdp2.engine.integration.cpu_platform")  # verl's plug-in loads it if verl is whole
+    importlib.import_module("epfsdp2.engine.cpu.platform")  # verl's plug-in loads it if verl is whole
     return importlib.import_module(_TRANSPORT)
 
 

@@ -14,10 +14,10 @@ from epfsdp2.engine.lora.adapters import SAVED, lora_of
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.router.replay import RouterReplay
 from tests.support.engine.lora import adapt, stirred
-from tests.support.engine.sharded import whole_gradients, whole_parameters
+from tests.support.engine.sharded import whole_parameters
 from tests.support.moe.router_formula import watched_routers
 from tests.support.trainer.draws import Draw
-from tests.support.trainer.ppo import RESPONSE, SAMPLES, ppo_batch, ppo_samples, ppo_worker
+from tests.support.trainer.ppo import RESPONSE, SAMPLES, ppo_batch, ppo_samples, ppo_worker, watched_gradients
 from tests.support.trainer.verl_worker import optimizer_config, training_worker
 
 __all__ = ["check_draw"]
@@ -112,7 +112,7 @@ class _Plain:
         return build_optimizer(self.leaves.values(), optimizer_config(**self.draw.optimizer))
 
     def _other_routes(self) -> list[torch.Tensor]:
-        """Of each sample other experts than the routers choose, each once: ``[T, layers, k]``."""
+        """Return for each sample other experts than the routers choose, each once: ``[T, layers, k]``."""
         routes = []
         for ids, *_ in self.samples:
             self.replay.record()
@@ -131,7 +131,7 @@ class _Plain:
         return found
 
     def outputs(self) -> list[tuple[torch.Tensor, ...]]:
-        """Of each sample the log-probs of all tokens and their entropies, or the values."""
+        """Return for each sample the log-probs of all tokens and their entropies, or the values."""
         found: list[tuple[torch.Tensor, ...]] = []
         for i, (ids, *_) in enumerate(self.samples):
             if self.routes is not None:
@@ -204,14 +204,7 @@ def _check_update(draw: Draw, worker: Any, plain: _Plain) -> None:
     if draw.replay == "R2":
         batch["routed_experts"] = _of_those_who_know(worker, output)
 
-    seen: dict[str, torch.Tensor] = {}
-    step = worker.engine.optimizer.step
-
-    def spying(*args: Any) -> Any:
-        seen.update({name: grad for name, grad in whole_gradients(worker.engine.module).items() if grad is not None})
-        return step(*args)
-
-    worker.engine.optimizer.step = spying
+    seen = watched_gradients(worker)
     output = worker.train_batch(batch)
     loss, gradients, norm = plain.update()
     assert gradients.keys() == seen.keys()

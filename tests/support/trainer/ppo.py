@@ -27,6 +27,7 @@ __all__ = [
     "ppo_samples",
     "ppo_worker",
     "reference_update",
+    "watched_gradients",
 ]
 
 SAMPLES, PROMPT, RESPONSE = 16, 5, 9
@@ -164,6 +165,24 @@ def ppo_worker(
     return training_worker(folder, "language_model", engine, loss, optimizer=optimizer, **(model or {}))
 
 
+def watched_gradients(worker: Any, steps: bool = True) -> dict[str, torch.Tensor]:
+    """Return a dict that each step fills with the whole gradients, by name: ``train_mode`` drops them when it ends.
+
+    Args:
+        steps: whether the optimizer then steps.
+    """
+    seen: dict[str, torch.Tensor] = {}
+    optimizer, module = worker.engine.optimizer, worker.engine.module
+    step = optimizer.step
+
+    def watching(*arguments: Any) -> Any:
+        seen.update({name: grad for name, grad in whole_gradients(module).items() if grad is not None})
+        return step(*arguments) if steps else None
+
+    optimizer.step = watching
+    return seen
+
+
 def reference_update(model: nn.Module, samples: Sequence[Sample]) -> float:
     """The loss of the plain model, one sample at a time; the gradients are left in its parameters."""
     loss = plain_ppo_loss(samples, [model(input_ids=ids[None], use_cache=False).logits[0] for ids, *_ in samples])
@@ -172,7 +191,7 @@ def reference_update(model: nn.Module, samples: Sequence[Sample]) -> float:
 
 
 def of_this_rank(worker: Any, samples: Sequence[Any]) -> Sequence[Any]:
-    """What verl's dispatch hands this rank: ranks that share rows get the same."""
+    """Return this rank's samples by verl's dispatch: ranks that share rows get the same."""
     rank, each = worker.engine.get_data_parallel_rank(), len(samples) // worker.engine.get_data_parallel_size()
     return samples[rank * each : (rank + 1) * each]
 
@@ -213,13 +232,7 @@ def check_ppo_updates(
             for want, got in zip(wanted_here, tu.get(output, "log_probs").unbind(), strict=True):
                 torch.testing.assert_close(got[:-1], want.to(got.dtype), rtol=1e-5, atol=1e-5)
 
-        # train_mode drops the gradients when it ends, so read them where the step uses them.
-        seen = {}
-        step = worker.engine.optimizer.step
-        worker.engine.optimizer.step = lambda *a, seen=seen, engine=worker.engine, step=step: (
-            seen.update(whole_gradients(engine.module)),
-            step(*a),
-        )
+        seen = watched_gradients(worker)
         output = worker.train_batch(ppo_batch(mine))
         for name, want in wanted.items():
             error = ((seen[name] - want).norm() / want.norm()).item()
@@ -236,7 +249,7 @@ def check_ppo_updates(
 
 
 def _log_probs(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Of each token but the first."""
+    """Return the log-probs of all tokens but the first."""
     full = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
     return full[:-1].gather(-1, ids[1:, None])[:, 0]
 

@@ -1,4 +1,4 @@
-"""What the tests of a run's checks share: names of settings, and the form of a refusal."""
+"""Names of settings, and the form of a refusal, for tests of a run's checks."""
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.rollout.vllm.server import EXTENSION

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from ..compat import get_layerwise_info
-from . import wrap
+from ...engine.compat.wrap_function import wrap
+from .compat import get_layerwise_info
 
 __all__ = ["finish_model", "install", "prepare_layer", "prepare_model"]
 
@@ -23,7 +23,7 @@ _Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def install() -> None:
-    """Let vLLM load and compute with what its own classes lose or do not find, once per process."""
+    """Let vLLM load and use tensors that its classes lose or do not find; once per process."""
     for module, owner, name, make, unless in (
         ("layers.fused_moe.routed_experts", "RoutedExperts", "load_weights", _loading_by_parameters, ""),
         ("models.dbrx", "DbrxModel", "load_weights", _finding_experts, _NESTED),
@@ -37,7 +37,7 @@ def install() -> None:
 
 
 def _adding_bias(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Let vLLM add the bias of Phi-3.5-MoE's head, whose linear adds what it is given and never its own."""
+    """Let vLLM add the bias of Phi-3.5-MoE's head, which loads it and never adds it."""
 
     def compute_logits(self: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.logits_processor(self.lm_head, hidden_states, self.lm_head.bias)
@@ -46,7 +46,7 @@ def _adding_bias(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finding_experts(load: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
-    """Let vLLM load DBRX at all: 0.27 looks for its experts' parameters where it has none (``KeyError``)."""
+    """Let vLLM load DBRX: 0.27 looks its experts' parameters up under names that it lacks (``KeyError``)."""
 
     def load_weights(self: torch.nn.Module, weights: _Weights) -> Iterable[str]:
         if any(f".{_NESTED}." in name for name, _ in self.named_parameters()):
@@ -57,10 +57,10 @@ def _finding_experts(load: Callable[..., Iterable[str]]) -> Callable[..., Iterab
 
 
 def _loading_by_parameters(load: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
-    """Let experts load by their parameters' loaders, and the correction bias that Laguna's checkpoints have among them.
+    """Load experts by their parameters' loaders, and the correction bias that Laguna's checkpoints have among them.
 
-    vLLM 0.24 calls the module's loader, so that a reload, which counts by the parameters', loses the experts of what it
-    runs by transformers' code; 0.27 drops the bias without a word and routes with zeros.
+    A reload counts calls of the parameters' loaders, but vLLM 0.24 calls the module's. The reload then loses experts of
+    models that run by transformers' code. vLLM 0.27 silently drops the bias and routes with zeros.
     """
     calls_the_modules = "self.weight_loader(" in inspect.getsource(load)
 
@@ -92,7 +92,7 @@ def _call_loader_of_parameter(*, param: Any, **arguments: Any) -> Any:
 
 
 def prepare_layer(layer: Any) -> Any:
-    """Prepare a layer for a reload; return the kernel that was removed, to be restored where none is made anew."""
+    """Prepare a layer for a reload; return the kernel that was removed, which the caller restores if none is built."""
     method = getattr(layer, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None) if current_platform.is_cpu() else None
     if method is not None and kernel is not None:
@@ -107,7 +107,7 @@ def prepare_layer(layer: Any) -> Any:
 
 
 def prepare_model(model: torch.nn.Module) -> None:
-    """Have a reload count direct copies into parameters; those of gpt-oss would go to the meta device and be lost."""
+    """Let a reload count direct copies into parameters; gpt-oss copies to the meta device, which loses the values."""
     for part in model.modules():
         names = _DIRECT_COPIES.get(type(part).__name__, ())
         for layer in part.modules() if names else ():
@@ -119,10 +119,10 @@ def prepare_model(model: torch.nn.Module) -> None:
 
 
 def finish_model(model: torch.nn.Module) -> None:
-    """Renew in place what vLLM has made of the first weights and then keeps, which CUDA graphs have the address of.
+    """Renew in place the tensors that vLLM derives once from the first weights; CUDA graphs keep their addresses.
 
-    These are the float32 attention sinks of FlashInfer, which vLLM 0.27.1 renews itself, and the convolution's weights
-    beside those that the CPU build has packed (``MambaMixer2``).
+    These are FlashInfer's float32 attention sinks, which vLLM 0.27.1 renews itself, and weights of a convolution that
+    the CPU build keeps beside packed ones (``MambaMixer2``).
     """
     for part in model.modules():
         unpacked = getattr(getattr(part, "conv1d", None), "_cpu_unpacked_conv_weight", None)
@@ -136,7 +136,7 @@ def finish_model(model: torch.nn.Module) -> None:
 
 
 class _DirectlyCopiedParameter(torch.nn.Parameter):
-    """A parameter that, while it is on meta, passes ``copy_`` into it or its ``data`` to its weight loader."""
+    """A parameter that passes ``copy_`` into it or its ``data`` to its weight loader while it is on meta."""
 
     @property
     def data(self):

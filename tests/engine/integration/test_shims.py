@@ -1,4 +1,4 @@
-"""verl's workers for separate trainers save and restore this engine's weights."""
+"""The shims for verl: its top-k distillation loss, and the weights that its workers of separate trainers save."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,46 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.integration.shims import separation_shim
+from epfsdp2.engine.integration import shims
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
+
+
+def _inputs():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(1, 5, 11, generator=generator)
+    ids = torch.randint(0, 11, (5, 3), generator=generator)
+    lengths = torch.tensor([0, 2, 5])
+    teacher = {
+        "teacher_logprobs": torch.nested.nested_tensor_from_jagged(torch.randn(5, 3).log_softmax(-1), lengths),
+        "teacher_ids": torch.nested.nested_tensor_from_jagged(ids, lengths),
+    }
+    return logits, teacher
+
+
+def test_distillation_shim_is_still_needed_and_leaves_other_strategies_unchanged(monkeypatch):
+    from verl.trainer.distillation import losses
+    from verl.workers.config import DistillationConfig
+
+    stock = getattr(losses.compute_topk_loss, "__wrapped__", losses.compute_topk_loss)
+    monkeypatch.setattr(losses, "compute_topk_loss", stock)
+    logits, teacher = _inputs()
+
+    def of(strategy):
+        actor = SimpleNamespace(strategy=strategy)
+        return losses.distillation_ppo_loss(actor, DistillationConfig(), data=teacher, student_logits=logits)
+
+    with pytest.raises(NotImplementedError, match="Unsupported strategy: config.strategy='epfsdp2'"):
+        of("epfsdp2")
+    wanted = of("fsdp2")
+    shims.install()
+    shims.install()
+    assert losses.compute_topk_loss.__wrapped__ is stock
+    for found in (of("epfsdp2"), of("fsdp2")):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    with pytest.raises(NotImplementedError, match="Unsupported strategy: config.strategy='mine'"):
+        of("mine")
 
 
 def _worker(strategy):
@@ -28,9 +64,9 @@ def test_separation_shim_is_still_needed_and_leaves_other_strategies_unchanged(m
     monkeypatch.setattr(kind, "_get_strategy_handlers", stock)
     with pytest.raises(NotImplementedError, match="Unsupported strategy: epfsdp2"):
         worker._get_strategy_handlers()
-    separation_shim.install()
-    separation_shim.install()
-    assert worker._get_strategy_handlers() == (separation_shim.save, separation_shim.restore)
+    shims.install()
+    shims.install()
+    assert worker._get_strategy_handlers() == (shims.save, shims.restore)
     assert [f.__name__ for f in _worker("fsdp2")._get_strategy_handlers()] == [
         "fsdp2_sharded_save_to_cpu",
         "fsdp2_sharded_load_from_cpu",
@@ -40,19 +76,19 @@ def test_separation_shim_is_still_needed_and_leaves_other_strategies_unchanged(m
 def _round_trip(folder):
     model, _ = sharded_model(folder, dist.get_world_size(), 2)
     worker = _worker("fsdp2")  # as verl's scripts say; the engine that runs decides
-    separation_shim.install()
+    shims.install()
     engine = SimpleNamespace(module=model, engine_config=SimpleNamespace(strategy="epfsdp2"))
     worker.actor = SimpleNamespace(engine=engine)
-    before = separation_shim.save(model)
+    before = shims.save(model)
     worker.save_model_to_cpu(0)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1)
-    changed = separation_shim.save(model)
+    changed = shims.save(model)
     worker.save_model_to_cpu(1)
     for saved, wanted in ((0, before), (1, changed)):
         worker.restore_model_from_cpu(saved)
-        now = separation_shim.save(model)
+        now = shims.save(model)
         assert all(torch.equal(now[name], wanted[name]) for name in wanted)
     assert not any(torch.equal(before[name], changed[name]) for name in before if before[name].numel())
 

@@ -1,4 +1,4 @@
-"""What vLLM has no setting for: its CPU build, and defects of its reload."""
+"""Replace a library's function by a wrapper of it: the one way in which a shim changes a library."""
 
 import functools
 import inspect
@@ -9,7 +9,10 @@ __all__ = ["wrap"]
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Any], unless: str = "") -> None:
-    """Replace a function of ``owner`` by ``make(function)``, once; not where there is none or its source has a word."""
+    """Replace ``owner.name`` by ``make(owner.name)``, once per process.
+
+    Does nothing if ``owner`` has no such function, or its source contains ``unless``: upstream has mended it.
+    """
     stock = getattr(owner, name, None)
     if stock is None or hasattr(stock, "__wrapped__") or (unless and unless in inspect.getsource(stock)):
         return

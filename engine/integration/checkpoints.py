@@ -24,7 +24,7 @@ from ..model_files import (
 )
 from ..optim.loss_scale import LossScale
 from ..settings.values import overrides_of
-from ..survivors.watch import Watch
+from ..survivors import Watch
 from ..topology.rank_consistency import raise_on_all_ranks
 
 __all__ = ["WritesCheckpoints"]

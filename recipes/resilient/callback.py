@@ -137,8 +137,9 @@ def save_step(root: Path, step: int, updates: Mapping[str, int], data: bytes) ->
         folders = {role: str(partial) for role, partial in partials.items()}
         task = {"step": step, "writers": writers, "updates": dict(updates), "folders": folders}
         wanted = {(role, rank) for role, ranks in writers.items() for rank in ranks}
-        written = _ask(messages, task, _WRITE_SECONDS, lambda found: found.keys() == wanted or bool(_errors(found)))
-        if errors := _errors(written):
+        # Also after an error, because a rank that still writes would bring back a folder that is removed.
+        written = _ask(messages, task, _WRITE_SECONDS, lambda found: found.keys() == wanted)
+        if errors := [answer["error"] for answer in written.values() if "error" in answer]:
             raise CantSaveError(errors[0])
         if silent := sorted(wanted - written.keys()):
             raise CantSaveError(f"these ranks did not write their shards: {silent}")
@@ -165,10 +166,6 @@ def _ask(messages: Path, task: dict[str, Any], seconds: float, enough: Callable[
         if enough(answers) or time.monotonic() > deadline:
             return answers
         time.sleep(_POLL_SECONDS)
-
-
-def _errors(answers: Answers) -> list[str]:
-    return [answer["error"] for answer in answers.values() if "error" in answer]
 
 
 def _writers(role: str, counts: Answers, updates: int) -> list[int]:

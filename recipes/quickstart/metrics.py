@@ -55,10 +55,9 @@ def read_steps(path: Path) -> list[Step]:
 def conclude(steps: list[Step], expected: int, samples_per_step: int) -> dict:
     """Return the figures of ``summary.json``, with ``passed`` and the ``failures`` in words.
 
-    The mean reward of the last tenth of the steps (at least two) has to exceed the first tenth's by 0.1, and by three
-    standard errors. The error is the larger of two: the scatter between a window's steps, and the scatter of as many
-    independent 0/1 rewards, because two steps may agree by chance. Seconds per step leave out the first, which warms
-    up.
+    The mean reward of the last tenth of the steps (at least two) has to exceed the first tenth's by 0.1 and by three
+    standard errors. The error is the scatter between a window's steps. As two steps may agree by chance, it is at
+    least the scatter of as many independent 0/1 rewards. Seconds per step leave out the first, which warms up.
     """
     failures = [f"only {len(steps)} of {expected} steps ran"] if len(steps) < max(expected, 2) else []
     if len(steps) < 2:

@@ -55,7 +55,7 @@ def test_quickstart_options_out_of_range_are_refused(arguments, says, capsys):
 
 
 def _earlier_run(folder: Path) -> dict[str, bytes]:
-    """What an earlier run left, and what somebody put beside it."""
+    """Files of an earlier run, and a user's own beside them."""
     names = (
         "metrics.jsonl",
         "summary.json",

@@ -112,6 +112,7 @@ class Watch:
         if task["id"] == self._answered or writers is not None and rank not in writers.get(self._role, ()):
             return
         self._answered = task["id"]
+        answer: dict[str, Any]
         try:
             if writers is None:
                 answer = {"updates": self._updates, "ranks": dist.get_world_size(), "replica": self._replica}

@@ -47,15 +47,16 @@ def read_steps(path: Path) -> list[Step]:
         figures = {key: math.nan if value is None else value for key, value in record["data"].items()}
         phases = {name: figures.get(key, math.nan) for name, key in PHASES.items()}
         keys = (REWARD, PROBS_DIFF, "perf/total_num_tokens", "timing_s/step")
+        reward, probs_diff, tokens, seconds = (figures.get(key, math.nan) for key in keys)
         if REWARD in figures:
-            steps.append(Step(record["step"], *(figures.get(key, math.nan) for key in keys), phases))
+            steps.append(Step(record["step"], reward, probs_diff, tokens, seconds, phases))
     return steps
 
 
 def conclude(steps: list[Step], expected: int, samples_per_step: int) -> dict:
     """Return the figures of ``summary.json``, with ``passed`` and the ``failures`` in words.
 
-    The mean reward of the last tenth of the steps (at least two) has to exceed the first tenth's by 0.1 and by three
+    The mean reward of the last tenth of the steps (at least two) has to exceed the first tenth's by 0.1 and three
     standard errors. The error is the scatter between a window's steps. As two steps may agree by chance, it is at
     least the scatter of as many independent 0/1 rewards. Seconds per step leave out the first, which warms up.
     """

@@ -235,7 +235,7 @@ class Run:
             rule = "no Ray cluster answers there, and a run can't go on without the cluster's head node."
             works = "the address of a cluster that answers, and --wait-for-nodes 600 for one that is started again"
             raise SettingError("ray_kwargs.ray_init.address", address, rule, works)
-        count, mesh = nodes, []
+        count, mesh = nodes, list[str]()
         if nodes < wanted:
             from .mesh import largest_mesh  # takes seconds to import
 

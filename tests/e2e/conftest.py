@@ -14,7 +14,7 @@ def folder(tmp_path_factory):
 def first_run(folder):
     """A short quickstart from nothing. What it leaves is checked by the test that asks for it."""
     before = leftovers()
-    with running(folder / "first", "--steps", "8") as run:
+    with running(folder / "first", "--steps", "12") as run:
         run.wait()
     run.left = unused(leftovers() - before)
     return run

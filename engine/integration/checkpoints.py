@@ -24,7 +24,7 @@ from ..model_files import (
     write_files,
 )
 from ..optim.loss_scale import LossScale
-from ..survivors.watch import Watch
+from ..survivors import Watch
 from ..topology.rank_consistency import raise_on_all_ranks
 
 __all__ = ["WritesCheckpoints"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..checkpoint.background import copied_to_host
 from ..compat.wrap_function import wrap
-from ..settings.roles import STRATEGY
+from ..config.values import STRATEGY
 from ..topology.dtensor import local_tensor
 
 __all__ = ["install", "restore", "save"]

@@ -1,10 +1,9 @@
-"""The quickstart's command line: make a model and data, warm up, train with GRPO, say what came of it."""
+"""Make a model and data, warm up, train with GRPO, and judge the rewards."""
 
 import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -12,25 +11,14 @@ from rich.console import Console
 from . import task
 from .commands import RANKS, grpo_command, overrides, pretty, sglang_environment, warmup_command
 from .failure import cause
-from .metrics import Step, conclude, print_summary, read_records, read_steps, write_plot
+from .metrics import conclude, print_summary, read_steps
 from .processes import Interrupted, ProcessTree
 
 __all__ = ["main", "parse"]
 
-_HERE = Path(__file__).resolve().parent
-_OUTPUT_HELP = "folder for everything written; where it has an earlier run, that one is kept and a number is added"
-
 
 class PhaseFailed(Exception):
-    """A phase ended with a non-zero status; the text says which and why."""
-
-
-def _free_folder(wanted: Path) -> Path:
-    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3``, ... that is not there or empty."""
-    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    return next(
-        p for p in itertools.chain([wanted], numbered) if not p.exists() or (p.is_dir() and not any(p.iterdir()))
-    )
+    """A trainer failed; the text has the cause."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -40,7 +28,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--output", type=Path, default=Path("runs/quickstart"), help=_OUTPUT_HELP)
+    kept = "folder for everything written; an earlier run there is kept, and a number added"
+    add("--output", type=Path, default=Path("runs/quickstart"), help=kept)
     add("--seed", type=int, default=1, help="of the weights, the data and the sampling")
     add("--steps", type=int, default=12, help="GRPO steps")
     add("--batch-size", type=int, default=16, help="questions per step")
@@ -51,9 +40,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--warmup-lr", type=float, default=2e-3, help="learning rate of the warm-up")
     add("--right-share", type=float, default=0.6, help="share of the warm-up's labels that are right")
     add("--model", type=Path, help="start GRPO from this checkpoint of an earlier warm-up")
-    add(
-        "--rollout", choices=("vllm", "sglang"), default="vllm", help="what generates (SGLang: make setup STACK=sglang)"
-    )
+    servers = "the rollout engine (SGLang: make setup STACK=sglang)"
+    add("--rollout", choices=("vllm", "sglang"), default="vllm", help=servers)
     add("--override", action="append", default=[], metavar="KEY=VALUE", help="one more Hydra override for GRPO")
     add("--dry-run", action="store_true", help="print the commands, write nothing")
     options = parser.parse_args(arguments)
@@ -71,12 +59,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the quickstart; return 0 where the reward clearly rose and vLLM agreed with the trainer at every step."""
-    options = parse(arguments)
-    console = Console(highlight=False, soft_wrap=True)
+    """Return 0 if the reward clearly rose and vLLM agreed with the trainer at every step."""
+    options, console = parse(arguments), Console(highlight=False, soft_wrap=True)
     try:
         with ProcessTree() as tree:
-            return _Quickstart(options, console, tree).run()
+            return _run(options, console, tree)
     except Interrupted as interrupted:
         console.print(f"[yellow]interrupted by {interrupted}; every process of this run has ended[/]")
         return 128 + interrupted.number
@@ -85,132 +72,77 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-class _Quickstart:
-    """One run: its folder, its options, and its phases in order."""
+def _commands(options: argparse.Namespace, output: Path, warmed_up: Path, ray_dir: Path) -> dict[str, list[str]]:
+    """Return the commands of the warm-up, unless it is left out, and of GRPO."""
+    here, model = Path(__file__).resolve().parent, options.model.resolve() if options.model else warmed_up
+    values = vars(options) | {
+        "output": output,
+        "model": output / "model",
+        "warmup_data": output / "data/warmup.parquet",
+        "warmup_batch_of_a_rank": options.warmup_batch_size // RANKS,
+        "grpo_data": output / "data/grpo.parquet",
+        "reward_file": here / "task.py",
+        "sampler_file": here / "sampler.py",
+        "ray_dir": ray_dir,
+    }
+    extra = overrides("sglang", {}) if options.rollout == "sglang" else []
+    warmup = {} if options.model else {"warm-up": warmup_command(values)}
+    return warmup | {"GRPO": grpo_command(values | {"model": model}, [*extra, *options.override])}
 
-    def __init__(self, options: argparse.Namespace, console: Console, tree: ProcessTree):
-        self.options, self.console, self.tree = options, console, tree
-        self.output = _free_folder(options.output.resolve())
-        self.metrics = self.output / "metrics.jsonl"
-        self.warmed_up = self.output / "warmup" / f"global_step_{options.warmup_steps}" / "huggingface"
-        self.seconds: dict[str, float] = {}
-        self.env = tree.environment()
-        if options.rollout == "sglang":
-            # SGLang leaves its sockets in the folder for temporary files.
-            self.env |= sglang_environment() | {"TMPDIR": str(tree.folder)}
 
-    def run(self) -> int:
-        started, options = time.monotonic(), self.options
-        warmup = warmup_command(self._values(self.output / "model"))
-        grpo = grpo_command(
-            self._values(options.model.resolve() if options.model else self.warmed_up),
-            [*([] if options.rollout == "vllm" else overrides(options.rollout, {})), *options.override],
-        )
-        if options.dry_run:
-            if options.model is None:
-                self._show("warm-up", warmup)
-            self._show("GRPO", grpo)
-            return 0
-        self._make_inputs()
-        if options.model is None:
-            self._warm_up(warmup)
-        self._train(grpo)
-        self.seconds["total"] = time.monotonic() - started
-        return self._conclude(read_steps(self.metrics))
+def _run(options: argparse.Namespace, console: Console, tree: ProcessTree) -> int:
+    started, wanted = time.monotonic(), options.output.resolve()
+    folders = itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2)))
+    output = next(path for path in folders if not path.exists() or (path.is_dir() and not any(path.iterdir())))
+    metrics, warmed_up = output / "metrics.jsonl", output / f"warmup/global_step_{options.warmup_steps}/huggingface"
+    commands = _commands(options, output, warmed_up, tree.folder)
+    if options.dry_run:
+        for name, command in commands.items():
+            console.print(f"\n{name}:\n{pretty(command)}\n", markup=False)
+        return 0
 
-    def _values(self, model: Path) -> dict:
-        """Return what ``$names`` in the override files stand for, for a run that starts from ``model``."""
-        return vars(self.options) | {
-            "output": self.output,
-            "model": model,
-            "warmup_data": self.output / "data/warmup.parquet",
-            "warmup_batch_of_a_rank": self.options.warmup_batch_size // RANKS,
-            "grpo_data": self.output / "data/grpo.parquet",
-            "reward_file": _HERE / "task.py",
-            "sampler_file": _HERE / "sampler.py",
-            "ray_dir": self.tree.folder,
-        }
+    output.mkdir(parents=True, exist_ok=True)
+    if output != wanted:
+        console.print(f"{options.output} has an earlier run, which is kept")
+    copies = -(-options.warmup_steps * options.warmup_batch_size // len(task.problems()))
+    task.write_datasets(output / "data", options.seed, copies, options.right_share)
+    if options.model is None:
+        from .model import write_model  # transformers takes seconds to import, and --help does not need it
 
-    def _make_inputs(self) -> None:
-        options = self.options
-        self.output.mkdir(parents=True, exist_ok=True)
-        if self.output != options.output.resolve():
-            self.console.print(f"{options.output} has an earlier run, which is kept")
-        copies = -(-options.warmup_steps * options.warmup_batch_size // len(task.problems()))
-        task.write_datasets(self.output / "data", options.seed, copies, options.right_share)
-        if options.model is None:
-            with self.console.status("making a model, a tokenizer and data"):
-                # Late, because transformers takes seconds to import and --help needs none of it.
-                from transformers.utils import logging
+        write_model(output / "model", options.seed)
+    console.print(f"model and data in {output}")
 
-                from .model import write_model
+    env, seconds, printed = tree.environment(), {}, 0
+    if options.rollout == "sglang":
+        env |= sglang_environment() | {"TMPDIR": str(tree.folder)}  # where SGLang leaves its sockets
 
-                logging.disable_progress_bar()
-                write_model(self.output / "model", options.seed)
-        self.console.print(f"model and data in {self.output}")
+    def show_steps() -> None:
+        nonlocal printed
+        for step in read_steps(metrics)[printed:]:
+            console.print(
+                f"step {step.number:3d}/{options.steps}  reward {step.reward:.3f}  "
+                f"train/rollout difference {step.probs_diff:.1e}  {step.seconds:.1f} s"
+            )
+            printed += 1
 
-    def _warm_up(self, command: list[str]) -> None:
-        file, steps = self.output / "warmup.jsonl", self.options.warmup_steps
-
-        with self.console.status("warm-up: starting") as status:
-
-            def tick() -> None:
-                if done := len(read_records(file)):
-                    status.update(f"warm-up: step {done}/{steps}")
-
-            self._phase("warm-up", command, file, tick)
-        if not (self.warmed_up / "config.json").is_file():
-            raise PhaseFailed(f"the warm-up ended without a checkpoint in {self.warmed_up}")
-        seconds = self.seconds["warm-up"]
-        self.console.print(f"warm-up: {steps} supervised steps in {seconds:.0f} s -> {self.warmed_up}")
-
-    def _train(self, command: list[str]) -> None:
-        self._show("GRPO", command)
-        shown = 0
-
-        with self.console.status(
-            f"GRPO: starting Ray, two trainer ranks and {self.options.rollout} (a minute)"
-        ) as status:
-
-            def tick() -> None:
-                nonlocal shown
-                for step in read_steps(self.metrics)[shown:]:
-                    self.console.print(
-                        f"step {step.number:3d}/{self.options.steps}  reward {step.reward:.3f}  "
-                        f"train/rollout difference {step.probs_diff:.1e}  {step.seconds:.1f} s"
-                    )
-                    shown += 1
-                    status.update("GRPO")
-
-            self._phase("GRPO", command, self.metrics, tick)
-
-    def _phase(self, name: str, command: list[str], metrics: Path, tick: Callable[[], None]) -> None:
-        started = time.monotonic()
-        log = self.output / "logs" / f"{name.lower()}.log"
-        status = self.tree.run(command, self.env | {"VERL_FILE_LOGGER_PATH": str(metrics)}, log, tick)
-        if status != 0:
+    for name, command in commands.items():
+        begun, log = time.monotonic(), output / "logs" / f"{name.lower()}.log"
+        console.print(f"\n{name}:\n{pretty(command)}\n", markup=False)
+        env["VERL_FILE_LOGGER_PATH"] = str(metrics if name == "GRPO" else output / "warmup.jsonl")
+        if status := tree.run(command, env, log, show_steps):
             lines = "\n  ".join(cause(log))
             raise PhaseFailed(f"{name} ended with status {status}. The cause, from {log}:\n  {lines}")
-        self.seconds[name] = time.monotonic() - started
+        seconds[name] = time.monotonic() - begun
+        console.print(f"{name} took {seconds[name]:.0f} s")
 
-    def _show(self, name: str, command: list[str]) -> None:
-        self.console.print(f"\n{name}:")
-        self.console.print(pretty(command), markup=False, style="dim")
-        self.console.print()
-
-    def _conclude(self, steps: list[Step]) -> int:
-        options = self.options
-        facts = conclude(steps, options.steps, options.batch_size * options.group_size)
-        if len(steps) > 1:
-            print_summary(self.console, facts)
-        (self.output / "summary.json").write_text(json.dumps(facts | {"seconds": self.seconds}, indent=2) + "\n")
-        self.console.print(f"metrics: {self.metrics}")
-        if steps and write_plot(steps, self.output / "quickstart.png"):
-            self.console.print(f"plot: {self.output / 'quickstart.png'}")
-        elif steps:
-            self.console.print("no plot: matplotlib is not installed (pip install matplotlib draws it next time)")
-        if facts["passed"]:
-            self.console.print(f"[green]the reward rose[/] ({self.seconds['total']:.0f} s in all)")
-        for failure in facts["failures"]:
-            self.console.print(f"FAILED: {failure}", style="red", markup=False)
-        return 0 if facts["passed"] else 1
+    seconds["total"], steps = time.monotonic() - started, read_steps(metrics)
+    facts = conclude(steps, options.steps, options.batch_size * options.group_size)
+    if len(steps) > 1:
+        print_summary(console, facts)
+    (output / "summary.json").write_text(json.dumps(facts | {"seconds": seconds}, indent=2) + "\n")
+    console.print(f"metrics: {metrics}")
+    if facts["passed"]:
+        console.print(f"[green]the reward rose[/] ({seconds['total']:.0f} s in all)")
+    for failure in facts["failures"]:
+        console.print(f"FAILED: {failure}", style="red", markup=False)
+    return 0 if facts["passed"] else 1

@@ -1,4 +1,4 @@
-"""Finds, in the log of a failed command, the lines that say why."""
+"""The lines of a failed command's log that say why it failed."""
 
 import re
 from itertools import takewhile
@@ -7,9 +7,8 @@ from pathlib import Path
 __all__ = ["cause"]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# What Ray puts before a line that a worker printed: "(TaskRunnerV1 pid=123) ".
-_RAY_PREFIX = re.compile(r"^\((?:\S+ )?pid=\d+(?:, [^)]*)?\)\s?")
-# The last line of a traceback, "package.SomeError: text", or what Hydra says of one. Those of wrappers say less.
+_RAY_PREFIX = re.compile(r"^\((?:\S+ )?pid=\d+(?:, [^)]*)?\)\s?")  # of a line that a worker printed
+# The last line of a traceback, or an error of Hydra. Wrappers of an error say less than the error.
 _ERROR = re.compile(
     r"^(?![\w.]*(?:ChildFailedError|RayTaskError|RayActorError))"
     r"(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b\s*(?::|\(|$)"
@@ -20,18 +19,16 @@ _SHOWN = 12
 
 
 def cause(log: Path) -> list[str]:
-    """Return at most 12 lines: the error that ended the driver, else the first that anybody printed, else the last.
+    """Return at most 12 lines: the driver's last error, else the first error of a worker, else the last lines.
 
-    The driver repeats a worker's error at the end of a chain of tracebacks, so its last error line is the cause.
+    The driver repeats a worker's error at the end of a chain of tracebacks, so its last error is the cause.
     """
     lines = [_ANSI.sub("", line).rstrip() for line in log.read_text(errors="replace").splitlines()]
-    everyones = [_RAY_PREFIX.sub("", line) for line in lines if line]
-    drivers = [line for line in lines if line and not _RAY_PREFIX.match(line)]
-    for found, which in ((drivers, -1), (everyones, 0)):
-        errors = [i for i, line in enumerate(found) if _ERROR.match(line)]
-        if errors:
+    all_lines = [_RAY_PREFIX.sub("", line) for line in lines if line]
+    for found, which in (([line for line in lines if line and not _RAY_PREFIX.match(line)], -1), (all_lines, 0)):
+        if errors := [i for i, line in enumerate(found) if _ERROR.match(line)]:
             start = errors[which]
             while start - 1 in errors:
-                start -= 1  # Hydra says it in several lines
+                start -= 1  # Hydra prints several lines
             return list(takewhile(lambda line: not line.startswith(_END), found[start : start + _SHOWN]))
-    return everyones[-_SHOWN:]
+    return all_lines[-_SHOWN:]

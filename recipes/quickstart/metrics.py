@@ -1,4 +1,4 @@
-"""Reads what verl wrote per step, judges it, and shows it as a table and a plot."""
+"""Reads verl's metrics of each step, judges them, and prints a table."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from statistics import fmean, variance
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["PHASES", "Step", "conclude", "print_summary", "read_records", "read_steps", "write_plot"]
+__all__ = ["PHASES", "Step", "conclude", "print_summary", "read_records", "read_steps"]
 
 PHASES = {
     "generation": "timing_s/gen",
@@ -19,15 +19,12 @@ PHASES = {
 }
 REWARD = "critic/score/mean"
 PROBS_DIFF = "training/rollout_probs_diff_mean"
-
-CLEARLY = 0.1
-STANDARD_ERRORS = 3.0
-LARGEST_PROBS_DIFF = 5e-3
+_RISE, _STANDARD_ERRORS, _LARGEST_PROBS_DIFF = 0.1, 3.0, 5e-3
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step: mean reward, mean |p_trainer - p_vllm| of the sampled tokens, tokens, seconds."""
+    """One training step; ``probs_diff`` is the mean |p_trainer - p_vllm| of the sampled tokens."""
 
     number: int
     reward: float
@@ -44,46 +41,43 @@ def read_records(path: Path) -> list[dict]:
 
 
 def read_steps(path: Path) -> list[Step]:
-    """Return the training steps among the ``read_records``, without validations."""
-    return [_step(record["step"], record["data"]) for record in read_records(path) if REWARD in record["data"]]
-
-
-def _step(number: int, data: dict) -> Step:
-    def figure(key: str) -> float:
-        # A missing or null figure counts as not a number, and so as a failure, never as agreement.
-        return math.nan if data.get(key) is None else float(data[key])
-
-    phases = {name: figure(key) for name, key in PHASES.items()}
-    tokens, seconds = figure("perf/total_num_tokens"), figure("timing_s/step")
-    return Step(number, figure(REWARD), figure(PROBS_DIFF), tokens, seconds, phases)
+    """Return the training steps, without validations. A missing figure is NaN, which fails the verdict."""
+    steps = []
+    for record in read_records(path):
+        figures = {key: math.nan if value is None else value for key, value in record["data"].items()}
+        phases = {name: figures.get(key, math.nan) for name, key in PHASES.items()}
+        keys = (REWARD, PROBS_DIFF, "perf/total_num_tokens", "timing_s/step")
+        reward, probs_diff, tokens, seconds = (figures.get(key, math.nan) for key in keys)
+        if REWARD in figures:
+            steps.append(Step(record["step"], reward, probs_diff, tokens, seconds, phases))
+    return steps
 
 
 def conclude(steps: list[Step], expected: int, samples_per_step: int) -> dict:
-    """Return the run in figures for ``summary.json``, with ``passed`` and, in words, the ``failures``.
+    """Return the figures of ``summary.json``, with ``passed`` and the ``failures`` in words.
 
-    The mean reward of the last tenth of the steps is compared with that of the first (at least two steps each). It is
-    clearly up when the difference is at least 0.1 and more than three of its standard errors. That error is the larger
-    of two estimates: the scatter of the step means inside both windows, and what the same number of independent 0/1
-    rewards would scatter by. The first sees questions of unequal difficulty, the second does not collapse when two
-    neighbouring steps happen to agree. Seconds per step leave out the first, which also warms up.
+    The mean reward of the last tenth of the steps (at least two) has to exceed the first tenth's by 0.1 and three
+    standard errors. The error is the scatter between a window's steps. As two steps may agree by chance, it is at
+    least the scatter of as many independent 0/1 rewards. Seconds per step leave out the first, which warms up.
     """
     failures = [f"only {len(steps)} of {expected} steps ran"] if len(steps) < max(expected, 2) else []
     if len(steps) < 2:
         return {"steps": len(steps), "passed": False, "failures": failures}
     window = max(round(len(steps) / 10), 2)
     parts = [[step.reward for step in part] for part in (steps[:window], steps[-window:])]
-    first, last = map(fmean, parts)
-    error = math.sqrt(sum(_variance_of_mean(part, samples_per_step) for part in parts))
-    if not (last - first >= CLEARLY and last - first > STANDARD_ERRORS * error):
+    first, last = means = [fmean(part) for part in parts]
+    by_chance = [mean * (1 - mean) / samples_per_step for mean in means]
+    error = math.sqrt(sum(max(variance(p), chance) / window for p, chance in zip(parts, by_chance, strict=True)))
+    if not (last - first >= _RISE and last - first > _STANDARD_ERRORS * error):
         failures.append(
             f"the reward did not clearly rise: {first:.3f} in the first {window} steps, {last:.3f} in the last "
-            f"{window}; wanted at least +{CLEARLY} and more than {STANDARD_ERRORS:.0f} standard errors "
-            f"({STANDARD_ERRORS * error:.3f})"
+            f"{window}; wanted at least +{_RISE} and more than {_STANDARD_ERRORS:.0f} standard errors "
+            f"({_STANDARD_ERRORS * error:.3f})"
         )
-    if bad := next((step for step in steps if not step.probs_diff <= LARGEST_PROBS_DIFF), None):
+    if bad := next((step for step in steps if not step.probs_diff <= _LARGEST_PROBS_DIFF), None):
         failures.append(
             f"vLLM and the trainer disagree: {PROBS_DIFF} was {bad.probs_diff:.2g} at step {bad.number}, wanted at "
-            f"most {LARGEST_PROBS_DIFF} at every step; vLLM does not have the trainer's weights"
+            f"most {_LARGEST_PROBS_DIFF} at every step; vLLM does not have the trainer's weights"
         )
     diffs = [step.probs_diff for step in steps]
     phases = {name: fmean(step.phases[name] for step in steps[1:]) for name in PHASES}
@@ -101,47 +95,15 @@ def conclude(steps: list[Step], expected: int, samples_per_step: int) -> dict:
     }
 
 
-def _variance_of_mean(rewards: list[float], samples_per_step: int) -> float:
-    mean = fmean(rewards)
-    return max(variance(rewards), mean * (1 - mean) / samples_per_step) / len(rewards)
-
-
 def print_summary(console: Console, facts: dict) -> None:
-    """Print rewards, agreement, speed and seconds per phase, as ``conclude`` returned them."""
+    """Print the figures of ``conclude`` as a table."""
     table = Table("", "", title="quickstart", show_header=False)
     table.columns[0].style, table.columns[1].justify = "bold", "right"
-    table.add_row(f"reward, first {facts['window_steps']} steps", f"{facts['first_reward']:.3f}")
-    last = f"{facts['last_reward']:.3f} (± {facts['standard_error']:.3f})"
-    table.add_row(f"reward, last {facts['window_steps']} steps", last)
+    window, last = facts["window_steps"], f"{facts['last_reward']:.3f} (± {facts['standard_error']:.3f})"
+    table.add_row(f"reward, first {window} steps", f"{facts['first_reward']:.3f}")
+    table.add_row(f"reward, last {window} steps", last)
     table.add_row("largest train/rollout difference", f"{facts['worst_probs_diff']:.1e}")
     table.add_row("tokens per second", f"{facts['tokens_per_second']:.0f}")
     for name, seconds in facts["seconds_per_step"].items():
         table.add_row("seconds per step" if name == "step" else f"  {name}", f"{seconds:.2f}")
     console.print(table)
-
-
-def write_plot(steps: list[Step], path: Path) -> bool:
-    """Plot reward, train/rollout difference and seconds per phase over the steps; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    numbers = [s.number for s in steps]
-    figure, (reward, diff, seconds) = plt.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")
-    reward.plot(numbers, [s.reward for s in steps], marker=".")
-    reward.set(ylabel="mean reward", ylim=(-0.02, 1.02), title="GRPO with engine=epfsdp2, ep_size=2")
-    # Exact agreement is 0, which a logarithmic axis can't show.
-    diff.semilogy(numbers, [max(s.probs_diff, 1e-12) for s in steps], marker=".", label="mean difference")
-    diff.axhline(LARGEST_PROBS_DIFF, color="tab:red", linestyle="--", label=f"limit {LARGEST_PROBS_DIFF}")
-    diff.set(ylabel="|p trainer - p vLLM|")
-    diff.legend()
-    seconds.stackplot(numbers, [[s.phases[name] for s in steps] for name in PHASES], labels=list(PHASES))
-    seconds.set(xlabel="step", ylabel="seconds")
-    seconds.legend(loc="upper right")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True

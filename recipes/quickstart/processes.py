@@ -1,8 +1,8 @@
-"""Starts verl's commands and leaves nothing of them behind; Linux.
+"""Starts commands and leaves nothing of them behind; Linux.
 
-Ray's daemons, Ray's workers and vLLM's engines are grandchildren in sessions of their own. Instead of looking for them
-by name, the quickstart becomes the *child subreaper* (``man 2 prctl``): the kernel makes it the parent of every
-descendant that loses its own, so that its process tree is complete at any time, and ending the tree ends everything.
+Ray's daemons and workers and vLLM's engines are grandchildren in sessions of their own. The recipe becomes a *child
+subreaper* (``man 2 prctl``): the kernel makes it the parent of each orphaned descendant. So its process tree is always
+complete, and ending the tree ends everything.
 """
 
 import ctypes
@@ -26,29 +26,26 @@ from ...engine.cleanup import held_by, present, remove_unused
 __all__ = ["Interrupted", "ProcessTree"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Ray's own shutdown takes about two seconds; what has not gone by then is killed.
-_GRACE_SECONDS = 8.0
-_POLL_SECONDS = 0.3
-_LOOK_SECONDS = 5.0  # between two looks at what the processes hold, unless there is something new
+_GRACE_SECONDS = 8.0  # Ray's own shutdown takes about two
+_POLL_SECONDS, _NOTE_SECONDS = 0.3, 5.0
 _libc = ctypes.CDLL(None)
 
-# What verl's two trainers should find, whatever the shell has: one thread per process, and a Ray of their own. That one
-# would start a worker for each CPU in advance, and none of verl's actors takes such a worker.
-_CHILD_ENV = {
+# For verl's trainers: one thread per process. Ray and gloo listen on loopback alone, Ray because it believes that it is
+# on an OS without clusters. Ray prestarts no worker per CPU, because verl's actors use none of them.
+_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "RAY_AUTH_MODE": "token",  # from Ray 2.52
 }
-# Its ports are this machine's alone: Ray listens on loopback where it is told that it is no cluster, and so does gloo.
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
-_RAY_ENV = ("RAY_ADDRESS", "RAY_TMPDIR")
 
 
 class Interrupted(BaseException):
-    """SIGINT, SIGTERM or SIGHUP arrived. Not an ``Exception``: nothing but the clean-up should catch it."""
+    """SIGINT, SIGTERM or SIGHUP arrived; not an ``Exception``, because only the clean-up should catch it."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -56,28 +53,28 @@ class Interrupted(BaseException):
 
 
 def _on_signals(handler: Any) -> None:
-    for number in _STOPPING:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, handler)
 
 
 def _interrupt(number: int, _frame: Any) -> None:
-    _on_signals(signal.SIG_IGN)  # a second signal, however soon, must not stop the clean-up that the first one starts
+    _on_signals(signal.SIG_IGN)  # a second signal must not stop the clean-up
     raise Interrupted(number)
 
 
 class ProcessTree:
-    """Context manager: commands run inside it, and when it ends nothing of them is left.
+    """Context manager that runs commands, and ends all their descendants when it ends.
 
     Attributes:
-        folder: a temporary directory for Ray's session. Its path is short because a unix socket's path may have 107
-            characters and Ray puts about 60 below it.
+        folder: a temporary directory for Ray's session. Its path is short because Ray adds about 60 of the 107
+            characters that a unix socket's path may have.
     """
 
     def __enter__(self) -> "ProcessTree":
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._held: set[str] = set()
-        self._present: set[str] = set()
-        self._looked = time.monotonic()
+        self._held: set[str] = set()  # segments and sockets of the processes
+        self._others: set[str] = set()
+        self._noted = time.monotonic()
         self.folder = Path(tempfile.mkdtemp(prefix="epfsdp2-", dir="/tmp"))
         _on_signals(_interrupt)
         return self
@@ -85,28 +82,23 @@ class ProcessTree:
     def __exit__(self, *_exc) -> None:
         try:
             _on_signals(signal.SIG_IGN)
-        finally:  # also where the first signal arrives just now
+        finally:  # also if the first signal arrives just now
             self._end_descendants()
             remove_unused(self._held)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
         """Return the variables for verl's trainers."""
-        # vLLM's sockets go where this run cleans up, not into /tmp itself.
-        paths = {"VLLM_RPC_BASE_PATH": str(self.folder)}
-        # Also where torch is a CUDA build on a machine without a GPU, which the platform can't tell by itself.
-        device = {} if torch.accelerator.is_available() else {"VERL_PLATFORM": "cpu"}
-        # Whoever has no token of this run is refused by Ray; versions before 2.52 do not ask for one.
-        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        own = {name: value for name, value in os.environ.items() if name not in _RAY_ENV}
-        return own | _CHILD_ENV | _LOOPBACK | token | paths | device
+        own = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+        own |= _ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "VLLM_RPC_BASE_PATH": str(self.folder)}
+        # A CUDA build of torch on a machine without a GPU misleads verl's own choice.
+        return own if torch.accelerator.is_available() else own | {"VERL_PLATFORM": "cpu"}
 
     def run(self, command: list[str], env: dict[str, str], log: Path, on_tick: Callable[[], None]) -> int:
-        """Run ``command`` with its output in ``log``, calling ``on_tick`` a few times a second; return its exit status.
+        """Run a command with its output in ``log``, and ``on_tick`` a few times a second; return its exit status.
 
-        The command gets a session of its own: a Ctrl-C in the terminal reaches the quickstart alone, which then ends
-        the command in order. Descendants that outlive the command are ended before this returns, and all of them where
-        ``on_tick`` raises.
+        The command has a session of its own, so a Ctrl-C in the terminal reaches the recipe alone. All descendants
+        have ended when this returns or raises.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
@@ -117,34 +109,29 @@ class ProcessTree:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # Where the quickstart is killed and can't clean up; Ray's daemons follow their driver.
+                # If the recipe itself is killed, the command ends, and Ray's daemons follow their driver.
                 preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
             )
         try:
             while (status := process.poll()) is None:
                 on_tick()
-                # What a sync uses is there for less than a second, and stays if its process is killed meanwhile.
-                if present() - self._held != self._present or time.monotonic() - self._looked > _LOOK_SECONDS:
-                    self._look()
+                # A sync holds its segments for less than a second, and a killed process leaves them.
+                if present() - self._held != self._others or time.monotonic() - self._noted > _NOTE_SECONDS:
+                    self._note_held()
                 time.sleep(_POLL_SECONDS)
             on_tick()
         finally:
             self._end_descendants()
         return status
 
-    def _look(self) -> None:
-        """Note the shared memory and the sockets that the processes have."""
-        self._looked = time.monotonic()
-        there = present()
+    def _note_held(self) -> None:
+        self._noted, there = time.monotonic(), present()
         self._held |= held_by(process.pid for process in psutil.Process().children(recursive=True))
-        self._present = there - self._held
+        self._others = there - self._held
 
     def _end_descendants(self) -> None:
-        """Terminate the children, whose own clean-up is the most orderly one, and kill all that remain.
-
-        Until they end they go on: a weight sync that begins meanwhile makes a segment and a socket.
-        """
-        self._look()
+        """Terminate the children, which clean up in order, and kill all that remain."""
+        self._note_held()
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
                 child.terminate()
@@ -153,10 +140,9 @@ class ProcessTree:
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-            descendants = psutil.Process().children(recursive=True)
-            if not descendants:
+            if not (descendants := psutil.Process().children(recursive=True)):
                 return
-            self._look()
+            self._note_held()  # a sync that begins meanwhile makes a segment and a socket
             for process in descendants if time.monotonic() > deadline else ():
                 with suppress(psutil.NoSuchProcess):
                     process.kill()

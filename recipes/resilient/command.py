@@ -1,4 +1,4 @@
-"""verl's command: what of it can be run again, and the settings that Hydra makes of it."""
+"""verl's command and the settings that Hydra composes from it."""
 
 import re
 import subprocess
@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from ...engine.config.values import get_setting
-from ...engine.config.verl_keys import known_settings
 from ...engine.errors import SettingError
+from .checkpoints import Saved, saved_steps
 
 __all__ = ["Command"]
 
@@ -22,72 +22,60 @@ _SHOWN = 600
 
 @dataclass(frozen=True)
 class Command:
-    """A trainer's command and the settings that it runs with, resolved.
-
-    Args:
-        words: as given after ``--``.
-        config: what Hydra composes of it.
-    """
+    """The words after ``--``, and the resolved settings."""
 
     words: tuple[str, ...]
     config: Mapping[str, Any]
 
     @classmethod
     def of(cls, words: Sequence[str]) -> "Command":
-        """Check a command and let it say its settings, which starts nothing.
+        """Check a command and compose its settings, which starts no run.
 
         Raises:
-            SettingError: it is not one of verl's RL trainers with this engine, Hydra can't compose it, or it gives the
-                engine a setting that there is none of.
+            SettingError: the command is not one of verl's RL trainers with this engine, or Hydra can't compose it.
         """
-        said = " ".join(words)[:_SHOWN]
+        shown = " ".join(words)[:_SHOWN]
         if not words:
             raise SettingError("resilient", "''", "no command follows the options and --.", _WORKS)
         module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-        if not module.startswith("verl.") or "torch.distributed.run" in said or Path(words[0]).name == "torchrun":
-            rule = "is not python -m with one of verl's trainers on Ray, whose settings could be read and changed."
-            raise SettingError("resilient", said, f"{rule} (torchrun has --max-restarts itself.)", _WORKS)
-        config = _composed(words)
+        if not module.startswith("verl.") or Path(words[0]).name == "torchrun":
+            rule = "is not python -m with one of verl's trainers on Ray. (torchrun has --max-restarts itself.)"
+            raise SettingError("resilient", shown, rule, _WORKS)
+        config = _composed(words, shown)
         if "epfsdp2" not in str(get_setting(config, "engine._target_")):
-            raise SettingError("resilient", said, "has no engine=epfsdp2, whose checkpoints fit another mesh.", _WORKS)
-        # Hydra lets any key of the engine through: the trainer is to refuse it, which here would be an attempt.
-        known_settings("engine", get_setting(config, "engine"), [])
+            raise SettingError("resilient", shown, "has no engine=epfsdp2, whose checkpoints fit another mesh.", _WORKS)
         return cls(tuple(words), config)
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """Return a setting by its dotted name."""
+        """Return a setting by its dotted name; the default in place of None."""
         value = get_setting(self.config, name)
         return default if value is None else value
 
-    def with_overrides(self, overrides: Sequence[str]) -> list[str]:
-        return [*self.words, *overrides]
-
     @property
-    def checkpoints(self) -> Path:
+    def root(self) -> Path:
         """The folder of the run's ``global_step_<n>``."""
         return Path(str(self.setting("trainer.default_local_dir"))).absolute()
 
     @property
     def saves_queue(self) -> bool:
-        """Whether its trainer saves prompts that are under way with each checkpoint."""
+        """Whether checkpoints have the prompts in flight."""
         return self.setting("trainer.v1.trainer_mode", "sync") != "sync"
 
+    def saved_steps(self) -> list[Saved]:
+        return saved_steps(self.root, self.saves_queue)
 
-def _composed(words: Sequence[str]) -> Mapping[str, Any]:
-    """Run the command with Hydra's ``--cfg job``, which prints the settings and ends.
 
-    Raises:
-        SettingError: with Hydra's own words.
-    """
-    said = subprocess.run([*words, "--cfg", "job", "--resolve"], capture_output=True, text=True)
-    lines = said.stdout.splitlines()
-    for start in (number for number, line in enumerate(lines) if _TOP.match(line)):
+def _composed(words: Sequence[str], shown: str) -> Mapping[str, Any]:
+    """Run the command with Hydra's ``--cfg job``, which prints the settings and ends."""
+    done = subprocess.run([*words, "--cfg", "job", "--resolve"], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    for start in (number for number, line in enumerate(lines) if _TOP.match(line)):  # libraries print first
         try:
             found = yaml.safe_load("\n".join(lines[start:]))
         except yaml.YAMLError:
             continue
         if isinstance(found, dict) and isinstance(found.get("trainer"), dict):
             return found
-    why = " ".join((said.stderr or said.stdout).split())[-_SHOWN:] or f"it ended with status {said.returncode}"
+    why = " ".join((done.stderr or done.stdout).split())[-_SHOWN:] or f"it ended with status {done.returncode}"
     works = "a command that runs without resilient"
-    raise SettingError("resilient", " ".join(words)[:_SHOWN], f"its settings can't be composed: {why}.", works)
+    raise SettingError("resilient", shown, f"its settings can't be composed: {why}.", works)

@@ -1,11 +1,13 @@
-"""What ``recipes/resilient`` decides, with a trainer's command that saves and fails on demand (``fake_verl``)."""
+"""The decisions of ``recipes/resilient``: when it restarts, from which step, on which mesh."""
 
-import copy
+import itertools
 import json
-import queue
+import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,270 +16,256 @@ import pytest
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.recipes.resilient import cli, cluster
+from epfsdp2.recipes.quickstart.processes import Interrupted
+from epfsdp2.recipes.resilient import cli, cluster, mesh
+from epfsdp2.recipes.resilient.checkpoints import ENDED, FOLDER, NOW, latest
+from epfsdp2.recipes.resilient.cluster import LostNodes, Node, NodesLostError
 from epfsdp2.recipes.resilient.command import Command
-from epfsdp2.recipes.resilient.decisions import Failure, backoff_seconds, reason_to_give_up, report
 from epfsdp2.recipes.resilient.mesh import divides, largest_mesh
-from epfsdp2.recipes.resilient.saving.checkpoints import latest
 from tests.support.models.tiny import save_qwen3_moe
-from tests.support.trainer.resilient import CONFIG, FAKE, TRAINER, Run, command_of, save_step
+from tests.support.trainer.resilient import CONFIG, TRAINER, command_of, run_of, save_step
 
-pytestmark = pytest.mark.long
-
-
-def test_resilient_run_that_fails_continues_from_its_last_complete_checkpoint(tmp_path):
-    fates = [{"step": 5, "signal": "SIGKILL"}, {"step": 7, "cause": "first"}, {"step": 7, "cause": "second"}]
-    run = Run(tmp_path, *fates)
-    assert run.to_the_end() == 0, run.said
-    assert run.resumed() == ["as it says", "global_step_4", "global_step_6", "global_step_6"]
-    assert latest(run.root).step == 8
-    assert "step 7 has failed (RuntimeError: second at 0x" in run.said and "starts again from step 6" in run.said
-    assert run.output.count("step:5 - ") == 1 and run.output.count("step:8 - ") == 1
-    logs = sorted(path.name for path in (run.root / "resilient").iterdir())
-    assert logs == [f"attempt-{number}.log" for number in (1, 2, 3, 4)]
-    assert all(f'trainer.default_local_dir="{run.root}"' in words for words in run.attempts)
-    left = [Path(line) for line in (tmp_path / "left.txt").read_text().splitlines()]
-    assert len(left) == 4 and not any(path.exists() for path in left)  # where vLLM's sockets are, too
+FAKE = Path(__file__).parent / "fake_verl"
+ROOT = FAKE.parents[2]
+NODE = Node("10.0.0.1", 1, 2)
 
 
-def test_resilient_run_with_a_step_that_fails_twice_ends_with_a_report(tmp_path):
-    run = Run(tmp_path, *[{"step": 5, "cause": "expert 3 of 8 is NaN"}] * 9)
-    assert run.to_the_end() == 1
-    assert run.resumed() == ["as it says", "global_step_4"]
-    written = (run.root / "resilient" / "report.txt").read_text()
-    assert "given up: step 5 has failed twice for the same reason" in written and written.split("\n")[0] in run.said
-    assert written.count("RuntimeError: expert 3 of 8 is NaN") == 2
-    assert "attempt 1, from the beginning" in written and "attempt 2, from step 4" in written
+@pytest.fixture
+def model(tmp_path):
+    return {"actor_rollout_ref__model__path": str(save_qwen3_moe(tmp_path / "model"))}
 
 
-def test_resilient_run_with_max_restarts_ends_after_them(tmp_path):
-    run = Run(tmp_path, *[{"step": step, "cause": "x"} for step in (3, 4, 5, 6)])
-    assert run.to_the_end("--max-restarts", "2") == 1
-    assert len(run.attempts) == 3 and "started again 2 times (--max-restarts)" in run.said
+@pytest.mark.parametrize(
+    ("fates", "options", "status", "resumed", "said"),
+    [
+        pytest.param(
+            [(5, "a"), (7, "first"), (7, "second")],
+            *((), 0, ["as it says", "global_step_4", "global_step_6", "global_step_6"]),
+            "starts again from step 6",
+            id="continues from the last complete checkpoint",
+        ),
+        pytest.param(
+            [(5, "expert 3 of 8 is NaN"), (5, "expert 4 of 8 is NaN")],
+            *((), 1, ["as it says", "global_step_4"]),
+            "given up: step 5 has failed twice for the same reason",
+            id="is given up when a step fails twice for one reason",
+        ),
+        pytest.param(
+            [(3, "x"), (4, "x"), (5, "x")],
+            *(("--max-restarts", "2"), 1, ["as it says", "global_step_2", "global_step_2"]),
+            "given up: it was restarted 2 times (--max-restarts)",
+            id="is given up after its restarts",
+        ),
+        pytest.param(
+            [(2, "x")], (), 1, ["as it says"], "--from-scratch starts anew", id="is given up without a checkpoint"
+        ),
+        pytest.param(
+            [(2, "x")],
+            *(("--from-scratch",), 0, ["as it says", "disable"], "starts again from the beginning"),
+            id="starts anew from scratch",
+        ),
+    ],
+)
+def test_resilient_run_that_fails(tmp_path, capsys, fates, options, status, resumed, said):
+    run, tree = run_of(tmp_path, *({"step": step, "cause": cause} for step, cause in fates), options=options)
+    assert run.to_the_end() == status
+    assert tree.resumed() == resumed
+    printed = capsys.readouterr()
+    assert said in printed.err and f"step {fates[0][0]} has failed:\n    RuntimeError: {fates[0][1]}" in printed.err
+    assert "step:1 - reward" in printed.out
+    logs = sorted(path.name for path in (tmp_path / "resilient").iterdir())
+    assert logs == [f"attempt-{number}.log" for number in range(1, len(resumed) + 1)]
+    assert all(f'trainer.default_local_dir="{tmp_path}"' in words for words in tree.attempts)
 
 
-@pytest.mark.parametrize("from_scratch", [False, True])
-def test_resilient_run_without_a_checkpoint_restarts_only_from_scratch(tmp_path, from_scratch):
-    run = Run(tmp_path, {"step": 2, "cause": "x"})
-    assert run.to_the_end(*(["--from-scratch"] if from_scratch else [])) == (0 if from_scratch else 1)
-    assert run.resumed() == (["as it says", "disable"] if from_scratch else ["as it says"])
-    assert from_scratch or "holds no complete checkpoint to go on from; --from-scratch begins anew" in run.said
+def test_pause_before_a_restart_doubles_until_an_attempt_saves_a_step(tmp_path, capsys):
+    fates = [{"step": step, "cause": cause} for step, cause in ((4, "a"), (3, "b"), (4, "c"), (5, "d"))]
+    assert run_of(tmp_path, *fates)[0].to_the_end() == 0
+    pauses = [line for line in capsys.readouterr().err.splitlines() if "a pause" in line]
+    assert [float(line.split()[-2]) for line in pauses] == [0.01, 0.02, 0.04, 0.01]
 
 
-@pytest.mark.parametrize("deaf", [False, True])
-def test_resilient_run_at_sigterm_saves_within_the_grace(tmp_path, deaf):
-    run = Run(tmp_path, {"seconds": 0.5, "deaf": deaf}, save_freq=1000, total_training_steps=1000)
-    process = run.start("--grace-seconds", "3" if deaf else "60")
-    log = run.root / "resilient" / "attempt-1.log"
-    deadline = time.monotonic() + 60
-    while not (log.exists() and "step:2 - " in log.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
-    family = psutil.Process(process.pid).children(recursive=True)
-    started = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - started < 30
-    assert not any(child.is_running() for child in family)
-    assert not (run.root / "save_now").exists()
-    assert len(run.attempts) == 1
-    if deaf:
-        assert "no save within 3 s; the last one is none" in said
-    else:
-        saved = latest(run.root)
-        assert saved.step >= 3 and f"step {saved.step} is saved" in said
+def test_resilient_run_with_a_broken_checkpoint_alone_starts_only_from_scratch(tmp_path, capsys):
+    (save_step(tmp_path, 2) / MANIFEST).unlink()
+    assert run_of(tmp_path)[0].to_the_end() == 1
+    assert "is complete (global_step_2: actor was not saved to its end)" in capsys.readouterr().err
 
 
-def test_resilient_run_that_loses_a_node_continues_on_fewer_and_returns_to_all(tmp_path):
-    config = copy.deepcopy(CONFIG)
-    config["trainer"] |= {"nnodes": 2}
-    config["ray_kwargs"]["ray_init"]["address"] = "auto"
-    config["actor_rollout_ref"]["model"]["path"] = str(save_qwen3_moe(tmp_path / "model"))
-    fates = [{"step": 3, "cause": "a node died", "nodes": [2, -2]}, {"step": 5, "cause": "x", "nodes": [2, 2, 4]}]
-    run = Run(tmp_path, *fates, config=config)
-    (tmp_path / "nodes.json").write_text("[2, 2]")
-    assert run.to_the_end("--wait-for-nodes", "0.5") == 0, run.said
-    meshes = [[word for word in words if word.startswith(("trainer.nnodes", "engine."))] for words in run.attempts]
-    fewer = ["trainer.nnodes=1", "engine.ep_size=2", "engine.fsdp_size=-1", "engine.ulysses_sequence_parallel_size=1"]
+def test_resilient_run_that_starts_from_a_given_checkpoint_does_so_until_it_saves(tmp_path):
+    fates = [{"step": 1, "cause": "x"}, {"step": 3, "cause": "y"}]
+    run, tree = run_of(tmp_path, *fates, trainer__resume_mode="resume_path")
+    assert run.to_the_end() == 0
+    assert tree.resumed() == ["as it says", "as it says", "global_step_2"]
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_resilient_run_at_sigterm_saves_within_the_grace(tmp_path, capsys, is_deaf):
+    def at_step(step):
+        time.sleep(0.02)
+        if step == 3:
+            run.save_and_end()
+
+    grace = "0.3" if is_deaf else "60"
+    run, _ = run_of(tmp_path, {"at_step": at_step, "is_deaf": is_deaf}, options=("--grace-seconds", grace))
+    with pytest.raises(Interrupted):
+        run.to_the_end()
+    said = capsys.readouterr().err
+    assert not (tmp_path / "save_now").exists()
+    assert ("no save within 0.3 s; the last one is none" if is_deaf else "step 4 is saved in") in said
+
+
+def test_resilient_run_at_sigterm_in_a_pause_ends(tmp_path):
+    run, _ = run_of(tmp_path, {"step": 3, "cause": "x"}, options=("--backoff-seconds", "60"))
+    threading.Timer(0.3, run.save_and_end).start()
+    with pytest.raises(Interrupted):
+        run.to_the_end()
+
+
+def test_resilient_run_that_loses_a_node_continues_on_fewer_and_returns_to_all(tmp_path, monkeypatch, capsys, model):
+    living = iter([[NODE, NODE], [NODE], [NODE], [NODE, NODE]])
+    monkeypatch.setattr(cli, "living_nodes", lambda *_: next(living))
+    monkeypatch.setattr(cluster.Node, "answers", lambda _: True)
+    fates, own = [{"step": 3, "cause": "a node died"}, {"step": 5, "cause": "x"}], {"trainer__nnodes": 2, **model}
+    own["ray_kwargs__ray_init__address"] = "auto"
+    run, tree = run_of(tmp_path, *fates, options=("--wait-for-nodes", "0.1"), **own)
+    assert run.to_the_end() == 0
+    meshes = [[word for word in words if word.startswith(("trainer.nnodes", "engine."))] for words in tree.attempts]
+    fewer = ["trainer.nnodes=1", "engine.ep_size=1", "engine.fsdp_size=-1", "engine.ulysses_sequence_parallel_size=1"]
     assert meshes == [[], fewer, []]
-    assert run.resumed() == ["as it says", "global_step_2", "global_step_4"]
-    assert run.said.count("1 of the run's 2 nodes are there") == 1
+    assert tree.resumed() == ["as it says", "global_step_2", "global_step_4"]
+    assert capsys.readouterr().err.count("1 of the run's 2 nodes are there") == 1
 
 
-def test_resilient_run_that_waits_for_a_node_that_is_gone_is_ended_and_continues_on_fewer(tmp_path):
-    config = copy.deepcopy(CONFIG)
-    config["trainer"] |= {"nnodes": 2}
-    config["ray_kwargs"]["ray_init"]["address"] = "auto"
-    config["actor_rollout_ref"]["model"]["path"] = str(save_qwen3_moe(tmp_path / "model"))
-    run = Run(tmp_path, {"step": 3, "hangs": True, "nodes": [2]}, config=config)
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as second:
-        (tmp_path / "nodes.json").write_text(json.dumps([2, [2, second.getsockname()[1]]]))
-        process = run.start("--lost-node-seconds", "1")
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "hangs").exists():
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.1)
-        time.sleep(2)
-        assert process.poll() is None and len(run.attempts) == 1  # while all answer
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    assert "step 3 has failed (no answer from 127.0.0.1 for 1 s)" in said
-    assert len(run.attempts) == 2 and "trainer.nnodes=1" in run.attempts[1]
+def test_resilient_run_that_hangs_on_a_lost_node_saves_by_the_living_ranks_and_continues(tmp_path, monkeypatch, capsys):
+    is_there = True
+
+    def at_step(step):
+        nonlocal is_there
+        is_there = step < 3
+        time.sleep(0.02)
+        if step == 3:
+            threading.Timer(0.5, (tmp_path / FOLDER / ENDED).touch).start()
+
+    monkeypatch.setattr(cli, "living_nodes", lambda *_: [NODE])
+    monkeypatch.setattr(cluster.Node, "answers", lambda _: is_there)
+    options = ("--lost-node-seconds", "0.2", "--save-on-failure", "--from-scratch")
+    run, tree = run_of(tmp_path, {"at_step": at_step}, options=options, ray_kwargs__ray_init__address="auto")
+    asked = []
+    monkeypatch.setattr(cli.shutil, "rmtree", lambda folder, **_: asked.append((folder / NOW).exists()))
+    assert run.to_the_end() == 0
+    assert asked == [False, True] and "has failed:\n    no answer from 10.0.0.1 for 0.2 s" in capsys.readouterr().err
+    callback = "++trainer.checkpoint_callback_class=epfsdp2.recipes.resilient.callback.SaveBeforeTheEnd"
+    assert {callback, f'engine.survivors_folder="{tmp_path / FOLDER}"'} <= set(tree.attempts[0])
 
 
-def test_node_is_lost_by_refused_connections_and_not_by_one_that_waits(monkeypatch):
-    answers: queue.Queue[bool] = queue.Queue()
-    monkeypatch.setattr(cluster.Node, "answers", lambda _: answers.get(timeout=60))
-    lost = cluster.LostNodes([cluster.Node("10.0.0.1", 1, 8)], seconds=0.1)
-
-    def look(answer: bool | None = None) -> None:
-        if answer is not None:
-            answers.put(answer)
-        until = time.monotonic() + 0.3
-        while time.monotonic() < until:
-            lost.look()
-            time.sleep(0.01)
-
-    look()
-    look(True)
-    with pytest.raises(cluster.NodesLostError, match=r"no answer from 10.0.0.1 for 0.1 s"):
-        look(False)
-    answers.put(True)  # what the last question waits for
+def test_node_that_answers_again_in_time_is_not_lost(monkeypatch):
+    there = iter([True, False, True, False, False])
+    monkeypatch.setattr(cluster.Node, "answers", lambda _: next(there))
+    seconds = itertools.count(0.0, 6.0)
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: next(seconds))
+    lost = LostNodes([NODE], seconds=8.0)
+    for _ in range(4):
+        lost.check()
+    with pytest.raises(NodesLostError, match=r"no answer from 10.0.0.1 for 8 s"):
+        lost.check()
 
 
-def test_resilient_run_on_a_small_or_silent_cluster_says_so_at_its_start(tmp_path):
-    config = copy.deepcopy(CONFIG)
-    config["trainer"] |= {"nnodes": 2}
-    config["ray_kwargs"]["ray_init"]["address"] = "10.0.0.1:6379"
-    config["actor_rollout_ref"]["model"]["path"] = str(save_qwen3_moe(tmp_path / "model"))
-    run = Run(tmp_path, config=config)
-    assert run.to_the_end() == 2 and run.attempts == []
-    assert "ray_kwargs.ray_init.address=10.0.0.1:6379: no Ray cluster answers there" in run.said
-    assert "0 of the run's 2 nodes are there" in run.said
-    (tmp_path / "nodes.json").write_text("[2]")
-    assert run.to_the_end() == 0, run.said
-    assert "starts from the beginning: trainer.nnodes=1 engine.ep_size=2" in run.said
-    assert "trainer.nnodes=1" in run.attempts[0]
+def test_resilient_run_on_a_small_or_silent_cluster_says_so_at_its_start(tmp_path, monkeypatch, capsys, model):
+    own = {"trainer__nnodes": 2, "ray_kwargs__ray_init__address": "10.0.0.1:6379", **model}
+    monkeypatch.setattr(cli, "living_nodes", lambda *_: [])
+    with pytest.raises(SettingError, match="ray_init.address=10.0.0.1:6379: no Ray cluster answers there"):
+        run_of(tmp_path, **own)[0].to_the_end()
+    monkeypatch.setattr(cli, "living_nodes", lambda *_: [NODE])
+    monkeypatch.setattr(cluster.Node, "answers", lambda _: True)
+    assert run_of(tmp_path, **own)[0].to_the_end() == 0
+    assert "starts from the beginning: trainer.nnodes=1 engine.ep_size=1" in capsys.readouterr().err
 
 
-def test_resilient_run_that_starts_from_a_given_checkpoint_reports_the_step(tmp_path):
-    given = tmp_path / "other" / "global_step_3"
-    run = Run(tmp_path, *[{"step": 4, "cause": "x"}] * 2, resume_mode="resume_path", resume_from_path=str(given))
-    assert run.to_the_end() == 1
-    assert run.resumed() == ["as it says", "as it says"] and "starts again from step 3" in run.said
-    assert "attempt 1, from step 3, on the command's own mesh, failed in step 4" in run.said
+@pytest.mark.parametrize(
+    ("changes", "living", "nodes", "needed"),
+    [
+        ({}, [8] * 4, 3, 0),  # any of them may be the spare one
+        ({}, [8] * 3, 3, 3),
+        ({"actor_rollout_ref__rollout__nnodes": 1}, [8] * 4, 3, 4),
+        ({}, [8, 4, 8], 2, 2),
+    ],
+)
+def test_nodes_of_a_run_are_large_enough_and_not_of_its_rollout(tmp_path, monkeypatch, changes, living, nodes, needed):
+    found = [Node(f"10.0.0.{place}", 1, gpus) for place, gpus in enumerate(living)]
+    monkeypatch.setattr(cli, "living_nodes", lambda *_: found)
+    monkeypatch.setattr(mesh, "largest_mesh", lambda _, count, gib: (count, [f"trainer.nnodes={count}"]))
+    watched = []
+    monkeypatch.setattr(cli, "LostNodes", lambda nodes, _: watched.append(nodes) or LostNodes([], 0))
+    own = {"trainer__nnodes": 3, "trainer__n_gpus_per_node": 8, "ray_kwargs__ray_init__address": "auto"}
+    run, tree = run_of(tmp_path, **own, **changes)
+    assert run.to_the_end() == 0
+    assert (f"trainer.nnodes={nodes}" in tree.attempts[0]) == (nodes < 3)
+    assert [len(each) for each in watched] == [needed]
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (TRAINER, "-- is missing before the trainer's command"),
-        (["--max-restarts", "3", *TRAINER], "-- is missing"),
-        (["--"], "no command follows"),
-        (["--", "bash", "run.sh"], "is not python -m with one of verl's trainers"),
-        (["--", "python", "-m", "torch.distributed.run", "-m", "verl.trainer.sft_trainer"], "torchrun has"),
-        (["--", "torchrun", "-m", "verl.trainer.sft_trainer"], "torchrun has"),
-        (["--", sys.executable, "-m", "verl.no_such_trainer"], "can't be composed: .*No module named"),
+        ([], "no command follows"),
+        (["bash", "run.sh"], "is not python -m with one of verl's trainers"),
+        (["python", "-m", "torch.distributed.run", "-m", "verl.trainer.sft_trainer"], "torchrun has"),
+        (["torchrun", "-m", "verl.trainer.sft_trainer"], "torchrun has"),
+        ([sys.executable, "-m", "verl.no_such_trainer"], "can't be composed: .*No module named"),
     ],
 )
 def test_resilient_command_that_can_not_run_again_is_refused_in_one_paragraph(capsys, monkeypatch, words, told):
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
-    assert cli.main(words) == 2
+    assert cli.main(["--", *words]) == 2
     said = capsys.readouterr().err.strip()
     assert said.count("\n") == 0 and "What works: " in said
     with pytest.raises(SettingError, match=told):
-        options, rest = cli.parse(words)
-        Command.of(rest)
+        Command.of(words)
 
 
-def test_resilient_command_of_another_engine_is_refused(tmp_path, monkeypatch):
-    run = Run(tmp_path, config=CONFIG | {"engine": {"_target_": "verl.workers.config.FSDPEngineConfig"}})
-    for name in ("PYTHONPATH", "FAKE_RUN"):
-        monkeypatch.setenv(name, run.env[name])
-    with pytest.raises(SettingError, match="has no engine=epfsdp2"):
-        Command.of(TRAINER)
-
-
-def test_a_setting_that_the_engine_has_not_is_refused_before_an_attempt(tmp_path, monkeypatch):
-    run = Run(tmp_path)
-    for name in ("PYTHONPATH", "FAKE_RUN"):
-        monkeypatch.setenv(name, run.env[name])
-    with pytest.raises(SettingError, match=r"engine.ep_sizee=2: .*no such setting.*What works: engine.ep_size"):
-        Command.of([*TRAINER, "engine.ep_sizee=2"])
-    assert Command.of([*TRAINER, "engine.ep_size=2"]).setting("engine.ep_size") == 2
-
-
-def test_every_setting_of_a_real_command_is_known():
+def test_settings_of_a_real_command_are_composed_and_another_engine_is_refused():
     pytest.importorskip("verl")
-    command = Command.of([*TRAINER, "trainer.save_freq=1"])
-    assert command.setting("engine.ep_size") == 1 and command.setting("trainer.save_freq") == 1
+    with pytest.raises(SettingError, match="has no engine=epfsdp2"):
+        Command.of(TRAINER[:-1])
 
 
-def test_resilient_run_that_could_not_resume_is_refused_at_the_start(tmp_path):
-    cli.check(command_of(tmp_path), from_scratch=False)
-    with pytest.raises(SettingError, match=r"trainer.save_freq=-1: there will be no checkpoint"):
-        cli.check(command_of(tmp_path, trainer__save_freq=-1), from_scratch=False)
-    cli.check(command_of(tmp_path, trainer__save_freq=-1), from_scratch=True)
-    with pytest.raises(SettingError, match=r"can't go on without extra, optimizer"):
-        contents = {"actor_rollout_ref__actor__checkpoint__save_contents": ["model"]}
-        cli.check(command_of(tmp_path, **contents), from_scratch=False)
-    with pytest.raises(SettingError, match=r"del_local_ckpt_after_load=True: removes the checkpoint"):
-        cli.check(command_of(tmp_path, trainer__del_local_ckpt_after_load=True), from_scratch=False)
-    actor = save_step(tmp_path, 2)
-    cli.check(command_of(tmp_path), from_scratch=False)
-    with pytest.raises(SettingError, match=r"trainer.resume_mode=disable: .* could not tell whose they are"):
-        cli.check(command_of(tmp_path, trainer__resume_mode="disable"), from_scratch=False)
-    (actor / MANIFEST).unlink()
-    with pytest.raises(SettingError, match=r"none of its 1 checkpoints is complete \(global_step_2: actor was not"):
-        cli.check(command_of(tmp_path), from_scratch=False)
-    cli.check(command_of(tmp_path), from_scratch=True)
+@pytest.mark.parametrize(
+    ("options", "changes", "told"),
+    [
+        ([], {"trainer__save_freq": -1}, r"trainer.save_freq=-1: there will be no checkpoint"),
+        (["--from-scratch"], {"trainer__save_freq": -1}, None),
+        ([], {"actor_rollout_ref__actor__checkpoint__save_contents": ["model"]}, r"resume without extra, optimizer"),
+        ([], {"trainer__del_local_ckpt_after_load": True}, r"del_local_ckpt_after_load=True: removes the checkpoint"),
+        ([], {"trainer__resume_mode": "disable"}, r"trainer.resume_mode=disable: .* can't know whether they are"),
+        (["--save-on-failure"], {}, None),
+        (["--save-on-failure"], {"trainer__v1": {"trainer_mode": "colocate_async"}}, "trainer_mode=colocate_async"),
+        (["--save-on-failure"], {"trainer__use_v1": False}, "--save-on-failure"),
+        (["--save-on-failure"], {"trainer__checkpoint_callback_class": "a.B"}, "checkpoint_callback_class=a.B"),
+    ],
+)
+def test_resilient_run_that_could_not_resume_or_save_is_refused_at_the_start(tmp_path, options, changes, told):
+    save_step(tmp_path, 2)
+    given, command = cli.parse(options), command_of(tmp_path, **changes)
+    if told is None:
+        cli.check(command, given)
+    else:
+        with pytest.raises(SettingError, match=told):
+            cli.check(command, given)
 
 
-def test_reason_to_give_up_of_equal_steps_and_reasons_counts_one_failure():
-    def failed(step, text):
-        return Failure(step, [text], "a mesh", 2)
-
-    same = [failed(3, f"CUDA error at 0x7f{i}ab on 10.0.0.{i}, rank {i}: out of memory") for i in range(2)]
-    assert same[0].reason == same[1].reason
-    assert "failed twice" in reason_to_give_up(same, 9)
-    assert reason_to_give_up([same[0], failed(4, same[1].lines[0])], 9) is None
-    assert reason_to_give_up([same[0], failed(3, "another")], 9) is None
-    assert "failed twice" in reason_to_give_up([same[0], failed(3, "another"), same[1]], 9)
-    assert reason_to_give_up(same[:1], 1) is None and "--max-restarts" in reason_to_give_up(same[:1], 0)
-    stuck = [Failure(1, ["a"])] * 99
-    assert [backoff_seconds(stuck[:n]) for n in (1, 2, 3, 7, 99)] == [5.0, 10.0, 20.0, 300.0, 300.0]
-    assert backoff_seconds([*stuck, Failure(9, ["a"], resumed=8)]) == 5.0
-    assert report(same, "so")[0] == "The run was given up: so."
-
-
-def test_resilient_run_counts_live_nodes_and_waits_for_them(tmp_path):
-    command = command_of(tmp_path, trainer__nnodes=3, trainer__n_gpus_per_node=8)
-    large, small = cluster.Node("10.0.0.1", 1, 8), cluster.Node("10.0.0.2", 1, 4)
-    assert cluster.usable_nodes(command, [large] * 4) == 3
-    assert cluster.usable_nodes(command, [large, small, large]) == 2
-    assert cluster.usable_nodes(command, []) == 0
-    assert cluster.needed_nodes(command, [large, small, large], 2) == [large, large]
-    assert cluster.needed_nodes(command, [large] * 4, 3) == []  # any of them may be the spare one
-    shared = command_of(tmp_path, trainer__nnodes=3, trainer__n_gpus_per_node=8, actor_rollout_ref__rollout__nnodes=1)
-    assert cluster.usable_nodes(shared, [large] * 3) == 2
-    assert cluster.needed_nodes(shared, [large] * 3, 2) == [large] * 3
-    assert cluster.address_of(command) is None
-    slept, counts = [], [1, 1, 3]
-    assert cluster.wait_for_nodes(lambda: counts.pop(0), 3, 60.0, slept.append) == 3
-    assert slept == [5.0, 5.0]
-    assert cluster.wait_for_nodes(lambda: 1, 3, 0.0, slept.append) == 1
-
-
-def test_resilient_run_asks_the_cluster_in_a_process_of_its_own(tmp_path, monkeypatch):
+def test_living_nodes_are_those_of_ray_that_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
-    monkeypatch.setenv("FAKE_RUN", str(tmp_path))
-    assert cluster.living_nodes("auto") == []  # it does not answer
-    with socket.create_server(("127.0.0.1", 0)) as node:
-        monkeypatch.setenv("FAKE_NODE_PORT", str(node.getsockname()[1]))
-        (tmp_path / "nodes.json").write_text("[8, 4, -8]")
-        assert [node.gpus for node in cluster.living_nodes("auto")] == [8, 4]  # without the one that does not answer
-        assert [node.gpus for node in cluster.living_nodes("ray://head")] == [8, 4, 8]  # which can't be asked
+    assert cluster.living_nodes("auto") == []  # the cluster does not answer
+    with socket.create_server(("127.0.0.1", 0)) as node, socket.create_server(("127.0.0.1", 0)) as gone:
+        port, closed = node.getsockname()[1], gone.getsockname()[1]
+        gone.close()
+        monkeypatch.setenv(
+            "FAKE_NODES", json.dumps([[8, port, True], [4, port, True], [8, closed, True], [8, port, False]])
+        )
+        assert [node.gpus for node in cluster.living_nodes("auto")] == [8, 4]
+        assert [node.gpus for node in cluster.living_nodes("ray://head")] == [8, 4, 8]  # can't be reached
+
+
+def test_address_of_a_cluster_is_found_as_ray_finds_it(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     joins = command_of(tmp_path, ray_kwargs__ray_init__address=None)
     assert cluster.address_of(joins) == "10.0.0.1:6379"
@@ -285,22 +273,45 @@ def test_resilient_run_asks_the_cluster_in_a_process_of_its_own(tmp_path, monkey
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert cluster.address_of(joins) is None
     (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.2:6379\n")  # what ray start leaves
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.2:6379\n")  # as ray start leaves it
     assert cluster.address_of(joins) == "10.0.0.2:6379"
     assert cluster.address_of(command_of(tmp_path)) is None  # address=local
 
 
-def test_largest_mesh_of_fewer_nodes_fits_and_divides(tmp_path):
-    model = {"actor_rollout_ref__model__path": str(save_qwen3_moe(tmp_path / "model"))}
+def test_largest_mesh_of_fewer_nodes_fits_and_divides(tmp_path, model):
     command = command_of(tmp_path, **model, trainer__nnodes=4)
-    assert largest_mesh(command, 2, 80.0)[:2] == ["trainer.nnodes=2", "engine.ep_size=4"]
+    assert largest_mesh(command, 2, 80.0)[1][:2] == ["trainer.nnodes=2", "engine.ep_size=4"]
     # Six ranks do not share four sequences.
     assert not divides(command, 6) and divides(command, 4)
-    assert largest_mesh(command, 3, 80.0)[0] == "trainer.nnodes=2"
-    assert largest_mesh(command, 1, 80.0)[:2] == ["trainer.nnodes=1", "engine.ep_size=2"]
+    assert largest_mesh(command, 3, 80.0)[0] == 2
+    assert largest_mesh(command, 1, None)[1][:2] == ["trainer.nnodes=1", "engine.ep_size=1"]
     with pytest.raises(SettingError, match=r"trainer.nnodes=2: such nodes of 2 GPUs with 1 GiB are left; on no mesh"):
         largest_mesh(command, 2, 1.0)
     with pytest.raises(SettingError, match="on no mesh"):
         largest_mesh(command, 0, 80.0)
     wide = command_of(tmp_path, **model, actor_rollout_ref__rollout__tensor_model_parallel_size=4)
-    assert largest_mesh(wide, 3, 80.0)[0] == "trainer.nnodes=2"
+    assert largest_mesh(wide, 3, 80.0)[0] == 2
+
+
+def test_resilient_process_restarts_a_killed_trainer_and_at_sigterm_saves_and_leaves_nothing(tmp_path):
+    root = tmp_path / "checkpoints"
+    config = CONFIG | {"trainer": CONFIG["trainer"] | {"default_local_dir": str(root)}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env |= {"PYTHONPATH": os.pathsep.join([str(FAKE), str(ROOT), env["PYTHONPATH"]]), "FAKE_RUN": str(tmp_path)}
+    words = [sys.executable, "-m", "epfsdp2.recipes.resilient", "--backoff-seconds", "0.1", "--", *TRAINER]
+    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log, deadline = root / "resilient" / "attempt-2.log", time.monotonic() + 120
+    while not (log.exists() and "step:5 - " in log.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    output, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "starts again from step 2: trainer.resume_mode=resume_path" in said
+    assert f"step {latest(Command(tuple(TRAINER), config).saved_steps()).step} is saved" in said
+    assert output.count("step:5 - ") == 1 and output.count("step:1 - ") == 1
+    assert family and not any(child.is_running() for child in family)
+    left = [Path(line) for line in (tmp_path / "left.txt").read_text().splitlines()]
+    assert len(left) == 2 and not any(path.exists() for path in left)  # sockets of a killed vLLM

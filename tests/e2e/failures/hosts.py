@@ -40,7 +40,7 @@ class Host:
         assert self._first.stdout is not None and self._first.stdout.readline() == "up\n", "a host did not start"
 
     def words(self) -> list[str]:
-        """What goes before a command that is to run on this host."""
+        """Words before a command, which run it on this host."""
         assert self._first is not None
         pid = self._first.pid
         (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

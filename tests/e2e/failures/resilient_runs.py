@@ -1,4 +1,4 @@
-"""What runs under ``recipes/resilient`` have in common: a GRPO command that saves each step, and what it trained on."""
+"""A GRPO command for runs under ``recipes/resilient`` that saves each step, and the prompts of its updates."""
 
 import os
 from pathlib import Path

@@ -6,8 +6,7 @@ import pytest
 
 from tests.e2e.runs import EXTENSION, leftovers, overrides, running, unused
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
-
+pytestmark = pytest.mark.e2e
 
 INJECTED = "a fault that the test injected"
 GONE = "the vLLM worker process died or was killed"
@@ -20,8 +19,8 @@ SLICED = ["engine.rollout_sync=sliced", "actor_rollout_ref.rollout.tensor_model_
     ("fault", "rollout", "causes"),
     [
         ("worker killed", WHOLE, ("WeightSyncError", GONE)),
-        ("worker raises", SLICED, ("WeightSyncError", INJECTED)),
-        ("trainer raises", WHOLE, (INJECTED,)),
+        pytest.param("worker raises", SLICED, ("WeightSyncError", INJECTED), marks=pytest.mark.long),
+        pytest.param("trainer raises", WHOLE, (INJECTED,), marks=pytest.mark.long),
     ],
     ids=["worker killed", "worker raises", "trainer raises"],
 )

@@ -4,13 +4,11 @@ verl's workers take this module as ``model.external_lib``. ``EPFSDP2_TEST_PART``
 and the file ``EPFSDP2_TEST_REACHED`` is written there; while it is there nothing waits. For ``generation`` this file is
 the run's reward function, too: answers of the second step wait for their scores.
 
-With ``EPFSDP2_TEST_BACK``, a trainer that goes on without that host waits in its second update for that file, and is
-killed. Batches are written down as by ``batches.py``.
+Batches are written down as by ``batches.py``.
 """
 
 import itertools
 import os
-import signal
 import socket
 import time
 from pathlib import Path
@@ -20,7 +18,6 @@ import batches  # noqa: F401
 from epfsdp2.recipes.quickstart.task import compute_score as _stock_score
 
 PART, _REACHED = os.environ["EPFSDP2_TEST_PART"], Path(os.environ["EPFSDP2_TEST_REACHED"])
-_BACK = os.environ.get("EPFSDP2_TEST_BACK")
 OF_A_TRAINER = ("update", "sync", "save")
 FIRST_ANSWERS = 64  # of a step
 _WAIT_SECONDS = 300
@@ -44,20 +41,6 @@ def _waits(stock):
     return waiting
 
 
-def _is_killed_when_the_other_is_back(stock):
-    back, waits = Path(_BACK), Path(_BACK).with_name("waits")
-
-    def killed(*args, **kwargs):
-        if _REACHED.exists() and not back.exists() and next(_times) == 2:
-            waits.write_text(str(time.time()))
-            while not back.exists():
-                time.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return stock(*args, **kwargs)
-
-    return killed
-
-
 if socket.gethostname().endswith("b") and PART in OF_A_TRAINER:
     from epfsdp2.engine.integration.engine import EPFSDP2Engine
     from epfsdp2.rollout import sync
@@ -68,7 +51,3 @@ if socket.gethostname().endswith("b") and PART in OF_A_TRAINER:
         EPFSDP2Engine.save_checkpoint = _waits(EPFSDP2Engine.save_checkpoint)
     else:
         sync.WorkerWeights.tensors = _waits(sync.WorkerWeights.tensors)
-elif _BACK:
-    from epfsdp2.engine.integration.engine import EPFSDP2Engine
-
-    EPFSDP2Engine.train_batch = _is_killed_when_the_other_is_back(EPFSDP2Engine.train_batch)

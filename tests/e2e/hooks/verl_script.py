@@ -17,7 +17,7 @@ _OF_THE_SCRIPT = (
     "actor_rollout_ref.actor.use_kl_loss=",
     "actor_rollout_ref.model.enable_gradient_checkpointing=",
 )
-# What a script gives these are sizes of a machine with eight GPUs.
+# The sizes in a script are for a machine with eight GPUs.
 _TWO_RANKS = {"ulysses_sequence_parallel_size": "2", "fsdp_size": "-1", "expert_parallel_size": "1"}
 _SMALL = ["++ray_kwargs.ray_init.runtime_env.py_executable=null"]
 # One worker generates, in a process of its own. verl has no config of the name that one script gives.

@@ -31,7 +31,6 @@ def test_quickstart_raises_the_reward_with_the_trainers_weights_in_vllm(first_ru
     summary = json.loads((first_run.output / "summary.json").read_text())
     assert summary["passed"]
     assert summary["last_reward"] > summary["first_reward"] + 0.1
-    assert (first_run.output / "quickstart.png").stat().st_size > 10_000
     assert "-m verl.trainer.main_ppo engine=epfsdp2 engine.ep_size=2" in first_run.text()
 
 

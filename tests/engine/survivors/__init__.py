@@ -1,1 +1,1 @@
-"""Tests of ``engine/survivors``."""
+"""Tests of ``engine/survivors.py``."""

@@ -1,27 +1,15 @@
-"""As much of Ray as ``recipes/resilient`` asks: the GPUs of the nodes that live, from a file of the test.
-
-A negative number is a node of which Ray has not found out yet that it is gone; a pair is GPUs and a port.
-"""
+"""The part of Ray that ``recipes/resilient`` uses: nodes, from ``FAKE_NODES`` as GPUs, port and whether it is alive."""
 
 import json
 import os
-import socket
-from pathlib import Path
-
-_closed = socket.create_server(("127.0.0.1", 0))
-_GONE = _closed.getsockname()[1]
-_closed.close()
 
 
 def init(**_) -> None: ...
 
 
 def nodes() -> list[dict]:
-    gpus = json.loads((Path(os.environ["FAKE_RUN"]) / "nodes.json").read_text())
-    return [_node(8, _GONE, alive=False), *(_node(*(one if isinstance(one, list) else [one])) for one in gpus)]
-
-
-def _node(gpus: int, port: int | None = None, alive: bool = True) -> dict:
-    port = port or (_GONE if gpus < 0 else int(os.environ["FAKE_NODE_PORT"]))
-    place = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
-    return {"Alive": alive, "Resources": {"GPU": float(abs(gpus))}, **place}
+    place = {"NodeManagerAddress": "127.0.0.1"}
+    return [
+        {"Alive": alive, "Resources": {"GPU": float(gpus)}, **place, "NodeManagerPort": port}
+        for gpus, port, alive in json.loads(os.environ["FAKE_NODES"])
+    ]

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,11 +55,10 @@ def test_quickstart_options_out_of_range_are_refused(arguments, says, capsys):
 
 
 def _earlier_run(folder: Path) -> dict[str, bytes]:
-    """What an earlier run left, and what somebody put beside it."""
+    """Files of an earlier run, and a user's own beside them."""
     names = (
         "metrics.jsonl",
         "summary.json",
-        "quickstart.png",
         "checkpoints/global_step_5/model",
         "logs/grpo.log",
         "my",
@@ -123,15 +121,6 @@ def test_quickstart_run_where_earlier_ones_are_takes_the_next_folder(tmp_path, c
         assert said.count("train/rollout difference 0") == 20
         assert json.loads((tmp_path / f"run-{number}/summary.json").read_text())["passed"]
     assert _content(tmp_path / "run") == before
-
-
-def test_quickstart_run_without_matplotlib_ends_well_and_says_how_to_get_it(
-    tmp_path, capsys, monkeypatch, no_processes
-):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["--output", str(tmp_path / "run")]) == 0
-    assert "no plot: matplotlib is not installed (pip install matplotlib" in capsys.readouterr().out
-    assert not (tmp_path / "run/quickstart.png").exists() and (tmp_path / "run/summary.json").exists()
 
 
 @pytest.mark.parametrize("mode, kind", [("sync", "ReplayBuffer"), ("separate_async", "ReplayBufferAsync")])

@@ -54,7 +54,7 @@ def test_process_tree_that_is_ended_leaves_no_process(numbers, tmp_path):
         for number in numbers:
             os.kill(runner.pid, number)
         folder = Path(runner.stdout.readline().strip())
-        # Which of several that arrive together is handled first is not ours to say.
+        # Signals that arrive together are handled in any order.
         assert runner.wait(timeout=30) in ({100 + n for n in numbers} or {0})
     assert not folder.exists()
     assert not [p for p in family if p.is_running()]

@@ -22,16 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from benchmarks.experts.layer import Geometry, kept_bytes, passes, seconds_of
-from benchmarks.machine import machine
-from benchmarks.tables import ROOT, write_table
+from benchmarks.tables import RESULTS, ROOT, report
 from epfsdp2.engine.moe.dispatch import start_dispatch_plans
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach
 from epfsdp2.engine.moe.gemm.backends import EXPERTS_IMPLEMENTATION, backend_named, choose_backend, inverse
@@ -282,34 +278,6 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def write(rows: list[Row], on_gpu: dict[str, Any], repeats: int) -> None:
-    where = machine()
-    text = [
-        f"Forward and backward of one layer on one core; sides take turns, medians of {repeats}, ratios within a turn.",
-        "Kept: what a forward keeps for its backward, besides parameters and inputs. torchtitan computes in bfloat16",
-        "whatever the dtype of its parameters. The full layers are cut in tokens, and DeepSeek-V3's in experts, to fit",
-        "the machine.",
-        "",
-        f"Bounds: `{OURS}` takes at most {TIME_LIMIT} of the time of `{BASE}` and keeps at most {KEPT_LIMIT} of its",
-        f"bytes; on an H200 {GPU_SPEEDUP} x its speed, {RATE_SHARE:.0%} of the matrix rate measured in the same run,",
-        f"and {BANDWIDTH_SHARE:.0%} of the copy bandwidth for permuting rows and for summing them.",
-        f"`{OURS}` was faster on a CPU while its gradients were in memory of its own, which a whole update gained less",
-        "than a tenth of ([decisions](../../docs/decisions.md)).",
-        "",
-        json.dumps(on_gpu) if on_gpu else READY,
-    ]
-    result = {
-        "machine": where,
-        "repeats": repeats,
-        "on_gpu": on_gpu,
-        "rows": [asdict(row) | {"holds": row.holds} for row in rows],
-    }
-    on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
-    if on_gpu:
-        on += f"; {torch.cuda.get_device_name()}"
-    write_table("experts", result, "The experts layer", "make bench-experts", on, text, COLUMNS, [*map(cells, rows)])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="turns that count")
@@ -319,21 +287,26 @@ def main() -> int:
     torch.set_num_threads(1)  # threads that wait for the next side spin, and would slow it down
     grid = GRID + (ON_A_GPU if torch.cuda.is_available() else ())
     chosen = [geometry for geometry in grid if asked.only in geometry.name]
-    rows = []
-    for geometry in track(chosen, "measuring", console=Console(stderr=True)):
-        rows += measure(geometry, asked.repeats, asked.peers)
+    rows = [row for geometry in chosen for row in measure(geometry, asked.repeats, asked.peers)]
     on_gpu: dict[str, Any] = {}
     for row in rows:
         if row.side == OURS and row.geometry.device != "cpu":
             measured = rates(row.geometry)
             on_gpu[row.geometry.name] = measured | {"shares": shares(row, measured)}
-    shown = Table(*COLUMNS)
-    for row in rows:
-        shown.add_row(*cells(row))
-    Console(width=200).print(shown)
-    print(json.dumps(on_gpu, indent=1) if on_gpu else READY)
-    if not asked.only:
-        write(rows, on_gpu, asked.repeats)
+    text = [
+        f"Forward and backward of one layer on one core. Sides take turns: medians of {asked.repeats}, ratios within",
+        "a turn. Kept: bytes that a forward keeps for its backward, besides parameters and inputs. torchtitan computes in",
+        "bfloat16 whatever the dtype of its parameters. The full layers have fewer tokens, and DeepSeek-V3's fewer",
+        "experts, to fit the machine.",
+        "",
+        f"Bounds: `{OURS}` takes at most {TIME_LIMIT} of the time of `{BASE}` and keeps at most {KEPT_LIMIT} of its",
+        f"bytes; on an H200 {GPU_SPEEDUP} x its speed, {RATE_SHARE:.0%} of the matrix rate measured in the same run,",
+        f"and {BANDWIDTH_SHARE:.0%} of the copy bandwidth for permuting rows and for summing them.",
+        "",
+        json.dumps(on_gpu) if on_gpu else READY,
+    ]
+    lines, folder = [*map(cells, rows)], None if asked.only else RESULTS
+    report("experts", "The experts layer", "make bench-experts", ("torch",), text, COLUMNS, lines, folder=folder)
     found = on_gpu.get(ON_A_GPU[0].name)
     reached = found is None or fast_enough(found["shares"])
     return 0 if reached and all(row.holds for row in rows) else 1

@@ -1,6 +1,6 @@
 """Triton kernels compiled ahead of time for GPUs that are not there, and budgets of registers, stack and shared memory.
 
-``python -m tests.support.moe.compiled fp8|head|norms|rotary|experts|few`` prints a row per launch as JSON. The kernels'
+``python -m tests.support.moe.compiled fp8|head|norms|rotary|few|experts ARCH DTYPE`` prints a row per launch as JSON. The kernels'
 Python runs on meta tensors of a model's sizes. A launch compiles its kernel for an architecture instead of running it.
 """
 
@@ -304,10 +304,10 @@ def compile_model(model: Model, arch: int, dtype: str, only_forward: bool = Fals
     return [launch.row() | {"is_forward": number < forward} for number, launch in enumerate(launches)]
 
 
-def experts() -> Iterator[dict]:
-    """Compile the experts of all models in every dtype, with every tile."""
-    for model, arch, dtype in itertools.product(MODELS, SMS, ("bfloat16", "float16", "float32")):
-        yield from compile_model(model, arch, dtype)
+def experts(arch: str, dtype: str) -> Iterator[dict]:
+    """Compile the experts of all models for a GPU in a dtype, with every tile."""
+    for model in MODELS:
+        yield from compile_model(model, int(arch), dtype)
 
 
 def few() -> Iterator[dict]:
@@ -368,4 +368,4 @@ def rotary() -> Iterator[dict]:
 
 
 if __name__ == "__main__":
-    print(json.dumps([*globals()[sys.argv[1]]()]))
+    print(json.dumps([*globals()[sys.argv[1]](*sys.argv[2:])]))

@@ -1,7 +1,7 @@
 """Lets verl's fsdp2 engine, its critic and its SGLang adapter run without a GPU.
 
-The workers of an actor take this module as ``external_lib``; that of a critic, which reads no such setting before it
-loads its model, by unpickling ``CriticModel``.
+The workers of an actor import this module as ``external_lib``. A critic's worker reads no such setting before it loads
+its model, and imports the module by unpickling ``CriticModel``.
 """
 
 from dataclasses import dataclass
@@ -30,5 +30,5 @@ def _load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_rem
 
 shims.send_from_cpu()
 verl_models.load_valuehead_model = _load_critic
-# Of a reference policy, in pinned memory, which only a GPU has; its parameters are on the CPU as it is.
+# A reference policy is offloaded to pinned memory, which needs a GPU. Its parameters are on the CPU anyway.
 transformer_impl.CPUOffloadPolicy = lambda pin_memory: None

@@ -1,10 +1,10 @@
-"""The quickstart with one of two engines: ``python -m benchmarks.training.drop_in.run stock|epfsdp2 ...``."""
+"""The quickstart with one of two engines: ``python -m tests.e2e.sglang.drop_in_run stock|epfsdp2 ...``."""
 
 import sys
 
 from epfsdp2.recipes.quickstart import cli, commands
 
-# verl's fsdp2 engine in float32, as verl's settings say it for each role.
+# verl's fsdp2 engine in float32, by the settings of each role.
 _STOCK_ENGINE = [
     setting
     for role, engine in {
@@ -20,7 +20,7 @@ _STOCK_ENGINE = [
         f"+{role}.{engine}.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
     )
 ]
-_STOCK_ENGINE.append("critic.model._target_=benchmarks.training.drop_in.stock_on_cpu.CriticModel")
+_STOCK_ENGINE.append("critic.model._target_=tests.e2e.sglang.stock_on_cpu.CriticModel")
 
 
 def _stock_command(values: dict, extra: list[str]) -> list[str]:

@@ -1,36 +1,36 @@
-"""The same runs of verl's trainer with its own fsdp2 engine and with this one, and how far they are apart.
+"""The same run with verl's fsdp2 engine and with this one: five steps log the same figures.
 
-    python -m benchmarks.training.drop_in [CASE ...] [--steps 5]
-
-on the stack ``sglang`` (``make bench-drop-in STACK=sglang``): ``main_ppo`` from one checkpoint and one seed, in
-float32, on two ranks with two replicas of real SGLang; once as verl comes, then with ``engine=epfsdp2``. Samples are
-functions of their prompts and numbers (``seeds.py``), so that both runs generate the same from the same probabilities.
-Writes ``benchmarks/results/drop_in.json`` and ``drop_in.md``; cases of an earlier run that were not run again stay.
+``main_ppo`` starts from one checkpoint and seed, in float32, on two ranks with two replicas of real SGLang. Samples are
+functions of their prompts and numbers (``seeds.py``), so both runs generate the same from the same probabilities.
 """
 
-import argparse
 import json
 import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-from benchmarks.machine import machine
-from benchmarks.tables import ROOT, newest, write_table
 from epfsdp2.recipes.quickstart import task
 from epfsdp2.recipes.quickstart.model import build_model, build_tokenizer
 
-_HERE = "benchmarks.training.drop_in"
-BOUND = 1e-5
-# What verl logs of a step, by what is compared: a difference over the stock figure, or the difference itself where the
-# figure is near zero. Means of micro-batches' means (``critic/vpred_mean``) depend on the order of answers.
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.long,
+    pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed (make setup STACK=sglang)"),
+]
+ROOT = Path(__file__).parents[3]
+_HERE, STEPS = "tests.e2e.sglang", 5
+BOUND = 1e-5  # of the first step
+# verl's figures of a step, compared by relative difference, or by the difference itself where the figure is near zero.
+# Means of micro-batches' means (``critic/vpred_mean``) depend on the order of answers.
 RELATIVE = ("actor/grad_norm", "actor/entropy", "critic/grad_norm")
 ABSOLUTE = (
     *("actor/loss", "actor/pg_loss", "actor/ppo_kl", "actor/kl_loss", "critic/score/mean", "critic/rewards/mean"),
@@ -75,8 +75,6 @@ CASES = {
     "GRPO, dense": Case("dense", [1]),
     "PPO, 16 experts: critic, KL loss, dynamic batches": Case("moe", [2], _PPO),
 }
-COLUMNS = ["run", "engine", "figures", "first step, largest difference", "of", "all steps, largest difference", "of"]
-COLUMNS += ["processor", "commit"]
 
 
 def write_model(folder: Path, kind: str) -> Path:
@@ -123,7 +121,7 @@ def _batches(rows: list[dict], size: int) -> Iterator[list[dict]]:
 
 
 def run(side: str, folder: Path, model: Path, steps: int, settings: list[str]) -> list[dict]:
-    """Run verl's trainer once; return what it logged of each step.
+    """Run verl's trainer once; return its figures of each step.
 
     Args:
         side: ``stock``, or ``ep 1`` and the like.
@@ -140,7 +138,16 @@ def run(side: str, folder: Path, model: Path, steps: int, settings: list[str]) -
         settings.append(f"actor_rollout_ref.model.external_lib={_HERE}.stock_on_cpu")
     else:
         settings.append(f"engine.ep_size={side.removeprefix('ep ')}")
-    command = [sys.executable, "-m", f"{_HERE}.run", side.split()[0], "--rollout", "sglang", "--output", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        f"{_HERE}.drop_in_run",
+        side.split()[0],
+        "--rollout",
+        "sglang",
+        "--output",
+        str(output),
+    ]
     command += ["--model", str(model), "--steps", str(steps), "--lr", "1e-4"]
     command += [f"--override={setting}" for setting in settings]
     environment = os.environ | {"PYTHONPATH": f"{plugins}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -157,7 +164,7 @@ def run(side: str, folder: Path, model: Path, steps: int, settings: list[str]) -
 
 
 def _plugin(folder: Path) -> Path:
-    """Write what SGLang and verl find ``seeds.py`` by: a distribution with an entry point, and a list of agents."""
+    """Write a distribution with an entry point and a list of agents, by which SGLang and verl find ``seeds.py``."""
     found = folder / "drop_in-0.dist-info"
     found.mkdir(parents=True, exist_ok=True)
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: drop-in\nVersion: 0\n")
@@ -183,78 +190,14 @@ def compare(stock: list[dict], ours: list[dict]) -> dict[str, list[float]]:
     return apart
 
 
-def _cells(row: dict) -> list[str]:
-    cells = [row["case"], row["side"], str(len(row["apart"]))]
-    for steps in (1, None):
-        most = {name: max(values[:steps]) for name, values in row["apart"].items()}
-        name = max(most, key=lambda key: most[key])
-        cells += [f"{most[name]:.1e}", f"`{name}`"]
-    return [*cells, row["cpu"], row["commit"][:9]]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(map(repr, CASES))}")
-    parser.add_argument("--steps", type=int, default=5)
-    asked = parser.parse_args()
-    if unknown := set(asked.cases) - CASES.keys():
-        parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    rows = []
-    for case in asked.cases or CASES:
-        asks = CASES[case]
-        with tempfile.TemporaryDirectory() as one:
-            folder = Path(one)
-            model = write_model(folder / "model", asks.model)
-            critic = write_critic(folder / "critic", model)
-            settings = [setting.replace("$critic", str(critic)) for setting in asks.settings]
-            stock = run("stock", folder, model, asked.steps, settings)
-            for ep in asks.ep_sizes:
-                side = f"ep {ep}"
-                ours = run(side, folder, model, asked.steps, settings)
-                rows.append({"row": f"{case}, {side}", "case": case, "side": side, "apart": compare(stock, ours)})
-                rows[-1] |= {"stock": _shown(stock), "ours": _shown(ours)}
-                rows[-1] |= {name: machine()[name] for name in ("cpu", "commit")}
-                print(_cells(rows[-1]), flush=True)
-                _write(rows, asked.steps)
-    return int(any(values[0] > BOUND for row in rows for values in row["apart"].values()))
-
-
-def _shown(steps: list[dict]) -> list[dict]:
-    return [{name: step[name] for name in (*RELATIVE, *ABSOLUTE) if name in step} for step in steps]
-
-
-def _write(rows: list[dict], steps: int) -> None:
-    import sglang
-
-    where = machine()
-    found = newest("drop_in", "rows", "row", rows)
-    order = [f"{case}, ep {ep}" for case, asks in CASES.items() for ep in asks.ep_sizes]
-    kept = [found[name] for name in order if name in found]
-    versions = where["versions"]
-    write_table(
-        "drop_in",
-        {"machine": where, "sglang": sglang.__version__, "steps": steps, "rows": kept},
-        "The same run with verl's engine and with this one",
-        "make bench-drop-in STACK=sglang",
-        f"{where['cores']} cores; torch {versions['torch']}, verl {versions['verl']}, SGLang {sglang.__version__}",
-        [
-            f"`main_ppo` from one checkpoint and seed, {steps} steps of 128 answers, float32, two ranks, real SGLang:",
-            "verl's fsdp2 engine, then `engine=epfsdp2`. The largest difference of what both logged: of",
-            f"{_names(RELATIVE)}",
-            f"over verl's figure; of {_names(ABSOLUTE[:5])},",
-            f"{_names(ABSOLUTE[5:9])},",
-            f"{_names(ABSOLUTE[9:11])},",
-            f"{_names(ABSOLUTE[11:])} itself.",
-            f"Bound of the first step: {BOUND:.0e}.",
-        ],
-        COLUMNS,
-        [_cells(row) for row in kept],
-    )
-
-
-def _names(figures: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in figures)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+@pytest.mark.parametrize("name", CASES)
+def test_run_with_this_engine_logs_the_figures_of_verls_engine(name, tmp_path):
+    case = CASES[name]
+    model = write_model(tmp_path / "model", case.model)
+    critic = write_critic(tmp_path / "critic", model)
+    settings = [setting.replace("$critic", str(critic)) for setting in case.settings]
+    stock = run("stock", tmp_path, model, STEPS, settings)
+    for ep in case.ep_sizes:
+        apart = compare(stock, run(f"ep {ep}", tmp_path, model, STEPS, settings))
+        print(f"{name}, ep {ep}: {max(map(max, apart.values())):.1e} in all steps")
+        assert max(values[0] for values in apart.values()) <= BOUND, apart

@@ -1,8 +1,8 @@
-"""Makes what SGLang samples a function of the prompt, the sample's number and the probabilities, in any run.
+"""Makes samples of SGLang a function of the prompt, the sample's number and the probabilities, in any run.
 
-SGLang knows a seed of a request (``sampling_seed``), and heeds it with attention kernels of GPUs alone
-(``enable_deterministic_inference``); otherwise it draws from one stream of numbers, in the order in which answers are
-computed together. verl's agent loop takes ``SeededAgentLoop`` from a file (``agent_loop_config_path``), and SGLang
+SGLang uses the seed of a request (``sampling_seed``) with attention kernels of GPUs alone
+(``enable_deterministic_inference``). Otherwise it draws from one stream of numbers, in the order in which answers are
+computed. verl's agent loop takes ``SeededAgentLoop`` from a file (``agent_loop_config_path``), and SGLang
 calls ``install`` in each of its processes as a plug-in (``sglang.srt.plugins``).
 """
 
@@ -46,7 +46,7 @@ def gumbel_argmax(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch
 
 
 def install() -> None:
-    """Have SGLang's sampler heed the seeds of requests, in this process."""
+    """Make SGLang's sampler use the seeds of requests, in this process."""
     from sglang.srt.layers import sampler
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 

@@ -294,7 +294,7 @@ def main() -> int:
             measured = rates(row.geometry)
             on_gpu[row.geometry.name] = measured | {"shares": shares(row, measured)}
     text = [
-        f"Forward and backward of one layer on one core. Sides take turns: medians of {asked.repeats}, ratios within",
+        f"Forward and backward of a layer on one core. Sides take turns: medians of {asked.repeats}, ratios within",
         "a turn. Kept: bytes that a forward keeps for its backward, besides parameters and inputs. torchtitan computes in",
         "bfloat16 whatever the dtype of its parameters. The full layers have fewer tokens, and DeepSeek-V3's fewer",
         "experts, to fit the machine.",

@@ -302,7 +302,7 @@ def main() -> int:
     rows.append(Row(0, 0, VEOMNI, note=why_veomni_does_not_run()))
     text = [
         "Forward and backward in bfloat16 of router, dispatch and experts, `ep` over all ranks, gradients reduced",
-        f"in float32, one thread a rank. Sides take turns in the same processes: medians of {repeats}, ratios within",
+        f"in float32, one thread a rank. Sides take turns in one process: medians of {repeats}, ratios within",
         f"a turn. Hidden {CONFIG.hidden_size}, {CONFIG.num_experts} experts of {CONFIG.moe_intermediate_size},",
         f"{CONFIG.num_experts_per_tok} for each token. Wire: bytes that all ranks together receive. Gradient error: the",
         "largest relative error of a parameter against the plain block in float32 in one process.",

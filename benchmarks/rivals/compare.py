@@ -205,7 +205,7 @@ def main() -> int:
     text = [
         "Updates with AdamW in float32 with activation checkpointing, one thread a rank. Sides take turns in the same",
         f"processes: medians of {asked.repeats}, ratios within a turn. Tokens/s are of all ranks, without padding.",
-        f"A policy's loss has entropies and {PER_RANK} sequences a rank of different lengths; `{TEXT}`: the plain",
+        f"A policy's loss has entropies and {PER_RANK} sequences a rank of different lengths, `{TEXT}` the plain",
         "loss on sequences of one length. Peak: bytes that an update allocates besides weights and optimizer, on the",
         "rank with the most. Wire: bytes that all ranks together receive. Gradient error: the largest relative error of",
         "a parameter against the plain model in one process. This engine does not recompute its last layer.",

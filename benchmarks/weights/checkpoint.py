@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from benchmarks.machine import machine
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.machine import machine
 from benchmarks.tables import write_table
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.background import Background, copied_to_host

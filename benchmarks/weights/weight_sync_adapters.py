@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.tables import rows_of
+from benchmarks.tables import markdown
 from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
@@ -147,5 +147,5 @@ def section(rows: list[dict]) -> list[str]:
         f"rank {RANK} is {RANK} `(in + out) / (in out)` of a matrix `[out, in]`, much of an expert's small ones, and",
         "vLLM takes an `A` for gate and another for up. So the bound holds for attention, and not for experts.",
         "",
-        *rows_of(COLUMNS, cells),
+        *markdown(COLUMNS, cells),
     ]

@@ -64,7 +64,7 @@ def write(rows: list[Row], path: Path, about: str, summary: str) -> None:
         "",
         f"`make parity{packed}` writes this file. The last run: {summary}.",
         "",
-        f"Cells are the worst relative error of any logits, gradient, gradient norm, parameter and AdamW moment over",
+        "Cells are the worst relative error of any logits, gradient, gradient norm, parameter and AdamW moment over",
         f"two steps, {settings}. {WORLD} ranks",
         "(`dp_replicate x ep_fsdp x ep`, and `x etp` where it is not 1) are compared with one process on the",
         f"concatenated batch, one sequence in each row, in float32 where float64 is not noted; {BOUNDS}.",

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-__all__ = ["architecture", "small_model"]
+__all__ = ["small_model"]
 
-# Sizes of a model made small: what decides whether weights can be divided (experts, heads) stays as it is.
+# Sizes of a small model. Experts and heads stay, because they decide whether weights can be divided.
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -22,7 +22,7 @@ SMALL = {
 }
 _QWEN3_MOE = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
 _QWEN2_7B = {"num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 448}
-# By what stands in a model's name: its type in transformers, and what of it is kept.
+# A pattern of model names: the type in transformers, and the sizes that stay.
 ARCHITECTURES: list[tuple[str, str, dict]] = [
     (r"Qwen3-VL-30B", "qwen3_vl_moe", {"text_config": {"model_type": "qwen3_vl_moe_text", **_QWEN3_MOE}}),
     (r"Qwen3-30B-A3B", "qwen3_moe", _QWEN3_MOE),
@@ -45,12 +45,12 @@ ARCHITECTURES: list[tuple[str, str, dict]] = [
 
 
 def small_model(name: str, models: Path) -> Path:
-    """A folder with the config of a small model of the same architecture; its one tensor is for what looks for files.
+    """Return a folder with the config of a small model of the same architecture, and one tensor for checks of files.
 
     Raises:
         KeyError: for an architecture that is not in the table.
     """
-    kind, kept = architecture(name)
+    kind, kept = _architecture(name)
     folder = models / f"{kind}_{kept.get('num_attention_heads', '')}"
     if not folder.exists():
         config = _small_config(kind, kept)
@@ -63,8 +63,8 @@ def small_model(name: str, models: Path) -> Path:
     return folder
 
 
-def architecture(name: str) -> tuple[str, dict]:
-    """The type in transformers that a model's name stands for, and what of its config is kept."""
+def _architecture(name: str) -> tuple[str, dict]:
+    """Return the transformers type of a model's name, and the sizes of its config that stay."""
     for pattern, kind, kept in ARCHITECTURES:
         if re.search(pattern, name):
             return kind, kept

@@ -1,11 +1,10 @@
-"""verl's own FSDP and SFT scripts with our words added: which compose, and which pass the driver's checks.
+"""verl's own FSDP and SFT scripts with two words added: which compose, and which pass the driver's checks.
 
-    python -m benchmarks.training.verl_scripts --verl PATH [--match TEXT] [--record FOLDER] [--steps]
+    python -m benchmarks.scripts.verl_scripts --verl PATH [--match TEXT] [--record FOLDER]
 
-``PATH`` is a git directory or a checkout of verl. Each script is run as it is, in a folder of its own, with stand-ins
-for ``python3``, ``torchrun``, ``ray`` and ``uv`` that write down their arguments. What the script would have started is
-then composed with the installed verl, and checked as verl's driver does it, with a model of the same architecture made
-small from a seed. Writes ``benchmarks/results/verl_scripts.md`` and ``.json``.
+``PATH`` is a git directory or a checkout of verl. Each script runs unchanged in a folder of its own, with ``python3``,
+``torchrun``, ``ray`` and ``uv`` replaced by programs that write down their arguments. The recorded command is composed
+with the installed verl and checked as verl's driver does it, on a small random model of the same architecture.
 """
 
 import argparse
@@ -30,17 +29,12 @@ from rich.console import Console
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from benchmarks.machine import machine
-from benchmarks.tables import newest, write_table
-from benchmarks.training.small_models import architecture, small_model
+from benchmarks.scripts.small_models import small_model
+from benchmarks.tables import RESULTS, report
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.compat.versions import installed
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.run import check_training
-from epfsdp2.engine.settings.values import DTYPES
-from tests.e2e.models import small_families
-from tests.e2e.runs import overrides, running
-from tests.rollout.served_families import SERVED
 
 ADDED = ("engine=epfsdp2", "engine.ep_size=8")
 FOLDERS = ("examples", "verl/experimental")
@@ -58,9 +52,9 @@ TRAINERS = {
     ),
 }
 SFT = "verl.trainer.sft_trainer"
-# Engines of other back ends: their scripts have settings that no FSDP engine knows.
+# Engines of other back ends, whose settings no FSDP engine has.
 OTHER_ENGINES = re.compile(r"model_engine=(?!dp)|^engine=(?!fsdp|epfsdp2)|megatron|veomni|torchtitan|automodel|mlite")
-# What stands in for programs that a script would start, and what of a system a script may need.
+# Replaced programs: recorded, without effect; and programs of the system that a script may call.
 STAND_INS = ("python", "python3", "torchrun", "ray", "uv")
 NOTHING = ("pip", "pkill", "sleep", "hf", "huggingface-cli", "wget", "curl", "git", "nvidia-smi", "npu-smi", "ulimit")
 TOOLS = (
@@ -79,39 +73,40 @@ with open(os.environ["RECORDED"], "a") as file:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--verl", type=Path, required=True, help="git directory or checkout of verl")
-    parser.add_argument("--match", default="", help="only scripts whose path has this pattern; others stay as they are")
-    parser.add_argument("--steps", action="store_true", help="also run what can be run on a CPU, two steps each")
+    parser.add_argument("--match", default="", help="scripts whose path has this pattern; writes no result file")
     parser.add_argument("--record", type=Path, help="also write each script's arguments to this folder")
     options = parser.parse_args()
-    console = Console(highlight=False)
-    here = machine()
+    console, rows = Console(highlight=False), []
     commit = _git(options.verl, "rev-parse", "HEAD").decode().strip()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "verl"
         with tarfile.open(fileobj=io.BytesIO(_git(options.verl, "archive", "HEAD"))) as archive:
             archive.extractall(tree, filter="data")
-        rows = []
         for path in sorted(str(p.relative_to(tree)) for root in FOLDERS for p in (tree / root).rglob("*.sh")):
-            if not re.search(options.match, path):
-                continue
-            recorded = record(tree, path, Path(folder) / "home")
+            recorded = record(tree, path, Path(folder) / "home") if re.search(options.match, path) else None
             if recorded is None:
                 continue
-            row = {"path": path, **examine(recorded, Path(folder) / "models")}
-            facts = {"script": path, "verl": commit, **{k: recorded[k] for k in ("module", "arguments")}}
-            file = (options.record or Path(folder)) / (path.replace("/", "-").removesuffix(".sh") + ".json")
-            file.write_text(json.dumps(facts, indent=1) + "\n")
-            if options.steps and (family := runs_here(row)):
-                row |= {"step": two_steps(file, Path(folder) / "run", family), "step_commit": here["commit"]}
-            said = (row["model"], row["composes"], row["checks"], row.get("step", "-"))
-            console.print(f"{path}: {'; '.join(said)}", markup=False)
-            rows.append(row)
-    before = newest("verl_scripts", "scripts", "path", [])
-    for row in rows:
-        if "step" not in row:
-            row |= {key: before.get(row["path"], {}).get(key, "-") for key in ("step", "step_commit")}
-    scripts = list({**before, **{row["path"]: row for row in rows}}.values()) if options.match else rows
-    write({"machine": here, "verl": commit, "installed": verl.__version__, "scripts": scripts})
+            rows.append({"path": path, **examine(recorded, Path(folder) / "models")})
+            if options.record is not None:
+                facts = {"script": path, "verl": commit, **{k: recorded[k] for k in ("module", "arguments")}}
+                name = path.replace("/", "-").removesuffix(".sh")
+                (options.record / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+            console.print("; ".join(rows[-1][key] for key in ("path", "model", "composes", "checks")), markup=False)
+    rows.sort(key=lambda row: (not _has_experts(row["model"]), row["path"]))  # models with experts first
+    counts = [
+        f"{sum(row['composes'] == 'yes' for row in some)} of {len(some)} compose, "
+        f"{sum(row['checks'] == 'passes' for row in some)} pass the driver's checks"
+        for some in ([row for row in rows if _has_experts(row["model"])], rows)
+    ]
+    text = [
+        f"Scripts of commit {commit[:12]}. Added: `{shlex.join(ADDED)}`, for dense models `{ADDED[0]}` alone.",
+        f"Of scripts for models with experts {counts[0]}; of all {counts[1]}. The checks are those of a machine with",
+        "GPUs and flash-attn, on a small model of the same architecture. A refusal is quoted with its first sentence.",
+    ]
+    keys = ("path", "model", "added", "composes", "checks")
+    columns, lines = ["script", *keys[1:]], [[row[key] for key in keys] for row in rows]
+    heading, command = "verl's scripts with engine=epfsdp2", "make verl-scripts VERL=PATH"
+    report("verl_scripts", heading, command, ("verl",), text, columns, lines, folder=None if options.match else RESULTS)
     return 0
 
 
@@ -141,7 +136,7 @@ def record(tree: Path, path: str, home: Path) -> dict | None:
     recorded = home / "recorded"
     recorded.unlink(missing_ok=True)
     env = {"PATH": str(programs), "HOME": str(home), "RECORDED": str(recorded), "PWD": str(tree), "BYTENAS": "x"}
-    # Positional arguments that SFT scripts ask for: ranks and a folder.
+    # SFT scripts have positional arguments: ranks and a folder.
     first = ["8", str(home / "saved")] if "save_path" in (tree / path).read_text() else []
     subprocess.run(["bash", path, *first, *ADDED], cwd=tree, env=env, capture_output=True, timeout=60)
     lines = [json.loads(line) for line in recorded.read_text().splitlines()] if recorded.exists() else []
@@ -162,7 +157,7 @@ def record(tree: Path, path: str, home: Path) -> dict | None:
 
 
 def examine(recorded: dict, models: Path) -> dict:
-    """Whether it composes, and what the driver's checks say."""
+    """Return whether the script composes, and the result of the driver's checks."""
     module, arguments = recorded["module"], recorded["arguments"]
     stock = [word for word in arguments if word not in ADDED]
     name = model_name(arguments)
@@ -188,7 +183,7 @@ def examine(recorded: dict, models: Path) -> dict:
 
 
 def composed(module: str, arguments: list[str]):
-    """The config that the trainer would get."""
+    """Return the config that the trainer would get."""
     folder, name = TRAINERS[module]
     for word in arguments:
         if word.startswith("--config-name") and missing_config(module, [word]) is None:
@@ -199,40 +194,8 @@ def composed(module: str, arguments: list[str]):
         return compose(name, words)
 
 
-def runs_here(row: dict) -> str | None:
-    """Return the family of ``tests/e2e/models/small_families.py`` that stands for the script's model; None for SFT."""
-    if row["checks"] != "passes" or row["module"] == SFT:
-        return None
-    return kind if (kind := architecture(row["model"])[0]) in small_families.FAMILIES else None
-
-
-def two_steps(facts: Path, output: Path, family: str) -> str:
-    """Run the script's trainer on a small model of the family, and say what came of it."""
-    shutil.rmtree(output, ignore_errors=True)
-    small_families.write_model(family, output / "model", 1)
-    words = ["--steps", "2", "--batch-size", "8", *overrides(*small_families.settings(family))]
-    how = {"program": ("verl_script", str(facts)), "environment": SERVED[family].environment}
-    with running(output / "run", "--model", str(output / "model"), *words, **how) as run:
-        run.wait()
-    if len(steps := [step for step in run.steps() if "actor/grad_norm" in step]) < 2:
-        causes = [line for line in run.text().splitlines() if re.search(r"Error\b|What works", line)]
-        return f"ends with {causes[-1].strip()[:200]}".replace("|", "\\|") if causes else "ends early"
-    differences = [value for step in steps if (value := step.get("training/rollout_probs_diff_mean")) is not None]
-    said = f", difference to vLLM {max(differences):.0e}, {dtypes(facts, family)}" if differences else ""
-    return f"{len(steps)} steps{said}"
-
-
-def dtypes(facts: Path, family: str) -> str:
-    """Return the dtypes of vLLM and of the actor's forward, which a script may set for itself."""
-    arguments = json.loads(facts.read_text())["arguments"]
-    rollout = SERVED[family].dtype
-    own = [word.partition("=")[2] for word in arguments if "actor.fsdp_config.mixed_precision.param_dtype=" in word]
-    actor = str(DTYPES[own[-1]]).removeprefix("torch.") if own else rollout
-    return f"both in {rollout}" if actor == rollout else f"actor in {actor}, vLLM in {rollout}"
-
-
 def missing_config(module: str, arguments: list[str]) -> str | None:
-    """The primary config that a script names and verl does not have."""
+    """Return the primary config that a script names and verl does not have."""
     folder = Path(verl.__file__).parent / TRAINERS[module][0]
     names = [word.partition("=")[2].removesuffix(".yaml") for word in arguments if word.startswith("--config-name")]
     return next((f"{name}.yaml" for name in names if not (folder / f"{name}.yaml").exists()), None)
@@ -254,7 +217,7 @@ def model_name(arguments: list[str]) -> str:
 
 
 def checks(module: str, arguments: list[str]) -> str:
-    """What the driver says, as on a machine with GPUs and flash-attn: "passes", or the refusal's first sentence."""
+    """Return "passes" or the refusal's first sentence, by the driver's checks on a machine with GPUs and flash-attn."""
     with contextlib.ExitStack() as stack:
         for target, value in (
             ("epfsdp2.engine.config.get_device_name", lambda: "cuda"),
@@ -302,45 +265,6 @@ def _first_line(error: BaseException) -> str:
     if refused is not None:
         text = text.partition(" What works: ")[0]
     return text.replace("|", "\\|")
-
-
-def write(result: dict) -> None:
-    """The table: scripts for models with experts first."""
-    rows = sorted(result["scripts"], key=lambda row: (not _has_experts(row["model"]), row["path"]))
-    cells = [
-        [
-            *(row[key] for key in ("path", "model", "added", "composes", "checks")),
-            row.get("step", "-"),
-            row.get("step_commit", "-")[:12],
-        ]
-        for row in rows
-    ]
-    experts = [row for row in rows if _has_experts(row["model"])]
-    counts = [
-        f"{sum(row['composes'] == 'yes' for row in some)} of {len(some)} compose, "
-        f"{sum(row['checks'] == 'passes' for row in some)} pass the driver's checks"
-        for some in (experts, rows)
-    ]
-    write_table(
-        "verl_scripts",
-        result,
-        "verl's scripts with engine=epfsdp2",
-        "python -m benchmarks.training.verl_scripts --verl PATH",
-        f"verl {result['installed']} installed, scripts of commit {result['verl'][:12]}",
-        [
-            f"Added: `{shlex.join(ADDED)}`, for dense models `{ADDED[0]}` alone. Of scripts for models with experts "
-            f"{counts[0]}; of all {counts[1]}. The checks are those of a machine with GPUs and flash-attn, on a small "
-            "model of the same architecture. A refusal is quoted with its first sentence. Steps of gdpo, otb and remax "
-            "end with any engine: verl 0.9.1's default trainer lacks what their advantages need.",
-            "",
-            "Steps are of small models on two ranks. A difference in bfloat16 is that dtype's rounding: vLLM's CPU "
-            "kernels of linear attention (Qwen3-Next, Qwen3.5) refuse float32, and a script may set it for its actor. "
-            "With transformers' rule in the kernels' place vLLM has the plain model's log-probs in float32 "
-            "([test](../../tests/rollout/test_families.py)).",
-        ],
-        ["script", "model", "words added", "composes", "driver's checks", "steps on the CPU", "of commit"],
-        cells,
-    )
 
 
 def _has_experts(name: str) -> bool:

@@ -87,7 +87,7 @@ _FEATURES = """# What of verl works
 
 Generated from [tests/features.py](../tests/features.py), which names the tests, by `python docs/generate.py`. The last
 column has the names of their files below [tests](../tests), without `test_` and `.py`; `make test-long` alone runs
-those in italics. All ran on a CPU, with the versions of [stacks.md](../benchmarks/results/stacks.md). What is
+those in italics. All ran on a CPU, with the versions of [runs.md](../benchmarks/results/runs.md). What is
 refused ends the run on the driver, before Ray starts, with one paragraph.
 
 | feature | works | refused | shown by |

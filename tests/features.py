@@ -308,7 +308,7 @@ FEATURES = (
     Feature(
         "[float16](engine.md#float16)",
         "`dtype=float16` with parameters in float32 and an adaptive loss scale, which is saved; all ranks skip a step "
-        "that overflows on one; [results](../benchmarks/results/dtypes.md)",
+        "that overflows on one; [results](../benchmarks/results/runs.md)",
         "`model_dtype` or `reduce_dtype` in float16",
         (
             "engine/optim/test_loss_scale.py::test_scaled_loss_in_float32_gives_the_same_updates_bit_for_bit",

@@ -2,11 +2,10 @@
 
     python -m benchmarks.experts.compare [--repeats 5] [--only NAME] [--peers .venv_peers/bin/python]
 
-Sides are transformers' own experts implementations on one module with one set of weights, this engine's on the same
-module, and, each in a process of the peers' environment, torchtitan's routed experts, VeOmni's fused experts and, on a
-GPU, SonicMoE's layer. Sides take turns; each ratio is taken within a turn, and medians are compared. Kept: bytes that a
-forward keeps for its backward, besides parameters and inputs. On a GPU also the geometry of Qwen3-30B-A3B with 16k
-tokens, beside the matrix rate and the copy bandwidth measured in the same run.
+Local sides are transformers' own experts implementations and this engine's, on one module. Peers run in processes of
+their own environment: torchtitan's routed experts, VeOmni's fused experts and, on a GPU, SonicMoE's layer. Sides take
+turns, and each ratio is taken within a turn. On a GPU there is also the geometry of Qwen3-30B-A3B with 16k tokens, beside
+the matrix rate and the copy bandwidth of the same run.
 """
 
 import argparse
@@ -52,7 +51,7 @@ ON_A_GPU = (
 )
 READY = "No GPU here: `make bench-experts` on a machine with one also measures rows of 16k tokens."
 
-# Of grouped_mm's. On a GPU the first counts the other way: how many times as fast.
+# Limits over grouped_mm. GPU_SPEEDUP is the least speedup over it on a GPU.
 TIME_LIMIT, KEPT_LIMIT, GPU_SPEEDUP, RATE_SHARE, BANDWIDTH_SHARE = 1.0, 0.4, 1.5, 0.5, 0.7
 COPIED_LIMIT = 4 << 30  # bytes of weights that batched_mm may copy, an expert's for each (token, expert) pair
 WRITTEN_LIMIT = 16 << 30  # bytes of gradients that eager may write, a whole stack's for each expert
@@ -222,7 +221,7 @@ def _backend_of(geometry: Geometry) -> str:
 
 
 def rates(geometry: Geometry) -> dict[str, float]:
-    """What the machine does: TFLOP/s of one large product, GB/s of a copy; and GB/s of permuting rows and summing them.
+    """Return TFLOP/s of one large product, GB/s of a copy; and GB/s of permuting rows and summing them.
 
     The least that these two could move is ``T + T * K`` rows each.
     """
@@ -247,7 +246,7 @@ def rates(geometry: Geometry) -> dict[str, float]:
 
 
 def shares(row: Row, measured: dict[str, float]) -> dict[str, float]:
-    """Of the matrix rate that a layer reaches, and of the copy bandwidth that permuting rows and summing them do."""
+    """Return the share of the matrix rate of a layer, and of the copy bandwidth of permuting rows and summing them."""
     return {
         "matrix rate": row.geometry.flops / row.total / 1e12 / measured["matrix_tflops"],
         "permute": measured["permute_gbs"] / measured["copy_gbs"],
@@ -294,7 +293,7 @@ def main() -> int:
             measured = rates(row.geometry)
             on_gpu[row.geometry.name] = measured | {"shares": shares(row, measured)}
     text = [
-        f"Forward and backward of a layer on one core. Sides take turns: medians of {asked.repeats}, ratios within",
+        f"Forward and backward of a layer on one core. Sides take turns: medians of {asked.repeats}, ratios in",
         "a turn. Kept: bytes that a forward keeps for its backward, besides parameters and inputs. torchtitan computes in",
         "bfloat16 whatever the dtype of its parameters. The full layers have fewer tokens, and DeepSeek-V3's fewer",
         "experts, to fit the machine.",

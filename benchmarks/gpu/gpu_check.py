@@ -1,12 +1,11 @@
-"""Everything that one visit to a machine with a GPU can tell, in under ten minutes.
+"""All checks for one visit to a machine with a GPU, in under ten minutes.
 
     python -m benchmarks.gpu.gpu_check [SECTION ...] [--results FOLDER]
 
-Needs torch, Triton, transformers, and of verl one file; no network, no vLLM, no Ray. ``make gpu-wheels`` collects what
-such a machine may lack, ``make gpu-check`` uses it. Each section runs in a process of its own with a time limit, and
-one that fails has its error in the table. Those that measure times are alone on the GPU, the others share it. On a
-machine with a GPU the table is written to ``benchmarks/results/gpu.md``; without one the same sections
-run what they can in Triton's interpreter and over gloo.
+Needs torch, Triton, transformers, and one file of verl; no network, no vLLM, no Ray. ``make gpu-wheels`` collects the
+packages that such a machine may lack. Each section runs in a process of its own with a time limit, and one that fails
+has its error in the table. Sections that measure times are alone on the GPU, the others share it. With a GPU the table
+is written to ``benchmarks/results/gpu.md``. Without one the sections run in Triton's interpreter and over gloo.
 """
 
 import argparse

@@ -54,7 +54,7 @@ RUNS = {
         "engine.optimizer_offload=True",
     ],
 }
-# What verl logs for a step, by the column that has it.
+# Columns of the table, and verl's names of the figures.
 COLUMNS = {
     "reward": "critic/score/mean",
     "train/rollout difference": "training/rollout_probs_diff_mean",

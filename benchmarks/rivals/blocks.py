@@ -2,9 +2,9 @@
 
     .venv_peers/bin/python -m benchmarks.rivals.blocks [--repeats 25]
 
-A forward and backward of router, dispatch and experts of Qwen3-MoE with ``ep`` over all ranks, weights sharded and
-gradients reduced by FSDP. torchtitan's experts compute in bfloat16 alone, so both sides do, with gradients reduced in
-float32. torchtitan's attention and VeOmni's fused experts need a GPU.
+A forward and backward of router, dispatch and experts of Qwen3-MoE with ``ep`` over all ranks, sharded by FSDP. Both
+sides compute in bfloat16, because torchtitan's experts have no other dtype, and reduce gradients in float32. The
+attention of torchtitan and VeOmni's fused experts need a GPU.
 """
 
 import argparse
@@ -302,7 +302,7 @@ def main() -> int:
     rows.append(Row(0, 0, VEOMNI, note=why_veomni_does_not_run()))
     text = [
         "Forward and backward in bfloat16 of router, dispatch and experts, `ep` over all ranks, gradients reduced",
-        f"in float32, one thread a rank. Sides take turns in one process: medians of {repeats}, ratios within",
+        f"in float32, one thread a rank. Sides take turns: medians of {repeats}, ratios within",
         f"a turn. Hidden {CONFIG.hidden_size}, {CONFIG.num_experts} experts of {CONFIG.moe_intermediate_size},",
         f"{CONFIG.num_experts_per_tok} for each token. Wire: bytes that all ranks together receive. Gradient error: the",
         "largest relative error of a parameter against the plain block in float32 in one process.",

@@ -4,8 +4,8 @@
 
 transformers has the same mesh since 5.23: FSDP over all ranks, experts over ``ep``, tokens by all-to-all. Both sides
 run in the same processes, with the same checkpoint, sequences, loss, AdamW and activation checkpointing, in float32
-(``sides.py``). A batch has four sequences a rank: of different lengths with a policy's loss and entropy, or of one
-length with the plain loss of next tokens, where a padded batch loses nothing.
+(``sides.py``). A batch has four sequences a rank. Their lengths differ, with a policy's loss and entropy, or are
+equal, with the plain loss of next tokens, where a padded batch loses nothing.
 """
 
 import argparse
@@ -205,8 +205,8 @@ def main() -> int:
     text = [
         "Updates with AdamW in float32 with activation checkpointing, one thread a rank. Sides take turns in the same",
         f"processes: medians of {asked.repeats}, ratios within a turn. Tokens/s are of all ranks, without padding.",
-        f"A policy's loss has entropies and {PER_RANK} sequences a rank of different lengths, `{TEXT}` the plain",
-        "loss on sequences of one length. Peak: bytes that an update allocates besides weights and optimizer, on the",
+        f"A policy's loss has entropies and {PER_RANK} sequences a rank of different lengths; `{TEXT}` is a",
+        "plain loss on sequences of one length. Peak: bytes that an update allocates besides weights and optimizer, on the",
         "rank with the most. Wire: bytes that all ranks together receive. Gradient error: the largest relative error of",
         "a parameter against the plain model in one process. This engine does not recompute its last layer.",
         "",

@@ -119,9 +119,8 @@ def record(tree: Path, path: str, home: Path) -> dict | None:
     """Run one script with stand-ins.
 
     Returns:
-        ``module`` and ``arguments`` of the trainer, with the added words at their end (``engine.ep_size`` only for a
-        model with experts), and ``added``: how they came there. None for a script that starts no trainer of verl, or
-        one of another engine.
+        ``module`` and ``arguments`` of the trainer, with the added words at their end, and ``added``, their position.
+        A dense model gets no ``engine.ep_size``. None for a script that starts no trainer of verl, or another engine.
     """
     programs = home / "bin"
     if not programs.exists():

@@ -1,7 +1,7 @@
 """Adapters alone into vLLM: a sync of the base, then syncs of adapters of rank 32, on the models of ``weight_sync.py``.
 
-Two trainer ranks with ``ep_size=2`` have adapters on the linears of attention, which vLLM's CPU build has kernels for.
-vLLM computes with them, as with ``lora.merge=False``. Bytes are what one worker is handed.
+Two trainer ranks with ``ep_size=2`` have adapters on the linears of attention, for which vLLM's CPU build has kernels.
+``lora.merge=False``: vLLM computes with the adapters. Bytes are counted at one worker.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ def run(model: dict[str, Any], tp: int, repeats: int, megabytes: int) -> list[di
 
 
 def share(targets: str | tuple[str, ...]) -> float:
-    """What is sent of a model's adapters, in the form that vLLM takes, over the model; from its sizes alone."""
+    """Return the bytes of a model's adapters, in vLLM's layout, over the model's, from its sizes alone."""
     model: Any = build_on_meta(AutoModelForCausalLM, config_of(LARGE), torch.bfloat16)
     base = sum(p.numel() for p in model.parameters())
     lora = Lora(model, _settings(targets))

@@ -2,11 +2,10 @@
 
     python -m benchmarks.weights.weight_sync --rollout vllm-fp8 [--repeats 5]
 
-Two trainer ranks hold a Qwen3-MoE in float32, once sharded by verl's fsdp2 engine, whose whole tensors each worker
-quantises by verl's own loader, once by this engine with ``ep_size=2``: as whole tensors for that loader as well, and as
-slices in FP8 with their scales. Blocks are 128 x 128, sizes of the model multiples of them. It needs a processor with
-AMX, as vLLM's CPU build does for FP8. verl's loader is not written for that build: for it the workers keep the routers
-that vLLM frees (``kept_weights.py``), and time alone is compared.
+Two trainer ranks hold a Qwen3-MoE in float32. Stock: verl's fsdp2 engine, whose whole tensors each worker quantises by
+verl's loader. Full: whole tensors of this engine with ``ep_size=2`` for that loader. Sliced: FP8 slices with scales.
+Blocks are 128 x 128. It needs a processor with AMX, because vLLM's CPU build has FP8 kernels for no other. verl's loader
+does not support that build: workers keep the routers that vLLM frees (``kept_weights.py``), and time alone is compared.
 """
 
 import asyncio

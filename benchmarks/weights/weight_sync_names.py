@@ -2,11 +2,10 @@
 
     python -m benchmarks.weights.weight_sync --rollout vllm-names [--repeats 5]
 
-Trainer ranks of this engine send float32 masters in bfloat16 into vLLM's CPU build, once as whole tensors and once as
-the parameters of each worker; sides take turns in one run. ``sync_megabytes`` is to a layer of this model what 2,048 is
-to one of Qwen3-30B-A3B, so that stacks of experts are too large and experts come one by one. Two ranks feed a replica
-each, or one for both. Of 16 ranks with ``ep_size=8`` the first two feed one replica, and the others drop what their
-workers would get. What bounds both sides is Python, so that ``auto`` is right where ``sliced`` is no slower.
+Trainer ranks of this engine send float32 masters in bfloat16 into vLLM's CPU build, as whole tensors and as each
+worker's parameters, in turns. ``sync_megabytes`` is smaller than a stack of experts, as 2,048 is for Qwen3-30B-A3B, so
+experts are sent one by one. Two ranks feed a replica each, or one for both. Of 16 ranks with ``ep_size=8``, two feed one
+replica, and the others drop their bytes. Python bounds both sides, so ``auto`` is right if ``sliced`` is no slower.
 """
 
 import asyncio

@@ -2,11 +2,10 @@
 
     python -m benchmarks.weights.weight_sync --rollout sglang [--repeats 5]
 
-Two trainer ranks hold a Qwen3-MoE in float32, once sharded by verl's fsdp2 engine, whose weights go through verl's own
-adapter (``ServerAdapter.update_weights``), once by this engine with ``ep_size=2``, whose adapter sends slices. Each
-side is timed until SGLang has loaded everything and has flushed its cache. SGLang's servers are real, on the CPU, in
-bfloat16: a replica for each rank, or one for both. Two models: that of ``weight_sync.py``, and one with the names of
-Qwen3-30B-A3B and tiny widths, whose tensors are few bytes and many.
+Two trainer ranks hold a Qwen3-MoE in float32. Stock: verl's fsdp2 engine and verl's own adapter. Sliced: this engine
+with ``ep_size=2`` and its adapter. Each side is timed until SGLang has loaded everything and has flushed its cache.
+SGLang's servers are real, on the CPU, in bfloat16: a replica for each rank, or one for both. One model is that of
+``weight_sync.py``, the other has the names of Qwen3-30B-A3B and tiny widths.
 """
 
 import asyncio

@@ -160,7 +160,7 @@ def test_adapter_benchmark_of_rank_32_is_held_to_a_share_of_the_base():
     assert weight_sync_adapters.holds(row) and not weight_sync_adapters.holds(row | {"of_bytes": 0.021})
     assert weight_sync_adapters.holds(row | {"sync": "base", "of_bytes": 1.0})
     assert weight_sync_adapters.section([row])[-1] == "| TP 1 | adapters | 0.00 | 2.00% | 1.00 | 0.50 x |"
-    # Of Qwen3-30B-A3B the q_proj of 48 layers are [4096, 2048]; its experts are far more than the bound.
+    # q_proj of Qwen3-30B-A3B is [4096, 2048] in 48 layers. Adapters of its experts are far above the bound.
     base = 30_532_122_624
     assert weight_sync_adapters.share(("q_proj",)) == pytest.approx(48 * 32 * (4096 + 2048) / base)
     of_expert = 2 * 32 * (2048 + 768) + 32 * (768 + 2048)  # gate and up, and down

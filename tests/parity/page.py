@@ -23,7 +23,8 @@ def rows_by_family(rows: list[Row]) -> dict[str, dict[str, str]]:
     for name in dict.fromkeys(row.family for row in rows):
         mine = [row for row in rows if row.family == name]
         low, full = ([r for r in mine if (r.case.dtype == "bfloat16") == is_low] for is_low in (True, False))
-        cells = {mesh: _cell([r for r in full if r.case.mesh == mesh]) for mesh in dict.fromkeys(r.case.mesh for r in full)}
+        meshes = dict.fromkeys(r.case.mesh for r in full)
+        cells = {mesh: _cell([r for r in full if r.case.mesh == mesh]) for mesh in meshes}
         refused = sum(bool(row.refused) for row in mine)
         notes = ["in float64" * any(r.case.dtype == "float64" for r in mine), families.ALL[name].note]
         notes.append(f"{refused} refused: the dim does not divide" * bool(refused))
@@ -55,6 +56,8 @@ def write(rows: list[Row], path: Path, about: str, summary: str) -> None:
         table[name] = table.get(name, {}) | {key: cell for key, cell in cells.items() if cell} | {"run": run + about}
     meshes = dict.fromkeys(key for cells in table.values() for key in cells if key not in _LAST)
     head = ["family", *meshes, *_LAST]
+    names = [name for name in families.ALL if name in table]
+    lines = [[name, *(table[name].get(key, "") for key in head[1:])] for name in names]
     packed, settings = "", "over expert shard dims 0 and 1, checkpointing none, full and (once) selective"
     if all(row.case.packed for row in rows):
         packed = f" ARGS='--packed --results {path.stem}'"
@@ -69,8 +72,7 @@ def write(rows: list[Row], path: Path, about: str, summary: str) -> None:
         "(`dp_replicate x ep_fsdp x ep`, and `x etp` where it is not 1) are compared with one process on the",
         f"concatenated batch, one sequence in each row, in float32 where float64 is not noted; {BOUNDS}.",
         "",
-        *(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head))),
-        *(f"| {' | '.join([name, *(table[name].get(key, '') for key in head[1:])])} |" for name in families.ALL if name in table),
+        *(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)),
     ]
     if set(table) & set(families.NEWER):
         text += ["", *(f"* {name} is refused: {why}" for name, why in REFUSED.items())]

@@ -2,7 +2,7 @@
 
 SGLang uses the seed of a request (``sampling_seed``) with attention kernels of GPUs alone
 (``enable_deterministic_inference``). Otherwise it draws from one stream of numbers, in the order in which answers are
-computed. verl's agent loop takes ``SeededAgentLoop`` from a file (``agent_loop_config_path``), and SGLang
+computed. The file ``agent_loop_config_path`` names ``SeededAgentLoop`` for verl, and SGLang
 calls ``install`` in each of its processes as a plug-in (``sglang.srt.plugins``).
 """
 

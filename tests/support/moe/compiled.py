@@ -93,7 +93,7 @@ class Launch:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether rows are a multiple of 32 bytes. Those of an adapter of rank 8 are not, and load no 16 bytes."""
+        """Whether rows are a multiple of 32 bytes, unlike an adapter's of rank 8, which loads no 16 bytes."""
         return all(self.values.get(name, 16) % 16 == 0 for name in ("K", "M", "N"))
 
     def row(self) -> dict[str, Any]:

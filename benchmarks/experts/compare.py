@@ -4,8 +4,8 @@
 
 Local sides are transformers' own experts implementations and this engine's, on one module. Peers run in processes of
 their own environment: torchtitan's routed experts, VeOmni's fused experts and, on a GPU, SonicMoE's layer. Sides take
-turns, and each ratio is taken within a turn. On a GPU there is also the geometry of Qwen3-30B-A3B with 16k tokens, beside
-the matrix rate and the copy bandwidth of the same run.
+turns, and each ratio is taken within a turn. On a GPU there is also the geometry of Qwen3-30B-A3B with 16k tokens,
+beside the matrix rate and the copy bandwidth of the same run.
 """
 
 import argparse
@@ -293,8 +293,8 @@ def main() -> int:
             measured = rates(row.geometry)
             on_gpu[row.geometry.name] = measured | {"shares": shares(row, measured)}
     text = [
-        f"Forward and backward of a layer on one core. Sides take turns: medians of {asked.repeats}, ratios in",
-        "a turn. Kept: bytes that a forward keeps for its backward, besides parameters and inputs. torchtitan computes in",
+        f"Forward and backward of a layer on one core. Sides take turns: medians of {asked.repeats}.",
+        "Ratios are within a turn. Kept: bytes that a forward keeps for its backward, besides parameters and inputs. torchtitan computes in",
         "bfloat16 whatever the dtype of its parameters. The full layers have fewer tokens, and DeepSeek-V3's fewer",
         "experts, to fit the machine.",
         "",

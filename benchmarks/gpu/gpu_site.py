@@ -1,11 +1,11 @@
-"""Collect the packages of ``make gpu-run`` for a machine with an H100, torch 2.11 and no network, in two folders to carry.
+"""Collect the packages of ``make gpu-run`` for a machine with an H100, torch 2.11 and no network, in two folders.
 
     python -m benchmarks.gpu.gpu_site [--out .gpu_run] [--work FOLDER]
 
-vLLM's wheel for CUDA 13, verl, Ray, transformers 5.9 and what they import (``.ci/gpu_site.txt``), for Python 3.12 on
-Linux, come to 460 MB. Without files that no run reads, and with code of other GPUs blanked, the folders ``a`` and
-``b`` have about 80 MB. There vLLM keeps FlashAttention 3 in bfloat16 with heads of 128, and no quantised kernels. The project's
-own code is not among it: ``.ci/gpu_run`` links the tree. Takes ten minutes on two cores, and 2 GB in ``--work``.
+vLLM's wheel for CUDA 13, verl, Ray, transformers 5.9 and their imports (``.ci/gpu_site.txt``), for Python 3.12 on
+Linux, have 460 MB. Without files that no run reads, and with code of other GPUs blanked, the folders ``a`` and ``b``
+have about 80 MB. There vLLM keeps FlashAttention 3 in bfloat16 with heads of 128, and no quantised kernels.
+``.ci/gpu_run`` links the project's own code. Takes ten minutes on two cores, and 2 GB in ``--work``.
 """
 
 import argparse

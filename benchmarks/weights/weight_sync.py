@@ -3,14 +3,14 @@
     python -m benchmarks.weights.weight_sync [--repeats 5] [--trainer-only] [--rollout sglang|vllm-fp8|vllm-names]
 
 Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, sharded by verl's fsdp2 and by this engine with
-``ep_size=2``; masters are float32, both engines' default. The weights go over verl's bucketed transport into vLLM's CPU
+``ep_size=2``. Masters are float32, both engines' default. The weights go over verl's bucketed transport into vLLM's CPU
 build, at TP 1 (a replica per rank) and at TP 2 (one replica). Sides take turns, and medians are compared. This engine's
 extension receives all sides, because verl's own fails on vLLM's CPU build. Sides that end in ``-bf16`` have parameters
 stored in bfloat16: nothing is cast, and the stock export has the same bytes as ours.
 
-A second figure is the trainer's part alone, gathering and one copy into a buffer, beside the bare collectives of the
-same bytes and one copy. Its bound is relative to these and the other passes over memory: a copy that casts, and one
-each to assemble the bytes sent and received. On a GPU these passes are a tenth of the wire's time, on a CPU as long.
+A second figure is the trainer's part alone: gathering and one copy into a buffer. It is compared with the bare
+collectives of the same bytes and one copy. Its bound also counts a copy that casts, and one copy each to assemble the
+bytes sent and received. On a GPU these passes are a tenth of the wire's time, on a CPU as long.
 The last figure is the most memory allocated at once. ``--trainer-only`` measures these two alone, and writes nothing.
 The modules of ``OTHERS`` write tables of their own. ``weight_sync_adapters.py`` sends adapters alone.
 """
@@ -299,8 +299,8 @@ def main() -> int:
         "Two trainer ranks send a Qwen3-MoE of 0.48 GB in bfloat16 (masters float32) to vLLM's CPU build. Sides",
         f"take turns, medians of {asked.repeats}. GB: sent to a worker. Of stock: verl's fsdp2 engine with float32",
         "masters, its default; `-bf16`: parameters are stored in bfloat16, nothing is cast. Trainer's part: gathering",
-        f"and one copy (medians of {TURNS_ALONE * (asked.repeats + 1) - 1}), against bare collectives and a copy",
-        ". Its passes: these, a copy that casts, and one copy each of the bytes sent and received, at the",
+        f"and one copy (medians of {TURNS_ALONE * (asked.repeats + 1) - 1}), against bare collectives and a copy.",
+        "Its passes: these, a copy that casts, and one copy each of the bytes sent and received, at the",
         "rate of a plain copy here. On a GPU such passes are a tenth of the wire's time. Peak: most bytes allocated at",
         f"once, with {SYNC_MEGABYTES} MB allowed.",
         "",

@@ -4,8 +4,9 @@
 
 Two trainer ranks hold a Qwen3-MoE in float32. Stock: verl's fsdp2 engine, whose whole tensors each worker quantises by
 verl's loader. Full: whole tensors of this engine with ``ep_size=2`` for that loader. Sliced: FP8 slices with scales.
-Blocks are 128 x 128. It needs a processor with AMX, because vLLM's CPU build has FP8 kernels for no other. verl's loader
-does not support that build: workers keep the routers that vLLM frees (``kept_weights.py``), and time alone is compared.
+Blocks are 128 x 128. It needs a processor with AMX, because vLLM's CPU build has FP8 kernels for no other. The
+loader of verl does not support that build. Workers keep the routers that vLLM frees (``kept_weights.py``), and time
+alone is compared.
 """
 
 import asyncio

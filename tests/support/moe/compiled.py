@@ -1,7 +1,7 @@
 """Triton kernels compiled ahead of time for GPUs that are not there, and budgets of registers, stack and shared memory.
 
-``python -m tests.support.moe.compiled fp8|head|norms|rotary|few|experts ARCH DTYPE`` prints a row per launch as JSON. The kernels'
-Python runs on meta tensors of a model's sizes. A launch compiles its kernel for an architecture instead of running it.
+``python -m tests.support.moe.compiled fp8|head|norms|rotary|few|experts ARCH DTYPE`` prints a row per launch as JSON.
+Launches have meta tensors of a model's sizes, and compile their kernel for an architecture instead of running it.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ _INSTRUCTIONS = {
 
 @dataclass
 class Launch:
-    """A launch, the resources of its kernel and its instructions in PTX; ``values`` are arguments other than tensors."""
+    """A launch: resources of its kernel, counts of PTX instructions, and ``values``, the arguments that are numbers."""
 
     kernel: str
     arch: int

@@ -26,7 +26,7 @@ def test_kernels_of_an_experts_forward_compile_for_an_h100_within_their_budgets(
 def test_kernels_of_experts_of_every_model_compile_within_their_budgets(arch, dtype):
     rows = compiled_passes("experts", str(arch), dtype)
     assert [problem for row in rows for problem in row["problems"]] == []
-    # In float32, and before sm_90, the gate's backward is a pass of its own, and there is no TMA for persistent kernels.
+    # In float32, and before sm_90, the gate's backward is a pass of its own, and no kernel is persistent (no TMA).
     has_both = arch >= 90 and dtype != "float32"
     kernels = {row["kernel"] for row in rows}
     gemms = GEMMS if has_both else GEMMS - {"grouped_mm_gate_backward"}

@@ -294,9 +294,9 @@ def main() -> int:
             on_gpu[row.geometry.name] = measured | {"shares": shares(row, measured)}
     text = [
         f"Forward and backward of a layer on one core. Sides take turns: medians of {asked.repeats}.",
-        "Ratios are within a turn. Kept: bytes that a forward keeps for its backward, besides parameters and inputs. torchtitan computes in",
-        "bfloat16 whatever the dtype of its parameters. The full layers have fewer tokens, and DeepSeek-V3's fewer",
-        "experts, to fit the machine.",
+        "Ratios are within a turn. Kept: bytes that a forward keeps for its backward, besides parameters and inputs.",
+        "torchtitan computes in bfloat16 whatever the dtype of its parameters. The full layers have fewer tokens, and",
+        "DeepSeek-V3's fewer experts, to fit the machine.",
         "",
         f"Bounds: `{OURS}` takes at most {TIME_LIMIT} of the time of `{BASE}` and keeps at most {KEPT_LIMIT} of its",
         f"bytes; on an H200 {GPU_SPEEDUP} x its speed, {RATE_SHARE:.0%} of the matrix rate measured in the same run,",

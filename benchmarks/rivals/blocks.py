@@ -304,8 +304,8 @@ def main() -> int:
         "Forward and backward in bfloat16 of router, dispatch and experts, `ep` over all ranks, gradients reduced",
         f"in float32, one thread a rank. Sides take turns: medians of {repeats}, ratios within",
         f"a turn. Hidden {CONFIG.hidden_size}, {CONFIG.num_experts} experts of {CONFIG.moe_intermediate_size},",
-        f"{CONFIG.num_experts_per_tok} for each token. Wire: bytes that all ranks together receive. Gradient error: the",
-        "largest relative error of a parameter against the plain block in float32 in one process.",
+        f"{CONFIG.num_experts_per_tok} for each token. Wire: bytes that all ranks together receive. Gradient error:",
+        "the largest relative error of a parameter against the plain block in float32 in one process.",
         "",
         f"Bound: {SPEEDUP} x.",
     ]

@@ -207,8 +207,8 @@ def main() -> int:
         f"processes: medians of {asked.repeats}, ratios within a turn. Tokens/s are of all ranks, without padding.",
         f"A policy's loss has entropies and {PER_RANK} sequences a rank of different lengths; `{TEXT}` is a",
         "plain loss on sequences of one length. Peak: bytes that an update allocates besides weights and optimizer, on",
-        "the rank with the most. Wire: bytes that all ranks together receive. Gradient error: the largest relative error",
-        "of a parameter against the plain model in one process. This engine does not recompute its last layer.",
+        "the rank with the most. Wire: bytes that all ranks together receive. Gradient error: the largest relative",
+        "error of a parameter against the plain model in one process. This engine does not recompute its last layer.",
         "",
         f"Bounds: {FULL_EP_SPEEDUP} x with `ep` over all ranks, nowhere below {LEAST_SPEEDUP} x.",
     ]

@@ -5,7 +5,8 @@
 Trainer ranks of this engine send float32 masters in bfloat16 into vLLM's CPU build, as whole tensors and as each
 worker's parameters, in turns. ``sync_megabytes`` is smaller than a stack of experts, as 2,048 is for Qwen3-30B-A3B, so
 experts are sent one by one. Two ranks feed a replica each, or one for both. In a group of 16 with
-``ep_size=8``, two ranks feed one replica, and the others drop their bytes. Python bounds both sides, so ``auto`` is right if ``sliced`` is no slower.
+``ep_size=8``, two ranks feed one replica, and the others drop their bytes. Python bounds both sides,
+so ``auto`` is right if ``sliced`` is no slower.
 """
 
 import asyncio

@@ -4,26 +4,18 @@
 #   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
 #   make test        the whole test suite
 #   make test-fast   the core's tests, for the inner loop: no vLLM, no Ray (under 4 min)
-#   make test-stack  the tests that a stack is for (STACK=default|users|next|newest|sglang); writes what came of them
-#   make test-long   what the suite leaves out for its time; writes what came of it
+#   make test-stack  the tests that a stack is for (STACK=default|users|next|newest|sglang)
+#   make test-long   the tests that the suite leaves out for their time
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
-#   make memory      peak memory of a step against the arithmetic; prints and writes the table
-#   make bench       every benchmark below, one after the other, and a table of what came of them (about 45 min)
+#   make kernels     compiles every Triton kernel for GPUs that are not there, and checks registers, spills, shared memory
+#   make memory      peak memory of a step beside the prediction
 #   make bench-experts  the experts layer beside transformers', torchtitan's, VeOmni's and SonicMoE's (about 5 min)
 #   make bench-step  the engine's step beside verl's fsdp2 engine, and its bytes on the wire (about 6 min)
 #   make bench-rivals  an update beside transformers' own expert parallelism, in the stack newest (about 12 min)
 #   make bench-blocks  an MoE block with expert parallelism beside torchtitan's (about 1 min)
-#   make bench-growth  how the cost grows with tokens, experts and ranks (about 4 min)
-#   make kernels     every Triton kernel, compiled for GPUs that need not be there, and what is predicted of it (about 5 min)
+#   make bench-sync  a weight sync beside verl's stock export (about 10 min)
+#   make bench-scale  seconds of Python for syncs, plans and loads of published sizes, up to 1,024 ranks (about 3 min)
 #   make peers       the environment of torchtitan, VeOmni and SonicMoE, for bench-experts and bench-blocks
-#   make bench-sync  a weight sync against verl's stock export; prints and writes the table (about 10 min)
-#   make bench-scale  what syncs, plans and loads of published sizes take in Python, up to 1,024 ranks (about 3 min)
-#   make bench-checkpoint  memory to load and export, and what a save in the background costs (about 3 min)
-#   make bench-dtypes  train/rollout difference of GRPO in float32, bfloat16 and float16 (about 15 min)
-#   make bench-drop-in  runs with verl's fsdp2 engine and with this one side by side (STACK=sglang; about 15 min)
-#   make bench-packing  packed rows: attention per sequence, and packed beside padded (about 10 min)
-#   make long-run    what a run of 500 GRPO steps holds on to: memory, descriptors, threads (up to an hour)
-#   make bench-features  what router replay and offloading cost a step (about 5 min)
 #   make verl-scripts  verl's own example scripts with engine=epfsdp2 added (VERL=a checkout of verl; about 5 min)
 #   make gpu-check  everything that a visit to a machine with a GPU can tell, in under ten minutes; without one, what can run
 #   make gpu-run     GRPO by main_ppo with vLLM on one GPU, and again with CUDA graphs and offloading (about 10 min)
@@ -38,8 +30,8 @@ VENV := .venv$(if $(filter-out default,$(STACK)),_$(STACK))
 PEERS := .venv_peers
 BIN := $(VENV)/bin
 
-.PHONY: help setup quickstart test test-fast test-stack test-long parity memory peers bench bench-experts bench-step \
-	bench-rivals bench-blocks bench-growth bench-sync bench-scale bench-checkpoint bench-features bench-dtypes bench-drop-in bench-packing long-run kernels verl-scripts gpu-check gpu-run gpu-site gpu-wheels lint clean
+.PHONY: help setup quickstart test test-fast test-stack test-long parity kernels memory peers bench-experts bench-step \
+	bench-rivals bench-blocks bench-sync bench-scale verl-scripts gpu-check gpu-run gpu-site gpu-wheels lint clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -60,10 +52,10 @@ test-fast: setup
 	$(BIN)/python -m pytest -m "fast and not long" -n 2 --durations=10 $(ARGS)
 
 test-stack: setup
-	$(BIN)/python -m benchmarks.suites.stacks $(STACK) $(ARGS)
+	$(BIN)/python -m pytest -m "not long" -n 2 $(shell cat .ci/stacks/$(STACK).tests 2>/dev/null) $(ARGS)
 
 test-long: setup
-	$(BIN)/python -m benchmarks.suites.long_tests $(ARGS)
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 parity: setup
 	$(BIN)/python -m tests.parity $(ARGS)
@@ -76,9 +68,6 @@ peers: $(PEERS)/.ready
 $(PEERS)/.ready: .ci/setup_peers benchmarks/experts/peers.txt
 	PYTHON=$(PYTHON) bash .ci/setup_peers $(PEERS)
 	@touch $@
-
-bench: setup peers
-	$(BIN)/python -m benchmarks.bench $(ARGS)
 
 bench-experts: setup peers
 	$(BIN)/python -m benchmarks.experts.compare $(ARGS)
@@ -93,38 +82,17 @@ bench-rivals:
 bench-blocks: peers
 	$(PEERS)/bin/python -W ignore -m benchmarks.rivals.blocks $(ARGS)
 
-bench-growth: setup
-	$(BIN)/python -m benchmarks.update.growth $(ARGS)
-
 bench-sync: setup
 	$(BIN)/python -m benchmarks.weights.weight_sync $(ARGS)
 
 bench-scale: setup
 	$(BIN)/python -m benchmarks.weights.scale $(ARGS)
 
-bench-checkpoint: setup
-	$(BIN)/python -m benchmarks.weights.checkpoint $(ARGS)
-
-long-run: setup
-	$(BIN)/python -m benchmarks.training.long_run $(ARGS)
-
-bench-features: setup
-	$(BIN)/python -m benchmarks.update.features $(ARGS)
-
-bench-dtypes: setup
-	$(BIN)/python -m benchmarks.training.dtypes $(ARGS)
-
-bench-drop-in: setup
-	$(BIN)/python -m benchmarks.training.drop_in $(ARGS)
-
-bench-packing: setup
-	$(BIN)/python -m benchmarks.update.packing $(ARGS)
-
 kernels: setup
-	$(BIN)/python -W ignore -m benchmarks.kernels $(ARGS)
+	$(BIN)/python -m pytest -m long tests/engine/moe/gemm/test_compiled.py $(ARGS)
 
 verl-scripts: setup
-	$(BIN)/python -W ignore -m benchmarks.training.verl_scripts --verl $(VERL) $(ARGS)
+	$(BIN)/python -W ignore -m benchmarks.scripts.verl_scripts --verl $(VERL) $(ARGS)
 
 gpu-check:
 	bash .ci/gpu_check $(ARGS)

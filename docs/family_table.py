@@ -1,7 +1,7 @@
 """Makes docs/families.md: what is tested of each family, by what the tests run over and by committed results."""
 
 import ast
-import json
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests.engine.fsdp import test_ulysses
 from tests.engine.lora import test_lora_families
 from tests.engine.moe.router import test_router_replay
 from tests.engine.packing import test_packing
-from tests.parity import families
+from tests.parity import families, page
 from tests.parity.newer_families import KNOWN
 from tests.rollout import test_families as test_served
 from tests.rollout.served_families import SERVED
@@ -21,6 +21,8 @@ from tests.support.models.vlm import VLMS
 __all__ = ["families_page"]
 
 ROOT = Path(__file__).resolve().parents[1]
+# Test files that passed with the newer families on the stack `newest` (benchmarks/results/runs.md).
+_ON_NEWEST = ("packing", "lora_families", "router_replay", "shared_mixers")
 _COLUMNS = ("family", "parity", "packed", "SP", "images", "LoRA", "replay", "weight sync", "end to end")
 _HEAD = """# Families
 
@@ -68,7 +70,7 @@ def families_page() -> str:
             ),
             _sequence_parallel(name),
             _yes(kinds[name] in images),
-            _yes(_is_run("lora_families", name, test_lora_families.ADAPTED, "long")),
+            _yes(_is_run("lora_families", name, test_lora_families.ADAPTED)),
             "refused"
             if name in test_router_replay.NOT_REPLAYED
             else _yes(_is_run("router_replay", name, test_router_replay.REPLAYED)),
@@ -85,14 +87,11 @@ def _yes(is_tested: bool) -> str:
     return "yes" if is_tested else ""
 
 
-def _is_run(file: str, name: str, over: Collection[str], part: str = "suite") -> bool:
+def _is_run(file: str, name: str, over: Collection[str]) -> bool:
     """Whether a test file runs over a family, here or, of one that the newest transformers has, on that stack."""
     if name in over or name not in KNOWN:
         return name in over
-    newest = json.loads((ROOT / "benchmarks/results/stacks.json").read_text())["newest"]
-    of_file = [row["counts"] for path, row in newest[part].items() if f"/test_{file}.py" in path]
-    counts = set().union(*of_file)
-    return "passed" in counts and not counts & {"failed", "error", "unfinished"}
+    return file in _ON_NEWEST
 
 
 def _names(test: Any) -> list[str]:
@@ -104,19 +103,13 @@ def _names(test: Any) -> list[str]:
 def _parity(*results: str) -> dict[str, str]:
     """The number of meshes that each family was exact on, from the last of the results that has it."""
     found: dict[str, str] = {}
-    for path in (ROOT / f"benchmarks/results/{result}.json" for result in results):
-        good: dict[str, set[str]] = {}
-        bad: dict[str, set[str]] = {}
-        for run in json.loads(path.read_text())["runs"] if path.exists() else ():
-            version = run["transformers"].rpartition(".")[0]
-            for row in run["rows"]:
-                if row["case"]["dtype"] != "bfloat16" and not row["refused"]:
-                    (bad if row["failed"] else good).setdefault(row["family"], set()).add(row["mesh"])
-            for name in run["families"]:  # whose other meshes may be of another run
-                failed = bad.get(name, set())
-                meshes = good.get(name, set()) - failed
-                words = f"{len(meshes)} mesh{'es' * (len(meshes) > 1)}" + f", {version}" * (version != "5.9")
-                found[name] = words + f", {len(failed)} FAILED" * bool(failed)
+    for result in results:
+        for name, row in page.read(ROOT / f"benchmarks/results/{result}.md").items():
+            cells = [cell for column, cell in row.items() if " x " in column]
+            good, failed = sum(cell not in ("", "refused", "FAILED") for cell in cells), cells.count("FAILED")
+            version = re.findall(r"transformers (\d+\.\d+)", row["run"])[0]
+            words = f"{good} mesh{'es' * (good > 1)}" + f", {version}" * (version != "5.9")
+            found[name] = words + f", {failed} FAILED" * bool(failed)
     return found
 
 
@@ -125,7 +118,7 @@ def _sequence_parallel(name: str) -> str:
         return "refused"
     if name in families.STATEFUL:
         return "sequences" if _is_run("shared_mixers", name, families.STATES) else ""
-    return "heads" if _is_run("ulysses", name, test_ulysses.SPLIT, "long") else ""
+    return "heads" if _is_run("ulysses", name, test_ulysses.SPLIT) else ""
 
 
 def _weight_sync(model: str) -> str:

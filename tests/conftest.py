@@ -1,12 +1,9 @@
 """For all tests."""
 
 import importlib.util
-import json
-import math
 import os
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -58,6 +55,26 @@ def stacks_are_sent(monkeypatch):
 
 # Tests with Ray, vLLM or segments in /dev/shm look at what a run leaves on the machine.
 _ON_ONE_WORKER = ("tests/e2e/", "tests/rollout/")
+# The slowest of the other files, each over half a minute.
+_SLOWEST = (
+    "recipes/test_resilient.py",
+    "parity/test_parity.py",
+    "engine/preflight/test_validate_config.py",
+    "engine/integration/test_algorithms.py",
+    "engine/model/test_vision.py",
+    "engine/integration/test_ppo_update.py",
+    "engine/checkpoint/test_resume_matrix.py",
+    "engine/test_exactness.py",
+    "engine/moe/gemm/test_kernels.py",
+    "engine/integration/test_value_update.py",
+    "engine/test_bf16.py",
+    "engine/optim/test_loss_scale.py",
+    "conf/test_compose.py",
+    "engine/optim/test_muon.py",
+    "engine/survivors/test_survivors.py",
+    "engine/packing/test_shared_mixers.py",
+    "recipes/test_plan.py",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -65,14 +82,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_fast(item.nodeid):
             item.add_marker("fast")
     if hasattr(config, "workerinput"):
-        results = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "stacks.json").read_text())
-        seconds = {file: run["seconds"] for file, run in results["default"]["suite"].items()}
+        order = {file: i for i, file in enumerate(_SLOWEST)}
 
-        def longest_first(item: pytest.Item) -> float:
-            file = item.nodeid.partition("::")[0]
-            return -math.inf if file.startswith(_ON_ONE_WORKER) else -seconds.get(file, 0.0)
+        def longest_first(item: pytest.Item) -> int:
+            file = item.nodeid.partition("::")[0].removeprefix("tests/")
+            return -1 if item.nodeid.startswith(_ON_ONE_WORKER) else order.get(file, len(order))
 
-        items.sort(key=longest_first)  # what is served last is short, so that both workers end at about the same time
+        items.sort(key=longest_first)  # the last files are short, so that both workers end at about the same time
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,11 +2,10 @@
 
     python -m benchmarks.experts.compare [--repeats 5] [--only NAME] [--peers .venv_peers/bin/python]
 
-Sides are transformers' own experts implementations on one module with one set of weights, this engine's on the same
-module, and, each in a process of the peers' environment, torchtitan's routed experts, VeOmni's fused experts and, on a
-GPU, SonicMoE's layer. Sides take turns; each ratio is taken within a turn, and medians are compared. Kept: bytes that a
-forward keeps for its backward, besides parameters and inputs. On a GPU also the geometry of Qwen3-30B-A3B with 16k
-tokens, beside the matrix rate and the copy bandwidth measured in the same run.
+Local sides are transformers' own experts implementations and this engine's, on one module. Peers run in processes of
+their own environment: torchtitan's routed experts, VeOmni's fused experts and, on a GPU, SonicMoE's layer. Sides take
+turns, and each ratio is taken within a turn. On a GPU there is also the geometry of Qwen3-30B-A3B with 16k tokens,
+beside the matrix rate and the copy bandwidth of the same run.
 """
 
 import argparse
@@ -22,16 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from benchmarks.experts.layer import Geometry, kept_bytes, passes, seconds_of
-from benchmarks.machine import machine
-from benchmarks.tables import ROOT, write_table
+from benchmarks.tables import RESULTS, ROOT, report
 from epfsdp2.engine.moe.dispatch import start_dispatch_plans
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach
 from epfsdp2.engine.moe.gemm.backends import EXPERTS_IMPLEMENTATION, backend_named, choose_backend, inverse
@@ -56,7 +51,7 @@ ON_A_GPU = (
 )
 READY = "No GPU here: `make bench-experts` on a machine with one also measures rows of 16k tokens."
 
-# Of grouped_mm's. On a GPU the first counts the other way: how many times as fast.
+# Limits over grouped_mm. GPU_SPEEDUP is the least speedup over it on a GPU.
 TIME_LIMIT, KEPT_LIMIT, GPU_SPEEDUP, RATE_SHARE, BANDWIDTH_SHARE = 1.0, 0.4, 1.5, 0.5, 0.7
 COPIED_LIMIT = 4 << 30  # bytes of weights that batched_mm may copy, an expert's for each (token, expert) pair
 WRITTEN_LIMIT = 16 << 30  # bytes of gradients that eager may write, a whole stack's for each expert
@@ -226,7 +221,7 @@ def _backend_of(geometry: Geometry) -> str:
 
 
 def rates(geometry: Geometry) -> dict[str, float]:
-    """What the machine does: TFLOP/s of one large product, GB/s of a copy; and GB/s of permuting rows and summing them.
+    """Return TFLOP/s of one large product, GB/s of a copy; and GB/s of permuting rows and summing them.
 
     The least that these two could move is ``T + T * K`` rows each.
     """
@@ -251,7 +246,7 @@ def rates(geometry: Geometry) -> dict[str, float]:
 
 
 def shares(row: Row, measured: dict[str, float]) -> dict[str, float]:
-    """Of the matrix rate that a layer reaches, and of the copy bandwidth that permuting rows and summing them do."""
+    """Return the share of the matrix rate of a layer, and of the copy bandwidth of permuting rows and summing them."""
     return {
         "matrix rate": row.geometry.flops / row.total / 1e12 / measured["matrix_tflops"],
         "permute": measured["permute_gbs"] / measured["copy_gbs"],
@@ -282,34 +277,6 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def write(rows: list[Row], on_gpu: dict[str, Any], repeats: int) -> None:
-    where = machine()
-    text = [
-        f"Forward and backward of one layer on one core; sides take turns, medians of {repeats}, ratios within a turn.",
-        "Kept: what a forward keeps for its backward, besides parameters and inputs. torchtitan computes in bfloat16",
-        "whatever the dtype of its parameters. The full layers are cut in tokens, and DeepSeek-V3's in experts, to fit",
-        "the machine.",
-        "",
-        f"Bounds: `{OURS}` takes at most {TIME_LIMIT} of the time of `{BASE}` and keeps at most {KEPT_LIMIT} of its",
-        f"bytes; on an H200 {GPU_SPEEDUP} x its speed, {RATE_SHARE:.0%} of the matrix rate measured in the same run,",
-        f"and {BANDWIDTH_SHARE:.0%} of the copy bandwidth for permuting rows and for summing them.",
-        f"`{OURS}` was faster on a CPU while its gradients were in memory of its own, which a whole update gained less",
-        "than a tenth of ([decisions](../../docs/decisions.md)).",
-        "",
-        json.dumps(on_gpu) if on_gpu else READY,
-    ]
-    result = {
-        "machine": where,
-        "repeats": repeats,
-        "on_gpu": on_gpu,
-        "rows": [asdict(row) | {"holds": row.holds} for row in rows],
-    }
-    on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
-    if on_gpu:
-        on += f"; {torch.cuda.get_device_name()}"
-    write_table("experts", result, "The experts layer", "make bench-experts", on, text, COLUMNS, [*map(cells, rows)])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="turns that count")
@@ -319,21 +286,26 @@ def main() -> int:
     torch.set_num_threads(1)  # threads that wait for the next side spin, and would slow it down
     grid = GRID + (ON_A_GPU if torch.cuda.is_available() else ())
     chosen = [geometry for geometry in grid if asked.only in geometry.name]
-    rows = []
-    for geometry in track(chosen, "measuring", console=Console(stderr=True)):
-        rows += measure(geometry, asked.repeats, asked.peers)
+    rows = [row for geometry in chosen for row in measure(geometry, asked.repeats, asked.peers)]
     on_gpu: dict[str, Any] = {}
     for row in rows:
         if row.side == OURS and row.geometry.device != "cpu":
             measured = rates(row.geometry)
             on_gpu[row.geometry.name] = measured | {"shares": shares(row, measured)}
-    shown = Table(*COLUMNS)
-    for row in rows:
-        shown.add_row(*cells(row))
-    Console(width=200).print(shown)
-    print(json.dumps(on_gpu, indent=1) if on_gpu else READY)
-    if not asked.only:
-        write(rows, on_gpu, asked.repeats)
+    text = [
+        f"Forward and backward of a layer on one core. Sides take turns: medians of {asked.repeats}.",
+        "Ratios are within a turn. Kept: bytes that a forward keeps for its backward, besides parameters and inputs.",
+        "torchtitan computes in bfloat16 whatever the dtype of its parameters. The full layers have fewer tokens, and",
+        "DeepSeek-V3's fewer experts, to fit the machine.",
+        "",
+        f"Bounds: `{OURS}` takes at most {TIME_LIMIT} of the time of `{BASE}` and keeps at most {KEPT_LIMIT} of its",
+        f"bytes; on an H200 {GPU_SPEEDUP} x its speed, {RATE_SHARE:.0%} of the matrix rate measured in the same run,",
+        f"and {BANDWIDTH_SHARE:.0%} of the copy bandwidth for permuting rows and for summing them.",
+        "",
+        json.dumps(on_gpu) if on_gpu else READY,
+    ]
+    lines, folder = [*map(cells, rows)], None if asked.only else RESULTS
+    report("experts", "The experts layer", "make bench-experts", ("torch",), text, COLUMNS, lines, folder=folder)
     found = on_gpu.get(ON_A_GPU[0].name)
     reached = found is None or fast_enough(found["shares"])
     return 0 if reached and all(row.holds for row in rows) else 1

@@ -38,7 +38,7 @@ class Geometry:
 
     @property
     def flops(self) -> float:
-        """Of matrix products, forward and backward."""
+        """FLOP of matrix products, forward and backward."""
         return 3 * 2 * self.tokens * self.top_k * 3 * self.hidden * self.intermediate
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,8 +2,8 @@
 
     .venv_peers/bin/python -m benchmarks.experts.peers torchtitan
 
-answers lines of JSON on its input with lines of JSON on its output: first a ``Geometry``, which builds the layer, then
-``{"times": n}``, which measures it; what fails is answered with ``{"error": ...}``, and ends it.
+Each line of JSON on the input has a line of JSON as its answer. The first line is a ``Geometry`` and builds the layer,
+the others are ``{"times": n}`` and measure it. An error ends the process with the answer ``{"error": ...}``.
 """
 
 import json

@@ -27,8 +27,8 @@ class _Entry(NamedTuple):
 def blank_other_code(library: Path, architecture: int, keeps: Callable[[bytes], bool] = lambda cubin: True) -> int:
     """Leave a library the cubins of one architecture, in place; returns the bytes of code that stay.
 
-    What stays of a fat binary moves to its beginning, and zeros follow. None gets empty, because ``cuobjdump`` refuses
-    such a one: without a wanted cubin small PTX stays, else the smallest cubin of the library.
+    Entries that stay move to the beginning of their fat binary, and zeros follow. ``cuobjdump`` refuses empty ones:
+    without a wanted cubin small PTX stays, else the smallest cubin of the library.
 
     Args:
         architecture: such as 90.

@@ -109,7 +109,7 @@ def attention() -> Iterator[Row]:
 
 
 def _order(means: dict[str, float]) -> Row:
-    """Say whether the kernel that is taken took least, and else what ``varlen.FASTEST`` should hold.
+    """Return whether the kernel in use is the fastest, and the right entry of ``varlen.FASTEST``.
 
     Args:
         means: times by name, each the mean over lengths of the ratio to the least.

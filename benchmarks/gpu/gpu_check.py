@@ -1,12 +1,11 @@
-"""Everything that one visit to a machine with a GPU can tell, in under ten minutes.
+"""All checks for one visit to a machine with a GPU, in under ten minutes.
 
     python -m benchmarks.gpu.gpu_check [SECTION ...] [--results FOLDER]
 
-Needs torch, Triton, transformers, and of verl one file; no network, no vLLM, no Ray. ``make gpu-wheels`` collects what
-such a machine may lack, ``make gpu-check`` uses it. Each section runs in a process of its own with a time limit, and
-one that fails has its error in the table. Those that measure times are alone on the GPU, the others share it. On a
-machine with a GPU the table is written to ``benchmarks/results/gpu.md`` and ``gpu.json``; without one the same sections
-run what they can in Triton's interpreter and over gloo.
+Needs torch, Triton, transformers, and one file of verl; no network, no vLLM, no Ray. ``make gpu-wheels`` collects the
+packages that such a machine may lack. Each section runs in a process of its own with a time limit, and one that fails
+has its error in the table. Sections that measure times are alone on the GPU, the others share it. With a GPU the table
+is written to ``benchmarks/results/gpu.md``. Without one the sections run in Triton's interpreter and over gloo.
 """
 
 import argparse
@@ -24,12 +23,10 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks import tables
 from benchmarks.gpu.gpu_rows import Row
 from benchmarks.gpu.gpu_sections import SECTIONS, TIMED
-from benchmarks.machine import machine
+from benchmarks.tables import RESULTS, report
 
 COLUMNS = ["section", "what", "measured", "wanted", "holds"]
 _TAIL = 1500  # characters of a failed section's output
@@ -75,20 +72,6 @@ def cells(name: str, row: Row) -> list[str]:
     return [name, row.what, " ".join(row.value.split()).replace("|", "/"), row.wanted, holds]
 
 
-def write(found: dict[str, list[Row]], took: float) -> None:
-    where = machine()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    result = {
-        "machine": where | {"gpu": gpu},
-        "seconds": round(took),
-        "sections": {name: [asdict(row) for row in rows] for name, rows in found.items()},
-    }
-    on = f"{gpu}; {where['cpu']}, {where['cores']} cores; torch {torch.__version__}"
-    text = [f"All of it took {took / 60:.1f} minutes."]
-    rows = [cells(name, row) for name, rows in found.items() for row in rows]
-    tables.write_table("gpu", result, "On a GPU", "make gpu-check", on, text, COLUMNS, rows)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=[], metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
@@ -102,7 +85,6 @@ def main() -> int:
     if unknown := set(asked.sections) - set(SECTIONS):
         parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     console, began = Console(width=160), time.monotonic()
-    shown = Table(*COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
         names = asked.sections or [*SECTIONS]
         alone = [name for name in names if name in TIMED]
@@ -117,15 +99,11 @@ def main() -> int:
                 zip(together, pool.map(run_one, together), strict=True)
             )
         found = {name: ran[name] for name in names}
-        for name in names:
-            for row in found[name]:
-                shown.add_row(*cells(name, row))
-    console.print(shown)
-    if asked.results is not None:
-        asked.results.mkdir(parents=True, exist_ok=True)
-        tables.RESULTS = asked.results
-    if asked.results is not None or (torch.cuda.is_available() and not asked.sections):
-        write(found, time.monotonic() - began)
+    took, gpu = time.monotonic() - began, torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    folder = asked.results or (RESULTS if torch.cuda.is_available() and not asked.sections else None)
+    lines = [cells(name, row) for name, rows in found.items() for row in rows]
+    text = [f"{gpu}. All of it took {took / 60:.1f} minutes."]
+    report("gpu", "On a GPU", "make gpu-check", ("torch",), text, COLUMNS, lines, folder=folder)
     return int(any(row.holds is False for rows in found.values() for row in rows))
 
 

@@ -23,7 +23,7 @@ _Calls = dict[str, Callable[..., Any]]
 
 
 class Layer(nn.Module):
-    """What a layer of Qwen3-30B computes outside of its experts, of sequences of 2,048 tokens."""
+    """The part of a layer of Qwen3-30B outside of its experts."""
 
     def __init__(self) -> None:
         super().__init__()

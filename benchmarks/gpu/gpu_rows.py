@@ -1,4 +1,4 @@
-"""What a section of ``gpu_check.py`` yields, and where it runs."""
+"""A row of ``gpu_check.py``, and the device that sections run on."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """What was looked at, what came out, and what it had to be; ``holds`` is None where nothing was asked."""
+    """A checked quantity, its value and its bound; ``holds`` is None without a bound."""
 
     what: str
     value: str

@@ -20,8 +20,7 @@ import pandas as pd
 import torch
 from rich.console import Console
 
-from benchmarks import tables
-from benchmarks.machine import machine
+from benchmarks.tables import RESULTS, report
 from epfsdp2.recipes.quickstart import sampler, task
 from epfsdp2.recipes.quickstart.commands import grpo_command, pretty
 from epfsdp2.recipes.quickstart.failure import cause
@@ -55,7 +54,7 @@ RUNS = {
         "engine.optimizer_offload=True",
     ],
 }
-# What verl logs for a step, by the column that has it.
+# Columns of the table, and verl's names of the figures.
 COLUMNS = {
     "reward": "critic/score/mean",
     "train/rollout difference": "training/rollout_probs_diff_mean",
@@ -144,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--size", choices=SIZES, default="wide")
     parser.add_argument("--cpu", action="store_true", help="without a GPU, to try the script")
-    parser.add_argument("--results", type=Path, default=tables.RESULTS, help="write the table there")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="write the table there")
     parser.add_argument("--override", action="append", default=[], metavar="KEY=VALUE", help="one more for main_ppo")
     options = parser.parse_args(arguments)
     console, rows, failed = Console(highlight=False, soft_wrap=True), [], False
@@ -166,25 +165,14 @@ def main(arguments: list[str] | None = None) -> int:
                 console.print(" | ".join(row), markup=False)
             rows += found
     if not options.cpu:
-        _write(rows, options)
+        text = [
+            f"{torch.cuda.get_device_name()}. GRPO by verl's main_ppo, trainer and vLLM on one GPU, a Qwen3-MoE of",
+            "two layers of Qwen3-30B-A3B's width. A: sleep level 2, slices by CUDA IPC. B: CUDA graphs, and parameters",
+            "and optimizer on the host between phases. Difference: of the probabilities of sampled tokens.",
+        ]
+        columns, packages = ["run", "step", *COLUMNS], ("torch", "vllm", "verl")
+        report("gpu_run", "GRPO on a GPU", "make gpu-run", packages, text, columns, rows, folder=options.results)
     return int(failed)
-
-
-def _write(rows: list[list[str]], options: argparse.Namespace) -> None:
-    where = machine()
-    versions = ", ".join(f"{name} {where['versions'].get(name, 'unknown')}" for name in ("torch", "vllm", "verl"))
-    text = [
-        "GRPO by verl's main_ppo with the trainer and vLLM on one GPU, a Qwen3-MoE of two layers of",
-        "Qwen3-30B-A3B's width. A: sleep level 2, slices by CUDA IPC. B: CUDA graphs, and parameters and optimizer",
-        "on the host between phases. Difference: of the probabilities of sampled tokens.",
-    ]
-    columns = ["run", "step", *COLUMNS]
-    on = f"{torch.cuda.get_device_name()}; {versions}"
-    options.results.mkdir(parents=True, exist_ok=True)
-    tables.RESULTS = options.results
-    tables.write_table(
-        "gpu_run", {"machine": where, "rows": rows}, "GRPO on a GPU", "make gpu-run", on, text, columns, rows
-    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ``gpu_check.py`` looks at, each section in a process of its own; on a machine without a GPU everything that can.
+"""The sections of ``gpu_check.py``, each in a process of its own.
 
 A section yields rows. Sizes are those of a GPU of 80 GB, or so small that Triton's interpreter and gloo take seconds.
 """
@@ -87,7 +87,7 @@ def _doubled(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _in_dirty_memory(module: Any, backend: str, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What is not written shows: freed memory holds NaN."""
+    """Fill freed memory with NaN, so that values that a kernel does not write show."""
     dirty = [torch.full((size,), float("nan"), device=DEVICE) for size in (1 << 8, 1 << 14, 1 << 20, 1 << 22)]
     del dirty
     return tokens_with(module, backend, *inputs)
@@ -209,6 +209,6 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], float]] = {
     "quantise": (quantise, 120.0),
     "nccl": (nccl, 120.0),
 }
-"""By name: what yields the rows, and the seconds that it may take."""
+"""By name: the function that yields the rows, and its limit in seconds."""
 TIMED = ("speeds", "step", "head", "dense", "attention", "contention", "saves", "quantise")
-"""Those that are alone on the GPU."""
+"""Sections that run alone on the GPU."""

@@ -1,11 +1,11 @@
-"""Collect what ``make gpu-run`` needs on a machine with an H100, torch 2.11 and no network, in two folders to carry.
+"""Collect the packages of ``make gpu-run`` for a machine with an H100, torch 2.11 and no network, in two folders.
 
     python -m benchmarks.gpu.gpu_site [--out .gpu_run] [--work FOLDER]
 
-vLLM's wheel for CUDA 13, verl, Ray, transformers 5.9 and what they import (``.ci/gpu_site.txt``), for Python 3.12 on
-Linux, come to 460 MB. Files that no run reads are left out and code of other GPUs is blanked, which leaves about 80 MB
-in ``a`` and ``b``. vLLM keeps FlashAttention 3 in bfloat16 with heads of 128, and no quantised kernels. The project's
-own code is not among it: ``.ci/gpu_run`` links the tree. Takes ten minutes on two cores, and 2 GB in ``--work``.
+vLLM's wheel for CUDA 13, verl, Ray, transformers 5.9 and their imports (``.ci/gpu_site.txt``), for Python 3.12 on
+Linux, have 460 MB. Without files that no run reads, and with code of other GPUs blanked, the folders ``a`` and ``b``
+have about 80 MB. There vLLM keeps FlashAttention 3 in bfloat16 with heads of 128, and no quantised kernels.
+``.ci/gpu_run`` links the project's own code. Takes ten minutes on two cores, and 2 GB in ``--work``.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def trim(site: Path) -> None:
 
 
 def _is_wanted_attention(cubin: bytes) -> bool:
-    """Tell whether a cubin of FlashAttention 3 has no attention forward, or that of bfloat16 with heads of 128."""
+    """Whether a cubin of FlashAttention 3 has no attention forward, or the one of bfloat16 with heads of 128."""
     names = [name for name in re.findall(rb"\.text\.(_Z\w+)", cubin) if b"CollectiveMainloopFwd" in name]
     return not names or any(b"ELi128ENS_10bfloat16_t" in name for name in names)
 

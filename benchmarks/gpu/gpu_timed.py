@@ -85,7 +85,7 @@ def speeds() -> Iterator[Row]:
     sides = [BASE, "torch", *(("triton",) if HAS_GPU else ())]
 
     def implementation_of(side: str) -> str:
-        """What transformers computes a side by: its own function, or ours with the backend of that name."""
+        """Return the experts implementation of a side: transformers' own, or ours with the backend of that name."""
         if side == BASE:
             return BASE
         attach(local.module, ExpertsRuntime(geometry.experts, None, side))

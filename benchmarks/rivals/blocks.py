@@ -2,10 +2,9 @@
 
     .venv_peers/bin/python -m benchmarks.rivals.blocks [--repeats 25]
 
-A forward and backward of router, dispatch and experts of Qwen3-MoE with ``ep`` over all ranks, weights sharded and
-gradients reduced by FSDP: torchtitan's experts compute in bfloat16 alone, so both sides do, with gradients reduced in
-float32. Its attention needs a GPU, so that this block is what of its model runs here; VeOmni's fused experts are
-kernels for a GPU, and its row says so.
+A forward and backward of router, dispatch and experts of Qwen3-MoE with ``ep`` over all ranks, sharded by FSDP. Both
+sides compute in bfloat16, because torchtitan's experts have no other dtype, and reduce gradients in float32. The
+attention of torchtitan and VeOmni's fused experts need a GPU.
 """
 
 import argparse
@@ -15,15 +14,12 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Qwen3MoeConfig
@@ -31,10 +27,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from benchmarks.experts.layer import Geometry
 from benchmarks.experts.peers import veomni
-from benchmarks.machine import machine
 from benchmarks.rivals.measured import in_turns, wire_bytes
-from benchmarks.tables import write_table
-from benchmarks.update.matmuls import multiplying, with_backward
+from benchmarks.tables import report
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
@@ -42,16 +36,16 @@ from tests.support.engine.sharded import whole_gradients
 from tests.support.models.tiny import relative_error
 from tests.support.ranks import run_ranks
 
-OURS, TITAN, VEOMNI, FLOOR = "epfsdp2", "torchtitan", "VeOmni", "floor"
+OURS, TITAN, VEOMNI = "epfsdp2", "torchtitan", "VeOmni"
 SPEEDUP = 1.15  # over the rival's, as in compare.py
 LARGEST_ERROR = 2e-2  # of gradients in bfloat16
 CONFIG = Qwen3MoeConfig(
     hidden_size=256, moe_intermediate_size=512, num_experts=32, num_experts_per_tok=2, norm_topk_prob=True
 )
 CASES = [(world, tokens) for world in (2, 4) for tokens in (256, 1024, 4096)]
-COLUMNS = ["ranks", "tokens of a rank", "side", "forward and backward s", "of the rival's", "of the floor"]
+COLUMNS = ["ranks", "tokens of a rank", "side", "forward and backward s", "of the rival's"]
 COLUMNS += ["wire MB", "gradient error", ""]
-# Of torchtitan's parameters, by the block's.
+# torchtitan's names of parameters, by the block's.
 NAMES = {
     "gate.weight": "router.gate.weight",
     "experts.down_proj": "routed_experts.inner_experts.w2_EDF",
@@ -62,14 +56,13 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One side's medians; ``wire`` is what all ranks receive, in bytes; ``note`` says why there are none at all."""
+    """Medians of one side; ``wire`` is bytes that all ranks receive; ``note`` is the reason where there are none."""
 
     world: int
     tokens: int  # of a rank
     side: str
     seconds: float = 0.0
     speedup: float = 0.0  # over torchtitan's
-    of_floor: float = 0.0  # the floor's seconds over these
     wire: float = 0.0
     error: float = 0.0
     note: str = ""
@@ -144,7 +137,7 @@ def torchtitan(world: int) -> nn.Module:
     config = config_utils.make_moe_config(
         num_experts=CONFIG.num_experts, router=router, routed_experts=experts, load_balance_coeff=None
     )
-    # How tensor parallelism, which is off, would cut them.
+    # The layout under tensor parallelism, which is off.
     layouts = dict.fromkeys(weights)
     set_moe_sharding_config(config, enable_ep=True, enable_sp=False, expert_param_layout=layouts)
     moe = config.build()
@@ -227,7 +220,7 @@ class Side:
 def inputs_and_gradients(world: int, tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Hidden states of each rank, ``[world, 1, tokens, D]`` in bfloat16, and the plain block's gradients in float32.
 
-    A token's two experts are drawn, and clear in bfloat16 as well, for one that goes elsewhere is an error of its own.
+    The scores of a token's two experts are far from the others, so that bfloat16 routes it as float32 does.
     """
     plain = OneLayer()
     block, generator = plain.layers[0].mlp, torch.Generator().manual_seed(tokens)
@@ -240,30 +233,8 @@ def inputs_and_gradients(world: int, tokens: int) -> tuple[torch.Tensor, dict[st
     return whole, {name: param.grad for name, param in block.named_parameters() if param.grad is not None}
 
 
-def floor(world: int, tokens: int) -> Callable[[], None]:
-    """Return the block's matrix multiplications and its four all-to-alls of rows, without anything beside them.
-
-    Rows are spread evenly over the experts; a token of two experts of one rank is sent twice, as both sides send it.
-    """
-    hidden, inner, experts = CONFIG.hidden_size, CONFIG.moe_intermediate_size, CONFIG.num_experts
-    rows, own = tokens * CONFIG.num_experts_per_tok, experts // world
-    products = [*with_backward(tokens, hidden, experts, 1)]
-    for k, n in ((hidden, 2 * inner), (inner, hidden)):
-        products += with_backward(rows // own, k, n, 1, own)
-    multiply = multiplying(products, torch.bfloat16)
-    sent = torch.zeros(rows, hidden, dtype=torch.bfloat16)
-    received = torch.empty_like(sent)
-
-    def run() -> None:
-        multiply()
-        for _ in range(4):
-            dist.all_to_all_single(received, sent)
-
-    return run
-
-
 def measure(out: Path, tokens: list[int], repeats: int) -> None:
-    """Rank 0 writes the figures of each number of tokens."""
+    """Write from rank 0 the figures of each number of tokens."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sides = {
         TITAN: Side(torchtitan(world), 1.0, "layers.0.moe.", by_rivals_names),
@@ -276,14 +247,14 @@ def measure(out: Path, tokens: list[int], repeats: int) -> None:
         errors = {name: side.error(hidden, wanted) for name, side in sides.items()}
         updates = {name: partial(side.update, hidden) for name, side in sides.items()}
         wire = {name: wire_bytes(update) for name, update in updates.items()}
-        seconds = in_turns({**updates, FLOOR: floor(world, count)}, repeats)
+        seconds = in_turns(updates, repeats)
         found.append({"seconds": seconds, "wire": wire, "error": errors})
     if rank == 0:
         out.write_text(json.dumps(found))
 
 
 def run(world: int, tokens: list[int], repeats: int) -> list[Row]:
-    """Both sides on as many ranks, in turns."""
+    """Measure both sides on ``world`` ranks, in turns."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "figures.json"
         run_ranks(measure, world, out, tokens, repeats, timeout=1800)
@@ -292,17 +263,14 @@ def run(world: int, tokens: list[int], repeats: int) -> list[Row]:
     for count, found in zip(tokens, figures, strict=True):
         seconds = found["seconds"]
         for side, wire in found["wire"].items():
-            speedup, of_floor = (
-                statistics.median(t / o for t, o in zip(seconds[other], seconds[side], strict=True))
-                for other in (TITAN, FLOOR)
-            )
+            speedup = statistics.median(t / o for t, o in zip(seconds[TITAN], seconds[side], strict=True))
             took, error = statistics.median(seconds[side]), found["error"][side]
-            rows.append(Row(world, count, side, took, speedup, of_floor, wire, error))
+            rows.append(Row(world, count, side, took, speedup, wire, error))
     return rows
 
 
 def why_veomni_does_not_run() -> str:
-    """The error of its experts layer on this machine."""
+    """Return the error of VeOmni's experts layer on this machine."""
     try:
         geometry = Geometry("", 8, 4, 2, 32, 16, "bfloat16")
         layer, _ = veomni(geometry)
@@ -316,7 +284,6 @@ def cells(row: Row) -> list[str]:
     measured = [
         f"{row.seconds:.3f}",
         f"{row.speedup:.2f} x" + ("" if row.holds else " (below the bound)"),
-        f"{row.of_floor:.2f}",
         f"{row.wire / 1e6:.1f}",
         f"{row.error:.1e}",
     ]
@@ -330,28 +297,20 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=25, help="turns that count")
     repeats = parser.parse_args().repeats
     rows: list[Row] = []
-    for world in track(sorted({world for world, _ in CASES}), "measuring", console=Console(stderr=True)):
+    for world in sorted({world for world, _ in CASES}):
         rows += run(world, [tokens for ranks, tokens in CASES if ranks == world], repeats)
     rows.append(Row(0, 0, VEOMNI, note=why_veomni_does_not_run()))
-    shown = Table(*COLUMNS)
-    for row in rows:
-        shown.add_row(*cells(row))
-    Console(width=200).print(shown)
-    where = machine()
     text = [
-        "A forward and backward in bfloat16 of router, dispatch and experts with `ep` over all ranks, gradients",
-        f"reduced in float32, one thread a rank; sides take turns in the same processes, medians of {repeats}, ratios",
-        f"within a turn. Hidden {CONFIG.hidden_size}, {CONFIG.num_experts} experts of {CONFIG.moe_intermediate_size},",
-        f"{CONFIG.num_experts_per_tok} for each token. Wire: what all ranks together receive. Gradient error: the",
-        "largest of a parameter's, relative, against the plain block in float32 in one process. Of the floor: seconds",
-        "of the block's matrix multiplications and all-to-alls alone, in the same turns, over the side's.",
+        "Forward and backward in bfloat16 of router, dispatch and experts, `ep` over all ranks, gradients reduced",
+        f"in float32, one thread a rank. Sides take turns: medians of {repeats}, ratios within",
+        f"a turn. Hidden {CONFIG.hidden_size}, {CONFIG.num_experts} experts of {CONFIG.moe_intermediate_size},",
+        f"{CONFIG.num_experts_per_tok} for each token. Wire: bytes that all ranks together receive. Gradient error:",
+        "the largest relative error of a parameter against the plain block in float32 in one process.",
         "",
         f"Bound: {SPEEDUP} x.",
     ]
-    result = {"machine": where, "repeats": repeats, "rows": [asdict(row) | {"holds": row.holds} for row in rows]}
-    on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
     heading = "An MoE block beside torchtitan's"
-    write_table("blocks", result, heading, "make bench-blocks", on, text, COLUMNS, [*map(cells, rows)])
+    report("blocks", heading, "make bench-blocks", ("torch",), text, COLUMNS, [*map(cells, rows)])
     return 0 if all(row.holds for row in rows) else 1
 
 

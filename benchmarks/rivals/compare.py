@@ -1,12 +1,11 @@
-"""Updates of this engine's core beside other libraries' own expert parallelism, in turns on the same cores.
+"""Updates of this engine's core beside transformers' own expert parallelism, in turns on the same cores.
 
     python -m benchmarks.rivals.compare [--repeats 5] [--only TEXT]
 
-transformers has had the same mesh since 5.23: FSDP over all ranks, experts over ``ep``, tokens by all-to-all. Both
-sides are in the same processes, with the same checkpoint, sequences, loss, AdamW and activation checkpointing, in
-float32, one thread a rank (``sides.py``); ratios are taken within a turn. A batch has four sequences a rank: of lengths
-that differ, as answers do, with the loss of a policy and its entropy; or of one length with the plain loss of next
-tokens, which is where a padded batch loses nothing.
+transformers has the same mesh since 5.23: FSDP over all ranks, experts over ``ep``, tokens by all-to-all. Both sides
+run in the same processes, with the same checkpoint, sequences, loss, AdamW and activation checkpointing, in float32
+(``sides.py``). A batch has four sequences a rank. Their lengths differ, with a policy's loss and entropy, or are
+equal, with the plain loss of next tokens, where a padded batch loses nothing.
 """
 
 import argparse
@@ -14,29 +13,24 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.machine import machine
 from benchmarks.rivals.measured import gradient_error, in_turns, memory_bytes, wire_bytes
 from benchmarks.rivals.sides import OURS, THEIRS, Batch, Ours, Side, Theirs
-from benchmarks.tables import write_table
+from benchmarks.tables import RESULTS, report
 from benchmarks.update.step import LARGE_VOCABULARY, MODEL, samples_of
 from tests.support.ranks import run_ranks
 
 PER_RANK = 4
 POLICY, TEXT = "policy", "next tokens"
-# Of tokens per second over the fastest rival's: with ep over all ranks, and elsewhere.
+# Least speedups over the rival: with ep over all ranks, and elsewhere.
 FULL_EP_SPEEDUP, LEAST_SPEEDUP = 1.15, 1.0
 LARGEST_ERROR = 1e-5
 QWEN, DEEPSEEK = "Qwen3-MoE", "DeepSeek-V3"
@@ -59,26 +53,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "v_head_dim": 64,
     },
 }
-COLUMNS = [
-    "model",
-    "vocabulary",
-    "ranks",
-    "ep",
-    "tokens of a rank",
-    "loss",
-    "side",
-    "update s",
-    "tokens/s",
-    "of the rival's",
-    "peak MB",
-    "wire MB",
-    "gradient error",
-]
+COLUMNS = ["model", "vocabulary", "ranks", "ep", "tokens of a rank", "loss", "side", "update s", "tokens/s"]
+COLUMNS += ["of the rival's", "peak MB", "wire MB", "gradient error"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained on which mesh, by one group of processes.
+    """A model, its mesh and the batches that it is trained on, by one group of processes.
 
     Args:
         batches: tokens of a rank, and the loss.
@@ -108,7 +89,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Row:
-    """One side's medians; bytes are those of ``measured.py``."""
+    """Medians of one side; bytes are counted by ``measured.py``."""
 
     model: str
     vocabulary: int
@@ -134,7 +115,7 @@ class Row:
 
 
 def batch_of(rank: int, world: int, tokens: int, loss: str, vocabulary: int) -> Batch:
-    """A rank's sequences; those of ``step.py``, or of one length."""
+    """Return a rank's sequences: those of ``step.py``, or of one length."""
     if loss == TEXT:
         generator = torch.Generator().manual_seed(0)
         rows = torch.randint(0, vocabulary, (world * PER_RANK, tokens // PER_RANK), generator=generator)
@@ -146,7 +127,7 @@ def batch_of(rank: int, world: int, tokens: int, loss: str, vocabulary: int) -> 
 
 
 def measure(folder: Path, out: Path, case: Case, repeats: int) -> None:
-    """Rank 0 writes the figures of each number of tokens and loss."""
+    """Write from rank 0 the figures of each number of tokens and loss."""
     rank, world = dist.get_rank(), case.world
     sides: dict[str, Side] = {THEIRS: Theirs(folder, world, case.ep), OURS: Ours(folder, world, case.ep)}
     small = batch_of(rank, world, *min(case.batches), case.vocabulary)
@@ -171,7 +152,7 @@ def measure(folder: Path, out: Path, case: Case, repeats: int) -> None:
 
 
 def run(case: Case, repeats: int, sizes: dict[str, Any]) -> list[Row]:
-    """Both sides on a model of these sizes, made from a seed."""
+    """Measure both sides on a random model of these sizes."""
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "model", Path(name) / "figures.json"
         own = {key: size for key, size in sizes.items() if key != "model_type"} | {"vocab_size": case.vocabulary}
@@ -184,7 +165,7 @@ def run(case: Case, repeats: int, sizes: dict[str, Any]) -> list[Row]:
 
 
 def rows_of(case: Case, found: dict[str, Any]) -> list[Row]:
-    """Medians, and ratios that are taken within each turn; the rival's first."""
+    """Return medians and ratios within a turn, the rival's row first."""
     mesh = case.model, case.vocabulary, case.world, case.ep
     rows = []
     for side in (THEIRS, OURS):
@@ -214,41 +195,26 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def write(rows: Sequence[Row], repeats: int) -> None:
-    where = machine()
-    text = [
-        "Updates with AdamW in float32 with activation checkpointing, one thread a rank; sides take turns in the",
-        f"same processes, medians of {repeats}, ratios within a turn. Tokens/s are of all ranks, without padding. A",
-        f"policy's loss has entropies and {PER_RANK} sequences a rank of different lengths; `{TEXT}` is the plain",
-        "loss on sequences of one length. Peak: what an update allocates besides weights and optimizer, on the rank",
-        "where it is most. Wire: what all ranks together receive. Gradient error: the largest of a parameter's,",
-        "relative, against the plain model in one process. This engine's last layer is not recomputed.",
-        "",
-        f"Bounds: {FULL_EP_SPEEDUP} x with `ep` over all ranks, nowhere below {LEAST_SPEEDUP} x.",
-    ]
-    kept = [asdict(row) | {"tokens_per_second": row.tokens_per_second, "holds": row.holds} for row in rows]
-    result = {"machine": where, "models": SIZES, "repeats": repeats, "rows": kept}
-    versions = ", ".join(f"{name} {where['versions'][name]}" for name in ("torch", "transformers"))
-    on = f"{where['cpu']}, {where['cores']} cores; {versions}"
-    heading = "An update beside other libraries' expert parallelism"
-    write_table("rivals", result, heading, "make bench-rivals", on, text, COLUMNS, [*map(cells, rows)])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="turns that count")
     parser.add_argument("--only", default="", help="cases whose name holds this; writes no result file")
     asked = parser.parse_args()
     chosen = [case for case in CASES if asked.only in str(case)]
-    rows: list[Row] = []
-    for case in track(chosen, "measuring", console=Console(stderr=True)):
-        rows += run(case, asked.repeats, SIZES[case.model])
-    shown = Table(*COLUMNS)
-    for row in rows:
-        shown.add_row(*cells(row))
-    Console(width=200).print(shown)
-    if chosen == CASES:
-        write(rows, asked.repeats)
+    rows = [row for case in chosen for row in run(case, asked.repeats, SIZES[case.model])]
+    text = [
+        "Updates with AdamW in float32 with activation checkpointing, one thread a rank. Sides take turns in the same",
+        f"processes: medians of {asked.repeats}, ratios within a turn. Tokens/s are of all ranks, without padding.",
+        f"A policy's loss has entropies and {PER_RANK} sequences a rank of different lengths; `{TEXT}` is a",
+        "plain loss on sequences of one length. Peak: bytes that an update allocates besides weights and optimizer, on",
+        "the rank with the most. Wire: bytes that all ranks together receive. Gradient error: the largest relative",
+        "error of a parameter against the plain model in one process. This engine does not recompute its last layer.",
+        "",
+        f"Bounds: {FULL_EP_SPEEDUP} x with `ep` over all ranks, nowhere below {LEAST_SPEEDUP} x.",
+    ]
+    heading, folder = "An update beside other libraries' expert parallelism", RESULTS if chosen == CASES else None
+    lines, packages = [*map(cells, rows)], ("torch", "transformers")
+    report("rivals", heading, "make bench-rivals", packages, text, COLUMNS, lines, folder=folder)
     return 0 if all(row.holds for row in rows) else 1
 
 

@@ -1,4 +1,4 @@
-"""What is measured of a side besides its time: bytes on the wire, memory of an update, and errors of its gradients."""
+"""Measurements of a side: seconds, bytes on the wire, memory of an update, and errors of its gradients."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

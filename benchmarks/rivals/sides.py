@@ -92,7 +92,7 @@ class Side(ABC):
 
 
 class Ours(Side):
-    """What ``integration/engine.py`` builds, without verl around it: packed rows, and log-probs from the head."""
+    """The model of ``integration/engine.py`` without verl around it: packed rows, and log-probs from the head."""
 
     def __init__(self, folder: Path, world: int, ep: int):
         self.model, meshes = sharded_model(folder, world, ep, before=self._prepare, checkpointing="full")

@@ -1,35 +1,21 @@
-"""Peak memory of a training step on each rank, allocation by allocation, beside what arithmetic says.
+"""Peak memory of a training step on each rank, allocation by allocation, beside the prediction.
 
     python -m benchmarks.update.memory [--fast]
 
-``tests/support/engine/memory.py`` measures; this has the settings and writes the table.
+``tests/support/engine/memory.py`` measures.
 """
 
 import argparse
 import sys
-from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks.machine import machine
-from benchmarks.tables import write_table
-from tests.support.engine.memory import MODEL, Row, run
+from benchmarks.tables import RESULTS, report
+from tests.support.engine.memory import Row, run
 
-COLUMNS = [
-    "mesh",
-    "shard dim",
-    "depth",
-    "reshard",
-    "checkpointing",
-    "tokens",
-    "besides",
-    "measured",
-    "predicted",
-    "ratio",
-    "largest",
-]
+COLUMNS = ["mesh", "shard dim", "depth", "reshard", "checkpointing", "tokens", "besides", "measured", "predicted"]
+COLUMNS += ["ratio", "largest"]
 ROWS = [
     Row(1),
     Row(2),
@@ -55,7 +41,6 @@ ROWS = [
     Row(1, checkpointing="full", tokens=512, dense=True),
     Row(1, fsdp_size=2, checkpointing="none", tokens=512, dense=True),
 ]
-FAST = ROWS[1:4]
 
 
 def cells(row: Row) -> list[str]:
@@ -73,34 +58,20 @@ def cells(row: Row) -> list[str]:
     return [*map(str, options), *mib, f"{row.ratio:.3f}", f"{row.largest / row.stack:.2f}"]
 
 
-def write(rows: list[Row]) -> None:
-    where = machine()
-    result = {"machine": where, "model": MODEL, "rows": [{**asdict(row), "ratio": round(row.ratio, 3)} for row in rows]}
-    text = [
-        "Four ranks on CPU, float32, AdamW, the lesser of the second and third step. MiB on the rank with the largest",
-        "peak; tokens are of a rank. Predicted: `engine/planner/memory.py`, from sizes and from how unevenly the",
-        "routers, which are random, spread the rows. Largest: the largest single allocation over the stack",
-        "`[E, 2I, D]` of a layer's `gate_up_proj`. With `ep` = 1 FSDP gathers whole stacks by design; EP is for that.",
-        "By index: operators that allocate what the Triton kernels do on a GPU",
-        "(`tests/support/moe/indexed_backend.py`).",
-    ]
-    on = f"{where['cpu']}; torch {where['versions']['torch']}"
-    write_table("memory", result, "Peak memory of a step", "make memory", on, text, COLUMNS, [*map(cells, rows)])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="three rows; writes no result file")
-    parser.add_argument("--from-tokens", type=int, default=0, help="rows with as many alone; writes no result file")
-    asked = parser.parse_args()
-    chosen = [row for row in (FAST if asked.fast else ROWS) if row.tokens >= asked.from_tokens]
-    rows = [run(row) for row in track(chosen, "measuring", console=Console(stderr=True))]
-    shown = Table(*COLUMNS)
-    for row in rows:
-        shown.add_row(*cells(row))
-    Console(width=140).print(shown)
-    if chosen == ROWS:
-        write(rows)
+    is_fast = parser.parse_args().fast
+    rows = [run(row) for row in track(ROWS[1:4] if is_fast else ROWS, "measuring", console=Console(stderr=True))]
+    text = [
+        "Four ranks on CPU, float32, AdamW, the lesser of the second and third step. MiB on the rank with the largest",
+        "peak; tokens are of a rank. Predicted: `engine/planner/memory.py`, sizes and how unevenly the random",
+        "routers spread the rows. Largest: the largest single allocation over the stack `[E, 2I, D]` of a layer's",
+        "`gate_up_proj`; with `ep` = 1 FSDP gathers whole stacks. By index: operators that allocate as the Triton",
+        "kernels do on a GPU (`tests/support/moe/indexed_backend.py`).",
+    ]
+    lines, folder = [*map(cells, rows)], None if is_fast else RESULTS
+    report("memory", "Peak memory of a step", "make memory", ("torch",), text, COLUMNS, lines, folder=folder)
     return 0 if all(row.holds for row in rows) else 1
 
 

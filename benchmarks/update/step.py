@@ -1,16 +1,13 @@
-"""The engine's step beside verl's stock fsdp2 engine: log-probs and an update, over ranks and ``ep``.
+"""Log-probs and an update of this engine beside verl's stock fsdp2 engine, over ranks and ``ep``.
 
     python -m benchmarks.update.step [--repeats 5] [--worlds 1 2 4]
 
-Both engines sit in verl's own worker in the same processes, on the same checkpoint, batch, ranks and loss, in float32
-with activation checkpointing, verl's default. Sides take turns; each ratio is taken within a turn, and medians are
-compared. The model is a Qwen3-MoE with 95 % of its weights in experts, of which a token uses one in sixteen, as in
-Qwen3-30B-A3B. Bytes on the wire are counted where FSDP and the dispatch call torch, in one more update; they have to
-equal the plan's (``engine/planner/traffic.py``), byte for byte. In each turn the ranks also multiply the matrices of an
-update and do nothing else (``matmuls.py``): no update is faster. Two rows have a vocabulary as large as users' models.
+Both engines run in verl's own worker in the same processes, on the same checkpoint, batch and loss. They compute in
+float32 with activation checkpointing, verl's default. Sides take turns, each ratio is taken within a turn. The model is
+a Qwen3-MoE with 95 % of its weights in experts, of which a token uses one in sixteen, as in Qwen3-30B-A3B. Bytes on the
+wire are counted in one more update, and have to equal the plan's (``engine/planner/traffic.py``).
 
-The last rows are of few large experts and twice as many ranks, as of Mixtral 8x7B on 16 GPUs: with ``ep`` over as many
-ranks as there are experts, and with ``etp`` over the rest of them too.
+The last rows have few large experts and twice as many ranks, as Mixtral 8x7B on 16 GPUs.
 """
 
 import argparse
@@ -21,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,14 +26,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.machine import machine
-from benchmarks.tables import write_table
-from benchmarks.update.matmuls import matmuls, seconds
+from benchmarks.tables import RESULTS, report
 from epfsdp2.engine.config.settings import sharding_options
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.planner.memory import Batch
@@ -52,25 +44,12 @@ STOCK = "verl fsdp2"
 Mesh = tuple[int, int]  # ep and etp
 WORLDS, TOKENS, PER_RANK = (1, 2, 4), (256, 1024), 4
 LARGE_VOCABULARY = 65536  # measured on two ranks with the most tokens
-FEW_RANKS, FEW_TOKENS = 8, 64  # of the model with few large experts
-# Of tokens per second in an update; the first with ep over all ranks and the fewest tokens.
+FEW_RANKS, FEW_TOKENS = 8, 64  # with few large experts
+# Least speedups of an update over verl's. The first is with ep over all ranks and the fewest tokens.
 FULL_EP_SPEEDUP, LEAST_SPEEDUP = 2.0, 0.95
 ETP_SPEEDUP = 1.1  # over the same ep without etp
-COLUMNS = [
-    "ranks",
-    "experts",
-    "vocabulary",
-    "tokens of a rank",
-    "side",
-    "log-probs s",
-    "update s",
-    "tokens/s",
-    "of verl's",
-    "of ep's",
-    "wire MB",
-    "plan MB",
-    "of the matmuls'",
-]
+COLUMNS = ["ranks", "experts", "vocabulary", "tokens of a rank", "side", "log-probs s", "update s", "tokens/s"]
+COLUMNS += ["of verl's", "of ep's", "wire MB", "plan MB"]
 MODEL = {
     "vocab_size": 3072,
     "hidden_size": 256,
@@ -89,7 +68,7 @@ FEW = MODEL | {"num_experts": 4, "moe_intermediate_size": 4096, "num_hidden_laye
 
 @dataclass(frozen=True)
 class Row:
-    """One side's medians on so many ranks; ``wire`` and ``plan`` are of all ranks in an update, in bytes."""
+    """Medians of one side; ``wire`` and ``plan`` are bytes of all ranks in an update."""
 
     world: int
     tokens: int  # of a rank
@@ -101,7 +80,6 @@ class Row:
     wire: float
     plan: float
     vocabulary: int = MODEL["vocab_size"]
-    matmuls: float = 0.0  # seconds of the update's matrix multiplications alone
     experts: int = MODEL["num_experts"]
     etp: int = 1
     over_ep: float = 0.0  # of the update's speed, over the same ``ep`` without ``etp``; 0 without
@@ -109,11 +87,6 @@ class Row:
     @property
     def tokens_per_second(self) -> float:
         return self.world * self.tokens / self.update
-
-    @property
-    def of_matmuls(self) -> float:
-        """The share of an update that its matrix multiplications would take alone."""
-        return self.matmuls / self.update
 
     @property
     def holds(self) -> bool:
@@ -125,7 +98,7 @@ class Row:
 
 
 def samples_of(world: int, tokens: int, vocabulary: int) -> list[Sample]:
-    """``PER_RANK`` samples for each rank, of different lengths, together so many tokens on each."""
+    """Return ``PER_RANK`` samples of different lengths for each rank, which together have ``tokens`` tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = [tokens // PER_RANK + change for change in _spread(tokens // (2 * PER_RANK))]
     lengths[-1] += tokens - sum(lengths)
@@ -143,7 +116,7 @@ def _spread(most: int) -> list[int]:
 
 
 def stock_worker(folder: Path, loss: Any) -> Any:
-    """verl's worker around its own fsdp2 engine, as it comes but for float32."""
+    """Return verl's worker with its own fsdp2 engine, in float32."""
     from verl.workers.config import FSDPEngineConfig
 
     engine = FSDPEngineConfig(
@@ -165,7 +138,7 @@ def side_of(ep: int, etp: int) -> str:
 
 
 def measure(folder: Path, out: Path, meshes: Sequence[Mesh], tokens: Sequence[int], repeats: int) -> None:
-    """Rank 0 writes, for each number of tokens, seconds of each turn and bytes of all ranks, by side."""
+    """Write from rank 0, for each number of tokens, seconds of each turn and bytes of all ranks by side."""
     world, config, figures = dist.get_world_size(), AutoConfig.from_pretrained(folder), []
     workers = {side_of(ep, etp): ppo_worker(folder, ep, micro_batch=PER_RANK, etp_size=etp) for ep, etp in meshes}
     ours = dict(workers)
@@ -173,12 +146,10 @@ def measure(folder: Path, out: Path, meshes: Sequence[Mesh], tokens: Sequence[in
     for count in tokens:
         samples = samples_of(world, count, config.vocab_size)
         sides: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
-        bound: list[float] = []
         for turn in range(repeats + 1):
             names = [*workers][turn % len(workers) :] + [*workers][: turn % len(workers)]  # each is the first at times
             for name in names:
                 sides[name].append(_step(workers[name], samples))
-            bound.append(_bound(config, samples))
         wire = {name: _wire(worker, samples) for name, worker in workers.items()}
         planned = {name: _planned(folder, worker, count) for name, worker in ours.items()}
         for name, plan in planned.items():
@@ -188,7 +159,7 @@ def measure(folder: Path, out: Path, meshes: Sequence[Mesh], tokens: Sequence[in
         received = {name: sum(c.wire for c in counted.values()) for name, counted in wire.items()}
         plans = {name: world * sum(c.wire for c in plan) for name, plan in planned.items()}
         turns = {name: found[1:] for name, found in sides.items()}
-        figures.append({"seconds": turns, "wire": received, "plan": plans, "matmuls": bound[1:]})
+        figures.append({"seconds": turns, "wire": received, "plan": plans})
     if dist.get_rank() == 0:
         out.write_text(json.dumps(figures))
 
@@ -199,7 +170,7 @@ def _batch(worker: Any, samples: Sequence[Sample]) -> Any:
 
 
 def _step(worker: Any, samples: Sequence[Sample]) -> tuple[float, float]:
-    """Seconds of log-probs and of an update, until all ranks have ended."""
+    """Return seconds of log-probs and of an update, until all ranks have ended."""
     from verl.utils import tensordict_utils as tu
 
     infer, train = _batch(worker, samples), _batch(worker, samples)
@@ -214,17 +185,11 @@ def _step(worker: Any, samples: Sequence[Sample]) -> tuple[float, float]:
     return half - began, time.monotonic() - half
 
 
-def _bound(config: Any, samples: Sequence[Sample]) -> float:
-    """Seconds of an update's matrix multiplications, on all ranks at once."""
-    products = list(matmuls(config, [len(ids) for ids, *_ in samples[:PER_RANK]]))
-    dist.barrier()
-    took = torch.tensor(seconds(products))
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return took.item()
-
-
 def _wire(worker: Any, samples: Sequence[Sample]) -> dict[str, Counted]:
-    """What all ranks pass to collectives in an update, by kind. Routing is uneven; its sum over the ranks is not."""
+    """Return the bytes that all ranks pass to collectives in an update, by kind.
+
+    Routing is uneven between ranks, so that their sum is compared.
+    """
     meshes = getattr(worker.engine, "meshes", None)  # verl's engine has other ones
     with counted_collectives(meshes and meshes.etp_group) as counted:
         worker.train_batch(_batch(worker, samples))
@@ -237,7 +202,7 @@ def _wire(worker: Any, samples: Sequence[Sample]) -> dict[str, Counted]:
 
 
 def _planned(folder: Path, worker: Any, tokens: int) -> list[Collective]:
-    """What the plan says of an update on one rank."""
+    """Return the planned collectives of an update on one rank."""
     options = sharding_options(worker.engine.engine_config, worker.engine.model_config)
     config = AutoConfig.from_pretrained(folder)
     sizes = ModelSizes.built_by(partial(build_on_meta, AutoModelForCausalLM, config), options)
@@ -247,7 +212,7 @@ def _planned(folder: Path, worker: Any, tokens: int) -> list[Collective]:
 def run(
     model: dict[str, Any], world: int, eps: Sequence[int], tokens: Sequence[int], repeats: int, etp: int = 1
 ) -> list[Row]:
-    """Both engines on a model of these sizes, made from a seed; this one with each ``ep``, without and with ``etp``."""
+    """Measure both engines on a random model of these sizes; this engine with each ``ep``, without and with ``etp``."""
     meshes = [(ep, size) for ep in eps for size in sorted({1, etp}) if ep * size <= world]
     with tempfile.TemporaryDirectory() as name:
         folder, out = Path(name) / "model", Path(name) / "figures.json"
@@ -260,7 +225,7 @@ def run(
 
 
 def rows_of(world: int, tokens: int, figures: dict[str, Any]) -> list[Row]:
-    """Medians, and ratios that are taken within each turn; verl's first."""
+    """Return medians and ratios within a turn, verl's row first."""
     seconds = figures["seconds"]
     rows = []
     for side in (STOCK, *(name for name in seconds if name != STOCK)):
@@ -268,8 +233,7 @@ def rows_of(world: int, tokens: int, figures: dict[str, Any]) -> list[Row]:
         speedup = statistics.median(v[1] / o[1] for v, o in zip(seconds[STOCK], seconds[side], strict=True))
         ep, etp = (0, 1) if side == STOCK else (int(size) for size in f"{side} etp 1".split()[1:4:2])
         wire, plan = figures["wire"][side], figures["plan"].get(side, 0)
-        matmuls = statistics.median(figures["matmuls"])
-        row = Row(world, tokens, side, ep, log_probs, update, speedup, wire, plan, matmuls=matmuls, etp=etp)
+        row = Row(world, tokens, side, ep, log_probs, update, speedup, wire, plan, etp=etp)
         if etp > 1:
             whole = seconds[side_of(ep, 1)]
             over = statistics.median(w[1] / o[1] for w, o in zip(whole, seconds[side], strict=True))
@@ -279,7 +243,7 @@ def rows_of(world: int, tokens: int, figures: dict[str, Any]) -> list[Row]:
 
 
 def share_of_experts(model: dict[str, Any]) -> float:
-    """Of the weights."""
+    """Return the share of a model's weights that are in experts."""
     with torch.device("meta"):
         parameters = dict(Qwen3MoeForCausalLM(Qwen3MoeConfig(**model)).named_parameters())
     experts = sum(p.numel() for name, p in parameters.items() if ".experts." in name)
@@ -300,41 +264,7 @@ def cells(row: Row) -> list[str]:
         f"{row.over_ep:.2f} x" if row.etp > 1 else "",
         f"{row.wire / 1e6:.3f}",
         "" if row.ep == 0 else f"{row.plan / 1e6:.3f}",
-        f"{row.of_matmuls:.2f}",
     ]
-
-
-def write(rows: list[Row], repeats: int) -> None:
-    where = machine()
-    text = [
-        f"A Qwen3-MoE with {share_of_experts(MODEL):.1%} of its weights in experts, float32, activation checkpointing;",
-        f"sides take turns in the same processes, medians of {repeats}, ratios within a turn; one thread per rank.",
-        "Tokens/s are of an update, of all ranks. Wire: bytes that all ranks together receive in an update, counted;",
-        "plan: what `engine/planner/traffic.py` says, which is asserted to be the same, by bytes and by calls.",
-        "Of the matmuls': seconds of an update's matrix multiplications alone (`benchmarks/update/matmuls.py`), in the",
-        "same turns, over those of the update: 1 is what no engine is faster than.",
-        f"The last rows: {FEW['num_experts']} experts with an inner size of {FEW['moe_intermediate_size']},",
-        f"on {FEW_RANKS} ranks: `ep` alone has two ranks gather each expert, `etp` has them share it.",
-        "Of ep's: tokens/s over those of the same `ep` without `etp`.",
-        "",
-        f"Bounds: `ep` over all ranks with {TOKENS[0]} tokens at least {FULL_EP_SPEEDUP} x, every other row at least",
-        f"{LEAST_SPEEDUP} x verl's; `etp` at least {ETP_SPEEDUP} x `ep` alone.",
-        "What EP saves does not grow with tokens, which both sides compute alike.",
-    ]
-    result = {
-        "machine": where,
-        "model": MODEL,
-        "few": FEW,
-        "repeats": repeats,
-        "rows": [
-            asdict(row) | {"tokens_per_second": row.tokens_per_second, "of_matmuls": row.of_matmuls, "holds": row.holds}
-            for row in rows
-        ],
-    }
-    versions = ", ".join(f"{name} {where['versions'][name]}" for name in ("torch", "verl", "transformers"))
-    on = f"{where['cpu']}, {where['cores']} cores; {versions}"
-    heading = "The engine's step beside verl's fsdp2 engine"
-    write_table("step", result, heading, "make bench-step", on, text, COLUMNS, [*map(cells, rows)])
 
 
 def main() -> int:
@@ -350,19 +280,30 @@ def main() -> int:
     )
     asked = parser.parse_args()
     rows: list[Row] = []
-    for world in track(asked.worlds, "measuring", console=Console(stderr=True)):
+    for world in asked.worlds:
         rows += run(MODEL, world, divisors(world), asked.tokens, asked.repeats)
         if world == 2 and asked.large:
             large = MODEL | {"vocab_size": LARGE_VOCABULARY}
             rows += run(large, world, [world], asked.tokens[-1:], asked.repeats)
     if asked.few:
         rows += run(FEW, FEW_RANKS, [FEW["num_experts"]], [FEW_TOKENS], asked.repeats, etp=2)
-    shown = Table(*COLUMNS)
-    for row in rows:
-        shown.add_row(*cells(row))
-    Console(width=160).print(shown)
-    if (*asked.worlds,) == WORLDS and (*asked.tokens,) == TOKENS and asked.large and asked.few:
-        write(rows, asked.repeats)
+    text = [
+        f"A Qwen3-MoE with {share_of_experts(MODEL):.1%} of its weights in experts, float32, activation checkpointing.",
+        f"Sides take turns in the same processes: medians of {asked.repeats}, ratios within a turn, one thread a rank.",
+        "Tokens/s: of an update, of all ranks. Wire: bytes that all ranks together receive in an update, counted.",
+        "Plan: bytes by `engine/planner/traffic.py`, asserted to be the same by bytes and by calls.",
+        f"The last rows have {FEW['num_experts']} experts with an inner size of {FEW['moe_intermediate_size']} on",
+        f"{FEW_RANKS} ranks: with `ep` alone two ranks gather each expert, with `etp` they share it.",
+        "Of ep's: tokens/s over those of the same `ep` without `etp`.",
+        "",
+        f"Bounds: `ep` over all ranks with {TOKENS[0]} tokens at least {FULL_EP_SPEEDUP} x, every other row at least",
+        f"{LEAST_SPEEDUP} x verl's; `etp` at least {ETP_SPEEDUP} x `ep` alone.",
+        "The time that EP saves does not grow with tokens, which both sides compute alike.",
+    ]
+    is_whole = (*asked.worlds,) == WORLDS and (*asked.tokens,) == TOKENS and asked.large and asked.few
+    heading, folder = "The engine's step beside verl's fsdp2 engine", RESULTS if is_whole else None
+    packages = ("torch", "verl", "transformers")
+    report("step", heading, "make bench-step", packages, text, COLUMNS, [*map(cells, rows)], folder=folder)
     return 0 if all(row.holds for row in rows) else 1
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import machine
-from benchmarks.tables import RESULTS, section_of
+from benchmarks.tables import report
 from epfsdp2.engine.checkpoint.load import match_weights
 from epfsdp2.engine.model.hf_names import as_checkpoint
 from epfsdp2.engine.topology.mesh import build_meshes
@@ -125,17 +124,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of which medians are taken")
     repeats = parser.parse_args().repeats
-    rows, where = measure(repeats), machine()
     text = [
         "CPU seconds of one rank in Python, on a fake group with tensors on meta, so that no byte is moved; medians of",
-        f"{repeats}. Before: with a block as it travels as the unit of a sync, by the same measurements.",
+        f"{repeats}. Before: the same measurements with a block as the unit of a sync.",
     ]
-    on = f"{where['cpu']}, one core; torch {where['versions']['torch']}"
-    lines = section_of(
-        "# Published sizes", {"machine": where}, "make bench-scale", on, text, ["what", "before", "now"], rows
-    )
-    (RESULTS / "scale.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    columns = ["what", "before", "now"]
+    report("scale", "Published sizes", "make bench-scale", ("torch",), text, columns, measure(repeats))
     return 0
 
 

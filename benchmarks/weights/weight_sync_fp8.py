@@ -2,15 +2,14 @@
 
     python -m benchmarks.weights.weight_sync --rollout vllm-fp8 [--repeats 5]
 
-Two trainer ranks hold a Qwen3-MoE in float32, once sharded by verl's fsdp2 engine, whose whole tensors each worker
-quantises by verl's own loader, once by this engine with ``ep_size=2``: as whole tensors for that loader as well, and as
-slices in FP8 with their scales. Blocks are 128 x 128, sizes of the model multiples of them. It needs a processor with
-AMX, as vLLM's CPU build does for FP8. verl's loader is not written for that build: for it the workers keep the routers
-that vLLM frees (``kept_weights.py``), and time alone is compared.
+Two trainer ranks hold a Qwen3-MoE in float32. Stock: verl's fsdp2 engine, whose whole tensors each worker quantises by
+verl's loader. Full: whole tensors of this engine with ``ep_size=2`` for that loader. Sliced: FP8 slices with scales.
+Blocks are 128 x 128. It needs a processor with AMX, because vLLM's CPU build has FP8 kernels for no other. The
+loader of verl does not support that build. Workers keep the routers that vLLM frees (``kept_weights.py``), and time
+alone is compared.
 """
 
 import asyncio
-import itertools
 import json
 import statistics
 import tempfile
@@ -21,19 +20,17 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.machine import machine
-from benchmarks.tables import RESULTS, last_section, newest
+from benchmarks.tables import RESULTS, report
 from benchmarks.weights.into_vllm import seconds_of_syncs
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.vllm.adapter import send_weights
 from tests.support.models.quantised import BLOCK, save_quantised
 
-__all__ = ["main", "section"]
+__all__ = ["main"]
 
 SIDES = ("stock", "full", "sliced")
 LEAST, MOST_BYTES = 1.5, 0.55  # times as fast as stock; of the bytes in bfloat16, with scales
 COLUMNS = ["rollout", "side", "GB", "of bfloat16", "end to end s", "against stock"]
-_NAME = "weight_sync_fp8"
 _EXTENSION = "benchmarks.weights.kept_weights.KeepsRouters"
 # verl chooses a Triton kernel wherever Triton can be imported, also for tensors on a CPU.
 _ENVIRONMENT = {"VERL_VLLM_FP8_QUANT_ENABLED": "1", "VERL_DISABLE_TRITON_FP8": "1"}
@@ -112,17 +109,10 @@ def holds(row: dict) -> bool:
     return row["side"] != "sliced" or (row["times_stock"] >= LEAST and row["of_bfloat16"] <= MOST_BYTES)
 
 
-def section() -> list[str]:
-    """The lines of the table of the last run; none where there was none."""
-    return last_section(
-        _NAME, "## Into vLLM in FP8", "make bench-sync ARGS='--rollout vllm-fp8'", _text, COLUMNS, _cells
-    )
-
-
-def _text(result: dict) -> list[str]:
+def _text(repeats: int) -> list[str]:
     return [
         "Two trainer ranks with float32 masters send a Qwen3-MoE to vLLM workers that hold weights in FP8, with scales",
-        f"of blocks of {BLOCK} x {BLOCK}; sides take turns, medians of {result['repeats']}. Stock: verl's fsdp2",
+        f"of blocks of {BLOCK} x {BLOCK}; sides take turns, medians of {repeats}. Stock: verl's fsdp2",
         "engine, whose whole tensors every worker quantises by verl's loader. Full: whole tensors of this engine, in",
         "bfloat16, for the same loader. Sliced: trainer ranks quantise what they own. GB: handed to one worker; then",
         "against its share of the model in bfloat16. The embedding and the head stay in bfloat16 on all sides. verl's",
@@ -144,9 +134,9 @@ def main(repeats: int, sizes: list[int]) -> int:
     for tp in sizes:
         rows += _run(tp, repeats)
         print("\n".join(" | ".join(_cells(row)) for row in rows[-len(SIDES) :]), flush=True)
-    found = newest(_NAME, "rows", ("tp", "side"), rows)
-    kept = [found[key] for key in itertools.product((1, 2), SIDES) if key in found]
-    (RESULTS / f"{_NAME}.json").write_text(
-        json.dumps({"machine": machine(), "repeats": repeats, "rows": kept}, indent=1) + "\n"
+    command, folder = "make bench-sync ARGS='--rollout vllm-fp8'", RESULTS if len(sizes) == 2 else None
+    lines, text = [*map(_cells, rows)], _text(repeats)
+    report(
+        "weight_sync_fp8", "A weight sync into vLLM in FP8", command, ("torch",), text, COLUMNS, lines, folder=folder
     )
     return 0 if all(map(holds, rows)) else 1

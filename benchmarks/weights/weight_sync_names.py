@@ -2,11 +2,11 @@
 
     python -m benchmarks.weights.weight_sync --rollout vllm-names [--repeats 5]
 
-Trainer ranks of this engine send float32 masters in bfloat16 into vLLM's CPU build, once as whole tensors and once as
-the parameters of each worker; sides take turns in one run. ``sync_megabytes`` is to a layer of this model what 2,048 is
-to one of Qwen3-30B-A3B, so that stacks of experts are too large and experts come one by one. Two ranks feed a replica
-each, or one for both. Of 16 ranks with ``ep_size=8`` the first two feed one replica, and the others drop what their
-workers would get. What bounds both sides is Python, so that ``auto`` is right where ``sliced`` is no slower.
+Trainer ranks of this engine send float32 masters in bfloat16 into vLLM's CPU build, as whole tensors and as each
+worker's parameters, in turns. ``sync_megabytes`` is smaller than a stack of experts, as 2,048 is for Qwen3-30B-A3B, so
+experts are sent one by one. Two ranks feed a replica each, or one for both. In a group of 16 with
+``ep_size=8``, two ranks feed one replica, and the others drop their bytes. Python bounds both sides,
+so ``auto`` is right if ``sliced`` is no slower.
 """
 
 import asyncio
@@ -20,20 +20,18 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.machine import machine
-from benchmarks.tables import RESULTS, last_section, newest
+from benchmarks.tables import RESULTS, report
 from benchmarks.weights.into_vllm import seconds_of_syncs
 from benchmarks.weights.weight_sync_sglang import NAMES
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.vllm.adapter import send_weights
 
-__all__ = ["holds", "main", "section"]
+__all__ = ["holds", "main"]
 
 SIDES = ("full", "sliced")
 MEGABYTES = 4
 PLACES = ((2, 1, 2), (2, 2, 2), (16, 2, 8))  # trainer ranks, the rollout's TP, the trainer's ep
 COLUMNS = ["trainer ranks", "rollout", "side", "tensors", "MB", "end to end s", "against full"]
-_NAME = "weight_sync_names"
 
 
 def _ranks(tp: int, handles: list[str], folder: Path, ep: int, turns: list[str], out: Path) -> None:
@@ -103,19 +101,12 @@ def holds(row: dict) -> bool:
     return row["times_full"] >= 1
 
 
-def section() -> list[str]:
-    """The lines of the table of the last run; none where there was none."""
-    return last_section(
-        _NAME, "## Many small tensors", "make bench-sync ARGS='--rollout vllm-names'", _text, COLUMNS, _cells
-    )
-
-
-def _text(result: dict) -> list[str]:
+def _text(repeats: int) -> list[str]:
     return [
         "A model with the names of Qwen3-30B-A3B (48 layers of 128 experts, 18,867 tensors in a checkpoint) and tiny",
         f"widths. {MEGABYTES} MB of buffers are to its layers what 2,048 are to those of the real one. Full: whole",
         "tensors; sliced: each worker's parameters. Sides take turns,",
-        f"medians of {result['repeats']}. Tensors and MB are those handed to one worker. Of 16 trainer ranks the first",
+        f"medians of {repeats}. Tensors and MB are those handed to one worker. Of 16 trainer ranks the first",
         "two feed a replica, and the others drop what their workers would get; all share these cores.",
         "",
         "Bound: `sliced`, which `auto` takes, is no slower than `full`.",
@@ -133,9 +124,16 @@ def main(repeats: int, sizes: list[int]) -> int:
         if place[1] in sizes:
             rows += _run(*place, repeats)
             print("\n".join(" | ".join(_cells(row)) for row in rows[-len(SIDES) :]), flush=True)
-    found = newest(_NAME, "rows", ("ranks", "tp", "side"), rows)
-    kept = [found[world, tp, side] for world, tp, _ in PLACES for side in SIDES if (world, tp, side) in found]
-    (RESULTS / f"{_NAME}.json").write_text(
-        json.dumps({"machine": machine(), "repeats": repeats, "rows": kept}, indent=1) + "\n"
+    command, folder = "make bench-sync ARGS='--rollout vllm-names'", RESULTS if len(sizes) == 2 else None
+    lines, text = [*map(_cells, rows)], _text(repeats)
+    report(
+        "weight_sync_names",
+        "A weight sync of many small tensors",
+        command,
+        ("torch",),
+        text,
+        COLUMNS,
+        lines,
+        folder=folder,
     )
     return 0 if all(map(holds, rows)) else 1

@@ -2,16 +2,14 @@
 
     python -m benchmarks.weights.weight_sync --rollout sglang [--repeats 5]
 
-Two trainer ranks hold a Qwen3-MoE in float32, once sharded by verl's fsdp2 engine, whose weights go through verl's own
-adapter (``ServerAdapter.update_weights``), once by this engine with ``ep_size=2``, whose adapter sends slices. Each
-side is timed until SGLang has loaded everything and has flushed its cache. SGLang's servers are real, on the CPU, in
-bfloat16: a replica for each rank, or one for both. Two models: that of ``weight_sync.py``, and one with the names of
-Qwen3-30B-A3B and tiny widths, whose tensors are few bytes and many. What of an earlier run was not run again stays.
+Two trainer ranks hold a Qwen3-MoE in float32. Stock: verl's fsdp2 engine and verl's own adapter. Sliced: this engine
+with ``ep_size=2`` and its adapter. Each side is timed until SGLang has loaded everything and has flushed its cache.
+SGLang's servers are real, on the CPU, in bfloat16: a replica for each rank, or one for both. One model is that of
+``weight_sync.py``, the other has the names of Qwen3-30B-A3B and tiny widths.
 """
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -29,13 +27,12 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from benchmarks.machine import machine
-from benchmarks.tables import RESULTS, last_section, newest
+from benchmarks.tables import RESULTS, report
 from epfsdp2.engine.cleanup import held_by, remove_unused
 from epfsdp2.recipes.quickstart.commands import sglang_environment
 from tests.support.ranks import run_ranks
 
-__all__ = ["main", "section"]
+__all__ = ["main"]
 
 WORLD, SIDES = 2, ("stock", "sliced")
 BUCKET_MEGABYTES = 2048  # verl's default
@@ -54,7 +51,6 @@ NAMES = {
 }
 LEAST = {"names of Qwen3-30B-A3B": 20.0, "0.48 GB": 2.0}  # times as fast as stock, by model
 COLUMNS = ["model", "tensors", "rollout", "side", "GB", "end to end s", "against stock"]
-_NAME = "weight_sync_sglang"
 
 
 def _models() -> dict[str, dict]:
@@ -217,23 +213,10 @@ def holds(row: dict) -> bool:
     return row["side"] == "stock" or row["times_stock"] >= LEAST[row["model"]]
 
 
-def section() -> list[str]:
-    """The lines of the table of the last run; none where there was none."""
-    return last_section(
-        _NAME,
-        "## Into SGLang",
-        "make bench-sync STACK=sglang ARGS='--rollout sglang'",
-        _text,
-        COLUMNS,
-        _cells,
-        "SGLang",
-    )
-
-
-def _text(result: dict) -> list[str]:
+def _text(repeats: int) -> list[str]:
     return [
         "Two trainer ranks with float32 masters update real SGLang servers in bfloat16, until everything is loaded",
-        f"and the cache is flushed; sides take turns, medians of {result['repeats']}. Stock: verl's fsdp2 engine and",
+        f"and the cache is flushed; sides take turns, medians of {repeats}. Stock: verl's fsdp2 engine and",
         "verl's own adapter. Sliced: this engine and its adapter. GB: handed to one worker.",
         "",
         f"Bounds of `sliced`: {', '.join(f'{least:.0f} x with the {name} model' for name, least in LEAST.items())}.",
@@ -250,16 +233,22 @@ def main(repeats: int, sizes: list[int]) -> int:
         environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
         command = [sys.executable, "-m", "benchmarks.weights.weight_sync", *sys.argv[1:]]
         os.execvpe(sys.executable, command, environment)
-    import sglang
-
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no server is left
     rows = []
     for name, model in _models().items():
         for tp in sizes:
             rows += _run(name, model, tp, repeats)
             print("\n".join(" | ".join(_cells(row)) for row in rows[-len(SIDES) :]), flush=True)
-    found = newest(_NAME, "rows", ("model", "tp", "side"), rows)
-    kept = [found[key] for key in itertools.product(_models(), (1, 2), SIDES) if key in found]
-    result = {"machine": machine(), "sglang": sglang.__version__, "repeats": repeats, "rows": kept}
-    (RESULTS / f"{_NAME}.json").write_text(json.dumps(result, indent=1) + "\n")
+    command, folder = "make bench-sync STACK=sglang ARGS='--rollout sglang'", RESULTS if len(sizes) == 2 else None
+    lines, text = [*map(_cells, rows)], _text(repeats)
+    report(
+        "weight_sync_sglang",
+        "A weight sync into SGLang",
+        command,
+        ("torch", "sglang"),
+        text,
+        COLUMNS,
+        lines,
+        folder=folder,
+    )
     return 0 if all(map(holds, rows)) else 1

@@ -9,7 +9,7 @@ from packaging.version import Version
 
 __all__ = ["TESTED", "accepted", "installed", "is_accepted", "tested", "untested", "vllm_in"]
 
-# Stack -> versions with which its tests passed (benchmarks/results/stacks.json).
+# Stack -> versions with which its tests passed: rows of benchmarks/results/runs.md.
 TESTED: dict[str, dict[str, str]] = {
     "users": {"torch": "2.11.0", "transformers": "5.9.0", "vllm": "0.24.0", "verl": "0.9.1", "ray": "2.60.0"},
     "default": {"torch": "2.13.0", "transformers": "5.9.0", "vllm": "0.27.1", "verl": "0.9.1", "ray": "2.60.0"},

@@ -19,7 +19,7 @@ from ...engine.topology.mesh import Topology
 
 __all__ = ["EAGER", "ERROR", "PACKED", "STREAMED", "Cluster", "Roofline", "roofline", "seconds"]
 
-# The most that a published figure was off of its prediction (benchmarks/results/published.md).
+# The largest relative error of a prediction (tests/recipes/plan/test_published.py).
 ERROR = 0.16
 # Shares of the memory's bandwidth: AdamW, casts and our kernels; torch's operators, which broadcast and cast; and
 # FSDP's packing of gradients (``chunk_cat``).

@@ -1,4 +1,4 @@
-"""The benchmarks' own code, at sizes that take a moment: that they run, count right, and say what does not hold."""
+"""Benchmarks run at tiny sizes, count right, and report rows below a bound."""
 
 import json
 import subprocess
@@ -11,10 +11,9 @@ import torch
 from torch.nn.functional import silu
 from transformers import Qwen3MoeConfig
 
-from benchmarks import tables
 from benchmarks.experts import compare, peers
 from benchmarks.experts.layer import Geometry, kept_bytes, passes
-from benchmarks.update import growth, packing, step
+from benchmarks.update import step
 from benchmarks.weights import weight_sync, weight_sync_adapters, weight_sync_fp8
 from epfsdp2.recipes.plan.cards import config_of
 from epfsdp2.recipes.plan.cli import parse, request_of
@@ -90,7 +89,7 @@ def test_peer_that_fails_answers_with_its_error():
 
 
 def test_peer_sonic_moe_gets_experts_in_the_order_of_tokens_and_weights_as_hugging_face_stacks_them(monkeypatch):
-    """A stand-in for its function, on a CPU, which computes what its documentation says."""
+    """A function on a CPU that computes by SonicMoE's documentation replaces its kernel."""
     given = {}
 
     def layer(x, scores, tokens, experts, w1, b1, w2, b2, count, stream, activation, *, concat_layout):
@@ -156,40 +155,12 @@ def test_step_of_few_large_experts_is_on_the_mesh_that_the_plan_recommends(tmp_p
     assert (best.ep, best.etp, best.ep_fsdp) == (step.FEW["num_experts"], 2, 1)
 
 
-@pytest.mark.long
-def test_packing_benchmark_times_a_mask_of_the_row_and_padded_batches_too():
-    linear = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16}
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    rows = packing.run(1, MODEL, {**packing.LINEAR, **MODEL, **linear, **layers}, sizes=(64, 9))
-    sides = [packing.DENSE, packing.PACKED, packing.NOTHING] * 2 + [packing.PADDED_ROWS, packing.PACKED] * 2
-    sides += [packing.ONE_CALL, packing.PACKED]
-    assert [row["side"] for row in rows] == sides
-    firsts = {packing.DENSE, packing.PADDED_ROWS, packing.ONE_CALL}
-    assert all(row["speedup"] == 1 and row["holds"] for row in rows if row["side"] in firsts)
-    assert packing._least("16 x 256", {packing.DENSE: 1, packing.PACKED: 2, packing.NOTHING: 4}) == 3
-    assert packing._least("16 x 256", {packing.DENSE: 1, packing.PACKED: 2, packing.NOTHING: 2}) == 1.8
-    assert {len(packing.cells(row)) for row in rows} == {len(packing.COLUMNS)}
-
-
-def test_growth_benchmark_fits_and_plots_its_rows(tmp_path):
-    assert growth.exponent([(x, 3 * x**0.7) for x in (1, 2, 4, 8)]) == pytest.approx(0.7)
-    points = [
-        (x, step.Row(2, 128 * x, side, ep, 0.1, 0.5 * x, 1.0, 1, 1))
-        for x in (1, 2)
-        for side, ep in (("a", 0), ("b", 2))
-    ]
-    assert growth.exponents({"tokens": points})["tokens"] == {"epfsdp2": pytest.approx(1), step.STOCK: pytest.approx(1)}
-    growth.plot({"tokens": points}, tmp_path / "growth.png")
-    assert (tmp_path / "growth.png").stat().st_size > 1000
-    assert all(len(growth.cells("tokens", *point)) == len(growth.COLUMNS) for point in points)
-
-
 def test_adapter_benchmark_of_rank_32_is_held_to_a_share_of_the_base():
     row = {"tp": 1, "sync": "adapters", "bytes": 2, "of_bytes": 0.02, "seconds": 1.0, "of_seconds": 0.5}
     assert weight_sync_adapters.holds(row) and not weight_sync_adapters.holds(row | {"of_bytes": 0.021})
     assert weight_sync_adapters.holds(row | {"sync": "base", "of_bytes": 1.0})
     assert weight_sync_adapters.section([row])[-1] == "| TP 1 | adapters | 0.00 | 2.00% | 1.00 | 0.50 x |"
-    # Of Qwen3-30B-A3B the q_proj of 48 layers are [4096, 2048]; its experts are far more than the bound.
+    # q_proj of Qwen3-30B-A3B is [4096, 2048] in 48 layers. Adapters of its experts are far above the bound.
     base = 30_532_122_624
     assert weight_sync_adapters.share(("q_proj",)) == pytest.approx(48 * 32 * (4096 + 2048) / base)
     of_expert = 2 * 32 * (2048 + 768) + 32 * (768 + 2048)  # gate and up, and down
@@ -212,11 +183,3 @@ def test_fp8_weight_sync_bounds_refuse_slower_rows_and_more_bytes():
     row = {"side": "sliced", "times_stock": 1.5, "of_bfloat16": 0.55}
     assert weight_sync_fp8.holds(row) and weight_sync_fp8.holds({"side": "stock"})
     assert not weight_sync_fp8.holds(row | {"times_stock": 1.4}) and not weight_sync_fp8.holds(row | {"of_bfloat16": 1})
-
-
-def test_newest_results_keep_rows_that_were_not_run_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.newest("bench", "rows", "name", []) == {}
-    (tmp_path / "bench.json").write_text('{"rows": [{"name": "step", "status": 1}, {"name": "memory", "status": 0}]}')
-    found = tables.newest("bench", "rows", "name", [{"name": "growth", "status": 0}, {"name": "step", "status": 0}])
-    assert {name: row["status"] for name, row in found.items()} == {"step": 0, "memory": 0, "growth": 0}

@@ -1,4 +1,4 @@
-"""The update and the MoE block beside rivals: sides compute the same, and what is counted of them is what there is."""
+"""The update and the MoE block beside rivals: sides compute the same, and their bytes are counted right."""
 
 import json
 from dataclasses import replace

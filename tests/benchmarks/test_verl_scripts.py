@@ -1,11 +1,11 @@
-"""A script of verl's is run with stand-ins, and what it would have started is composed and checked."""
+"""A script of verl runs with stand-ins; the command that it would start is composed and checked."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.training.verl_scripts import ADDED, checks, composed, dtypes, examine, record, small_model
+from benchmarks.scripts.verl_scripts import ADDED, checks, composed, examine, record, small_model
 
 DATA = sorted((Path(__file__).parents[1] / "e2e" / "trainers" / "data").glob("*.json"))
 SCRIPTS = {
@@ -42,23 +42,6 @@ def test_verl_scripts_recorded_compose_and_pass_the_drivers_checks(file, tmp_pat
     node = "model.path" if "sft" in facts["module"] else "actor_rollout_ref.model.path"
     path = f"{node}={small_model(name, tmp_path)}"
     assert checks(facts["module"], [*facts["arguments"], path]) == "passes"
-
-
-@pytest.mark.parametrize(
-    ("family", "arguments", "said"),
-    [
-        ("qwen3", [], "both in float32"),
-        ("qwen3_next", [], "both in bfloat16"),
-        (
-            "qwen3",
-            ["+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"],
-            "actor in bfloat16, vLLM in float32",
-        ),
-    ],
-)
-def test_verl_script_dtypes_of_a_difference_are_the_families_or_the_scripts_own(tmp_path, family, arguments, said):
-    (tmp_path / "facts.json").write_text(json.dumps({"arguments": arguments}))
-    assert dtypes(tmp_path / "facts.json", family) == said
 
 
 def test_verl_script_that_is_refused_is_quoted_with_its_first_sentence(tmp_path):

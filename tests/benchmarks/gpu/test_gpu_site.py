@@ -1,4 +1,4 @@
-"""What is carried to a machine with a GPU: code of other GPUs is blanked, and folders may come one after another."""
+"""Packages for a machine with a GPU: code of other GPUs is blanked, and folders may arrive one after another."""
 
 import os
 import shutil

@@ -1,6 +1,6 @@
 """The quickstart with the arguments of one of verl's scripts: ``python -m verl_script FACTS.json ...``.
 
-``benchmarks/training/verl_scripts.py --record`` writes ``FACTS.json``: the trainer that the script starts, and its
+``benchmarks/scripts/verl_scripts.py --record`` writes ``FACTS.json``: the trainer that the script starts, and its
 arguments, ``engine=epfsdp2 engine.ep_size=8`` at their end. The quickstart's settings of a small machine follow them.
 The algorithm stays the script's.
 """

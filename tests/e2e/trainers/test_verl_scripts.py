@@ -1,6 +1,6 @@
 """verl's own scripts with two words more, on a small machine: their arguments are recorded in ``data``.
 
-``benchmarks/training/verl_scripts.py --record`` wrote these files: what a script gives its trainer, and the two words
+``benchmarks/scripts/verl_scripts.py --record`` wrote these files: what a script gives its trainer, and the two words
 behind it. A small model, small data and what a machine without GPUs needs come last.
 """
 

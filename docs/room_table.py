@@ -14,8 +14,8 @@ The folders `engine/`, `rollout/`, `conf/` and `recipes/` are the packages `epfs
 into rooms: a folder, or a file that stands alone, whose parts change for the same reason. **A room imports only from
 rooms below it in the table.** `tests/test_walls.py` checks this, and these rules:
 
-* verl is imported by `engine/config/roles.py`, `engine/integration/`, `engine/cpu/`, and in `rollout/` on verl's side of
-  a sync. vLLM is imported by `rollout/vllm/` and `engine/cpu/` alone, SGLang by `rollout/sglang/`.
+* verl is imported by `engine/config/roles.py`, `engine/integration/`, `engine/cpu/`, and in `rollout/` on verl's side
+  of a sync. vLLM is imported by `rollout/vllm/` and `engine/cpu/` alone, SGLang by `rollout/sglang/`.
 * `rollout/` imports from the engine `topology`, `model`, `lora`, `quantise`, `cpu`, `compat` and `errors.py` alone. In
   the engine, `integration/` and `preflight/` alone import the rollout.
 * `parallelize.py` is imported by `build.py` alone, `planner/` by `integration/`, `preflight/` and the recipes.

@@ -46,9 +46,9 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
         yield 1, text
         return
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if (doc := ast.get_docstring(node)) is not None:
-                yield node.body[0].lineno, doc
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, kinds) and (doc := ast.get_docstring(node)) is not None:
+            yield node.body[0].lineno, doc
     for found in re.finditer(r"(?:^[ \t]*# .*\n)+", text, flags=re.M):
         yield text[: found.start()].count("\n") + 1, re.sub(r"^[ \t]*# ?", "", found[0], flags=re.M)
 

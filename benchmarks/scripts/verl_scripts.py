@@ -33,7 +33,6 @@ from benchmarks.scripts.small_models import small_model
 from benchmarks.tables import RESULTS, report
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.compat.versions import installed
-from epfsdp2.engine.config.values import DTYPES
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.run import check_training
 

@@ -72,9 +72,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their global 2-norm is at most ``max_norm``.
 
-    Sum the squares of the local shards in float32, each divided by the number of ranks that hold the shard, and
-    all-reduce once over all ranks. Replicas sum in different orders: with a norm each, the norms could differ in the
-    last bit, and then the parameters.
+    Sum the squares of the local shards in float32, each divided by the number of ranks that hold the shard. One
+    all-reduce over all ranks gives the norm. Replicas sum in different orders: with a norm each, the norms could differ
+    in the last bit, and then the parameters.
 
     Args:
         parameters: sharded parameters; those without a gradient are ignored. Gradients may be on the host (CPU

@@ -62,7 +62,8 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
 
     * embeddings and head;
     * routers, because each of their rows scores one expert;
-    * norms, biases (also stacked ones of experts), convolutions, linears with one output or one input;
+    * norms, biases (also stacked ones of experts), convolutions, parameters outside of linears;
+    * linears with one output or one input;
     * experts of an ``engine.expert_plan``, because their layout isn't known.
     """
     found: dict[str, Layout] = {}
@@ -258,7 +259,7 @@ def _blocks(param: torch.Tensor, step: ShardStep | None, layout: Layout, limit: 
         yield Block(param, shape, pieces)
 
 
-# Layers have parameters of the same shapes; for each there is a piece of every rank.
+# Cached, because layers repeat the shapes, and each shape has a piece for every rank.
 @functools.lru_cache(maxsize=256)
 def _shapes_and_pieces(
     shape: tuple[int, ...],
@@ -271,8 +272,9 @@ def _shapes_and_pieces(
     """Return shape and pieces of each block of a parameter.
 
     Args:
-        steps, at: by which the parameter is sharded, and this rank's index on each axis.
-        step: the one among them that shards its matrices.
+        steps: the steps that shard the parameter.
+        at: this rank's index on each axis of ``steps``.
+        step: the one of ``steps`` that shards the matrices.
     """
     ranks, found = step.parts if step else 1, []
     held = [shard_ranges(shape, steps, {**dict(at), **({step.axis: rank} if step else {})}) for rank in range(ranks)]
@@ -286,7 +288,7 @@ def _shapes_and_pieces(
             matrix_slices[out_dim] = slice(part, sizes[out_dim], layout.parts)
         else:
             matrix_slices[out_dim] = slice(part * each, (part + 1) * each, 1)
-        # Of gate and up, each sharded by itself, a rank's shard has a piece of both, one after the other.
+        # If gate and up are sharded separately, a rank's shard is a piece of gate and then a piece of up.
         index = part if len(held[0]) > 1 else 0
         bounds = [_bounds(ranges[index]) for ranges in held]
         before = [_rows_before(ranges, index, layout.out_dim) for ranges in held]
@@ -309,7 +311,7 @@ def _bounds(held: IndexRange) -> Bounds:
 
 
 def _rows_before(ranges: Sequence[IndexRange], index: int, dim: int) -> int:
-    """Return what a shard has along ``dim`` of the ranges before one of its own."""
+    """Return the size along ``dim`` of a shard's ranges before range ``index``."""
     return sum(held.shape[dim] for held in ranges[:index])
 
 
@@ -317,7 +319,7 @@ def _piece(bounds: Bounds, wanted: Sequence[slice], before: int, out_dim: int) -
     """Return the piece of the (strided) slices ``wanted`` of a parameter that a rank with ``bounds`` holds.
 
     Args:
-        before: what the rank's shard has along ``out_dim`` before what is in these bounds.
+        before: offset along ``out_dim``, in the rank's shard, of the values within ``bounds``.
     """
     held, whole = [], []
     for dim, ((start, stop), want) in enumerate(zip(bounds, wanted, strict=True)):
@@ -331,7 +333,7 @@ def _piece(bounds: Bounds, wanted: Sequence[slice], before: int, out_dim: int) -
 
 
 def matrix_shard_step(param: torch.Tensor) -> ShardStep | None:
-    """Return the step that shards the parameter's matrices themselves; None if a rank's matrices are whole.
+    """Return the step that shards the parameter's matrices; None if a rank's matrices are whole.
 
     Raises:
         ValueError: there are two such steps.

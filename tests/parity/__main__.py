@@ -66,12 +66,12 @@ def main() -> int:
 
 
 def _in_order(todo: list[Case]) -> list[str]:
-    """The meshes of some cases, each once."""
+    """Return the meshes of some cases, each once."""
     return list(dict.fromkeys(case.mesh for case in todo))
 
 
 def run_family(name: str, todo: list[Case]) -> list[Row]:
-    """All cases; one that takes its ranks down is a failed row, and the rest run in new ones."""
+    """Run all cases; a case that kills its ranks is a failed row, and the rest run on new ranks."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = families.save(name, Path(folder) / name)
@@ -81,7 +81,7 @@ def run_family(name: str, todo: list[Case]) -> list[Row]:
             crash = ""
             try:
                 run_ranks(compare, WORLD, [(name, checkpoint, todo)], results, timeout=1800)
-            except Exception as error:  # becomes a failed row
+            except Exception as error:  # reported as a failed row
                 crash = " ".join(str(error).split())[-300:]
             lines = [json.loads(line) for line in results.read_text().splitlines()]
             done = [Row.of_json(line["row"]) for line in lines if "row" in line]
@@ -107,7 +107,7 @@ def _columns(rows: list[Row]) -> list[str]:
 
 
 def _lines(names: list[str], rows: list[Row]) -> list[list[str]]:
-    """A line per family: the worst error per mesh over dims and checkpointing, then bfloat16, then a note."""
+    """Return a line per family: the worst error per mesh over dims and checkpointing, bfloat16, a note."""
     lines = []
     for name in names:
         mine = [row for row in rows if row.family == name]
@@ -147,7 +147,7 @@ def _summary(rows: list[Row], minutes: float) -> str:
 
 
 def _write(rows: list[Row], minutes: float, results: Path, more: dict[str, str]) -> None:
-    """What of an earlier run was not run again stays, with what it ran with, and what more there is to say of this."""
+    """Write the results, with ``more`` facts of this run; rows of earlier runs stay unless they ran again."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     about = {
         "date": date.today().isoformat(),

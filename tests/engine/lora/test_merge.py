@@ -115,7 +115,7 @@ def _gathers_once(folder, streams, ep, memory):
             with_adapters[stream] = _sent(sync, stream)
         assert gathers.counts == dict.fromkeys(adapters, 1), stream
         assert gathers.most <= max(pairs) < sum(pairs) / 2, stream
-    # Weights without an adapter are sent unchanged, bit for bit.
+    # A model that has the merged weights, and B = 0, sends the same bits.
     values = merge.local_values(model, "cpu")
     with torch.no_grad():
         for name, param in merge.weights(model):

@@ -31,7 +31,7 @@ def _qwen3(**sizes):
 
 
 CONFIGS = {
-    # Of 5 rows over 4 ranks the last rank has none; shards of 2I = 44 cut gate and up.
+    # 5 rows over 4 ranks leave none for the last rank; shards of 2I = 44 cut gate and up.
     "qwen3": lambda: _qwen3(hidden_size=20, intermediate_size=5, moe_intermediate_size=22, num_experts=8),
     # 4 does not divide 2I = 46, so ep_fsdp=4 shards columns, of 12 experts.
     "qwen3-odd": lambda: _qwen3(hidden_size=28, intermediate_size=9, moe_intermediate_size=23, num_experts=12),

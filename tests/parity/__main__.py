@@ -27,18 +27,12 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
-    parser.add_argument(
-        "--families", default="", help="names, separated by commas, whose rows are written beside those of the others"
-    )
+    parser.add_argument("--families", default="", help="names, separated by commas; results of other families are kept")
     parser.add_argument("--fast", action="store_true", help="one case per family; writes no result file")
-    parser.add_argument("--packed", action="store_true", help="packed rows, each mesh once; asks for --results")
-    parser.add_argument(
-        "--results", default="parity", help="name of the result files; those of other versions have their own"
-    )
-    parser.add_argument(
-        "--meshes", default="", help="those to run alone, as the table heads them: '1 x 2 x 2,1 x 1 x 4'"
-    )
-    parser.add_argument("--once", action="store_true", help="one setting of each mesh, in turn, and not all of them")
+    parser.add_argument("--packed", action="store_true", help="packed rows, each mesh once; needs --results")
+    parser.add_argument("--results", default="parity", help="name of the result files; use another for other versions")
+    parser.add_argument("--meshes", default="", help="meshes to run, as in the table's head: '1 x 2 x 2,1 x 1 x 4'")
+    parser.add_argument("--once", action="store_true", help="one setting of each mesh, in turn, instead of all")
     asked = parser.parse_args()
     names = asked.families.split(",") if asked.families else list(families.ALL)
     if asked.packed and "packed" not in asked.results:

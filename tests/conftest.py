@@ -1,4 +1,4 @@
-"""For all tests."""
+"""Fixtures and order of all tests."""
 
 import importlib.util
 import os
@@ -14,20 +14,19 @@ import yaml
 
 from tests.support.fast import is_fast
 
-# A CUDA build of torch on a machine without a GPU: the CPU platform has to be asked for (see
-# engine/cpu/__init__.py).
+# A CUDA build of torch on a machine without a GPU needs the CPU platform by name (engine/cpu/__init__.py).
 if torch.version.cuda is not None and not torch.cuda.is_available():
     os.environ.setdefault("VERL_PLATFORM", "cpu")
 
-# `make test` has a worker for each core: threads of both would wait for each other, and Ray's processes, which start
-# at nice 15, for the ranks of the other worker.
+# `make test` has a worker per core. With more threads, the workers would wait for each other, and Ray's processes, at
+# nice 15, would wait for the ranks of the other worker.
 torch.set_num_threads(1)
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def files_of_hydra_are_parsed_once() -> Iterator[None]:
-    """Each composition parses verl's files anew, in a third of its time."""
+    """Cache parsed files, because every composition parses verl's files again, in a third of its time."""
     if importlib.util.find_spec("omegaconf") is None:  # the stack `newest` has no Hydra
         yield
         return
@@ -47,13 +46,13 @@ def files_of_hydra_are_parsed_once() -> Iterator[None]:
 
 @pytest.fixture
 def stacks_are_sent(monkeypatch):
-    """Experts are sent as stacks, as to vLLM since 0.27, whichever is installed."""
+    """Send experts as stacks, as to vLLM since 0.27, with every version of vLLM."""
     from epfsdp2.rollout.vllm import names
 
     monkeypatch.setattr(names, "_takes_stacks", lambda: True)
 
 
-# Tests with Ray, vLLM or segments in /dev/shm look at what a run leaves on the machine.
+# Tests with Ray, vLLM or segments in /dev/shm check the leftovers of a run on the machine.
 _ON_ONE_WORKER = ("tests/e2e/", "tests/rollout/")
 # The slowest of the other files, each over half a minute.
 _SLOWEST = (
@@ -93,10 +92,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Which tests may run at the same time as others: `make test` has two workers.
+    """Schedule the tests of `make test` on two workers.
 
-    Those that look at the machine run in order on one worker, and mostly wait; of the others a worker takes a file at a
-    time, the longest first. (The marks for groups of pytest-xdist 3.8 do nothing under pytest 9.2.)
+    Tests that check the machine run in order on one worker, and mostly wait. The others run a file at a time, the
+    longest first. (The marks for groups of pytest-xdist 3.8 do nothing under pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -105,5 +104,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
             file = nodeid.partition("::")[0]
             return "machine" if file.startswith(_ON_ONE_WORKER) else file
 
-    config.option.loadscopereorder = False  # the order is that of the items
+    config.option.loadscopereorder = False  # keep the order of the items
     return Groups(config, log)

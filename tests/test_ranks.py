@@ -1,4 +1,4 @@
-"""Ranks of a test report all that fails on any of them."""
+"""Ranks of a test report the failures of all ranks."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Nobody but a server's folder says its name, so that a third rollout engine is one folder and a line."""
+"""Only a server's folder has its name, so a third rollout engine is one folder and a line."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ ALLOWED = {
 
 
 def _names(text: str) -> Iterator[str]:
-    """Yield what code names, imports and quotes; no comments, no docstrings."""
+    """Yield names, imports and strings of code, without comments and docstrings."""
     tree = ast.parse(text)
     said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -42,7 +42,7 @@ def _names(text: str) -> Iterator[str]:
 
 
 def _naming(files: Mapping[str, str]) -> list[str]:
-    """Return the files that name a server, of those that have none."""
+    """Return the files that name a server outside of its folder."""
     of_none = (path for path in files if path.startswith(("engine/", "rollout/")) and not path.startswith(FOLDERS))
     return [path for path in of_none if any(map(NAMED.search, _names(files[path])))]
 

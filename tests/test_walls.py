@@ -1,6 +1,6 @@
-"""Who may import what (the house rules), and what the repository may not contain.
+"""Rules for imports between rooms, and for the contents of the repository.
 
-Each wall is a function from what files import to what breaks it, and is tried on an import that does.
+Each wall is a function from imports to violations, and is tested with an import that violates it.
 """
 
 import ast
@@ -19,8 +19,7 @@ from tests.support.imports import ROOMS, ROOT, Import, imports, room_of, sources
 MOST_LINES, MOST_FILES = 400, 10
 TORCH = frozenset({"torch"})
 MODEL = frozenset({"torch", "transformers"})
-# What a room may import besides Python's own library and this package. Where a file is named, the others of its room
-# may not.
+# Packages that a room may import besides the standard library and this package. Entries of files replace their room's.
 THIRD_PARTIES: dict[str, frozenset[str]] = {
     "recipes/doctor": MODEL | {"psutil", "rich"},
     "recipes/doctor/on_ray.py": frozenset({"ray"}),
@@ -90,8 +89,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/wrap_forward.py": TORCH,
     "engine/model_files.py": frozenset({"huggingface_hub", "transformers"}),
 }
-# compat says which versions there are and looks up vLLM's private names; the rest is what a weight is: where its parts
-# are, what it is called in a checkpoint, and what is merged into it.
+# compat has versions and vLLM's private names. The others describe a weight: shards, names in a checkpoint, adapters.
 OF_THE_ENGINE_FOR_THE_ROLLOUT = tuple(
     f"engine/{room}" for room in ("topology", "model", "lora", "quantise", "cpu", "compat", "errors.py")
 )
@@ -119,7 +117,7 @@ def _said(found: Import) -> str:
 
 
 def third_parties(found: Iterable[Import]) -> list[str]:
-    """A room imports of others' packages what is listed for it."""
+    """A room imports only the third-party packages listed for it."""
     broken = []
     for one in found:
         package = one.module.partition(".")[0]
@@ -130,14 +128,14 @@ def third_parties(found: Iterable[Import]) -> list[str]:
 
 
 def downward(found: Iterable[Import]) -> list[str]:
-    """A room imports from those below it."""
+    """A room imports only from rooms below it."""
     return [
         _said(one) for one in found if one.is_ours and ROOMS.index(room_of(one.path)) > ROOMS.index(room_of(one.module))
     ]
 
 
 def rollout_of_engine(found: Iterable[Import]) -> list[str]:
-    """The rollout imports few rooms of the engine."""
+    """The rollout imports only the listed rooms of the engine."""
     return [
         _said(one)
         for one in found
@@ -148,7 +146,7 @@ def rollout_of_engine(found: Iterable[Import]) -> list[str]:
 
 
 def engine_of_rollout(found: Iterable[Import]) -> list[str]:
-    """The engine imports the rollout where it is put together, and where it is checked."""
+    """Only the listed rooms of the engine import the rollout."""
     return [
         _said(one)
         for one in found
@@ -159,12 +157,12 @@ def engine_of_rollout(found: Iterable[Import]) -> list[str]:
 
 
 def parallelize(found: Iterable[Import]) -> list[str]:
-    """The recipe is imported where a model is built."""
+    """``parallelize`` is imported only where a model is built."""
     return [_said(one) for one in found if one.module == "engine/parallelize.py" and one.path != "engine/build.py"]
 
 
 def planner(found: Iterable[Import]) -> list[str]:
-    """The planner is imported where a run is planned."""
+    """The planner is imported only where a run is planned."""
     return [
         _said(one)
         for one in found
@@ -175,7 +173,7 @@ def planner(found: Iterable[Import]) -> list[str]:
 
 
 def public(found: Iterable[Import]) -> list[str]:
-    """Nobody's underscore is imported."""
+    """Private names are not imported."""
     return [
         _said(one)
         for one in found
@@ -184,7 +182,7 @@ def public(found: Iterable[Import]) -> list[str]:
 
 
 def alone(found: Iterable[Import]) -> list[str]:
-    """A test runs by itself: what several need is in ``tests/support`` or beside them, in files that hold no tests."""
+    """Tests don't import tests: shared code is in ``tests/support``, or beside them in files without tests."""
     broken = []
     for one in found:
         names = f"{one.module}.{one.name or ''}".split(".")
@@ -203,13 +201,13 @@ def too_long(files: Mapping[str, str]) -> list[str]:
 
 
 def too_full(files: Iterable[str]) -> list[str]:
-    """Folders with too many files; a package's ``__init__.py`` is none."""
+    """Return folders with too many files, not counting ``__init__.py``."""
     count = Counter(path.rpartition("/")[0] for path in files if not path.endswith("/__init__.py"))
     return [folder for folder, number in count.items() if number > MOST_FILES]
 
 
 def underscores_read(files: Mapping[str, str]) -> list[str]:
-    """Names with an underscore that are read of a module of this package."""
+    """Return private names read from modules of this package."""
     broken = []
     for path, text in files.items():
         modules = {one.module for one in imports({path: text}) if one.is_ours and one.name is None}
@@ -374,7 +372,7 @@ def test_old_names_that_users_have_lead_to_the_code(old, new, name):
 
 
 def _forwards_replaced(files: Mapping[str, str]) -> list[str]:
-    """Files that assign the forward of a module or a class."""
+    """Return files that assign the forward of a module or a class."""
     return [
         path
         for path, text in files.items()
@@ -386,8 +384,8 @@ def _forwards_replaced(files: Mapping[str, str]) -> list[str]:
 
 
 def test_wall_of_forwards_replaces_them_in_one_place():
-    # vision.py puts a class's own forward back after verl has patched it; blocks.py gives a block another as its own.
-    # causal_head.py asks a model's forward what it does with logits, on meta, and puts both back.
+    # vision.py restores a class's own forward after verl's patch; blocks.py gives a block a forward of its own.
+    # causal_head.py traces a model's use of logits on meta, and restores both forwards.
     head = ["engine/head/causal_head.py"] * 2
     others = [*head, "engine/model/vision.py", "engine/moe/outside/blocks.py"]
     assert _forwards_replaced(SOURCES) == [*others, "engine/wrap_forward.py"]

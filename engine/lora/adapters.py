@@ -3,9 +3,9 @@
 An adapter is two more parameters of the module that owns the weight: ``<weight>_lora_A`` ``[r, in]`` and
 ``<weight>_lora_B`` ``[out, r]``; a stack of experts has a pair per expert, ``[E, r, in]`` and ``[E, out, r]``. With
 DoRA (https://arxiv.org/abs/2402.09353) a linear has ``<weight>_lora_magnitude`` ``[out]`` too. A module that is trained
-as a whole has a trained ``<parameter>_lora_saved`` beside each frozen parameter. No module is wrapped, so all other
-names in the model are unchanged. Adapters of experts are in the same module as the weights, and are sharded, gathered
-and reduced with them.
+whole (``modules_to_save``) has a trained copy ``<parameter>_lora_saved`` of each frozen parameter. No module is
+wrapped, so all other names in the model are unchanged. Adapters of experts are in the module of the experts' weights,
+so FSDP shards, gathers and reduces them together.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ _HANDLE = "_epfsdp2_lora"
 
 
 class Lora:
-    """The adapters of one model, and its modules that are trained as a whole.
+    """The adapters of one model, and its modules that are trained whole.
 
     Args:
-        model: a model that is not sharded yet, on any device; gets the adapters' parameters, without values.
+        model: a model that is not sharded yet, on any device. Parameters for the adapters are added, without values.
         settings: ranks, alphas and targets.
         plan: ``engine.expert_plan``.
 
     Attributes:
         targets: the adapted weights by name.
-        saved: names of the parameters that are trained as a whole, whose copies end with ``SAVED``.
-        shapes: of the parameters that are trained, by name; global.
-        has_experts: whether the model has some.
-        enabled: whether a forward adds the adapters and computes with these copies.
+        saved: names of the frozen parameters with a trained copy, named with ``SAVED`` at the end.
+        shapes: global shapes of the trained parameters, by name.
+        has_experts: whether the model has experts.
+        enabled: whether a forward adds the adapters and uses the copies.
 
     Raises:
         SettingError: the settings name weights that the model does not have, or that can't be adapted.
@@ -60,13 +60,13 @@ class Lora:
             self._attach(target)
         for fqn in saved_modules:
             self._copy(fqn, model.get_submodule(fqn))
-        # So that the backward of the first layer issues the same collectives as the others, whatever is adapted in it.
+        # The backward of the first layer issues the collectives of the other layers, whatever is adapted in it.
         model.get_input_embeddings().register_forward_hook(_requires_grad)
         setattr(model, _HANDLE, self)
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """What the parameters of an adapter end with."""
+        """Suffixes of the names of an adapter's parameters."""
         return (A, B, MAGNITUDE) if self.settings.use_dora else (A, B)
 
     def _attach(self, target: Target) -> None:
@@ -80,7 +80,7 @@ class Lora:
             adapter = nn.Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device))
             target.module.register_parameter(target.own + suffix, adapter)
         if target.experts is None:
-            # Before FSDP's own hook, which frees the gathered parameters.
+            # Registered before FSDP's hook, which frees the gathered parameters.
             target.module.register_forward_hook(partial(_add, self, target.scaling))
         else:
             adapt_experts(target.module, self, target.own, target.scaling)
@@ -96,7 +96,7 @@ class Lora:
     def freeze_base(self, model: nn.Module) -> None:
         """Freeze everything but the adapters and the copies.
 
-        Call it after ``parallelize``, which treats parameters that a family keeps frozen differently
+        Call it after ``parallelize``, which has a rule for parameters that a family freezes
         (``fp32_modules.correction_biases``), and before the first forward, when FSDP reads ``requires_grad``.
         """
         for name, param in model.named_parameters():
@@ -104,14 +104,14 @@ class Lora:
 
     @torch.no_grad()
     def initialize(self, model: nn.Module, seed: int, read: Callable[[str], torch.Tensor] | None = None) -> None:
-        """Fill this rank's shards, from a saved adapter or with an adapter that adds nothing.
+        """Fill this rank's shards from a saved adapter, or with an adapter that adds nothing.
 
-        The latter has ``B = 0`` and draws ``A`` as peft does, uniformly within ``1 / sqrt(in)``, from the seed and the
-        name of the weight (and the number of the expert), so that it is equal on every mesh. Magnitudes are the norms
-        of the weight's rows. The weights have to be loaded.
+        The second has ``B = 0``, and ``A`` uniform within ``1 / sqrt(in)`` as in peft. The seed, the name of the weight
+        and the number of the expert determine ``A``, so it is equal on every mesh. Magnitudes are the norms of the
+        weight's rows. The weights have to be loaded.
 
         Args:
-            read: returns an adapter's full parameter by its name in the model.
+            read: reads a saved adapter's full parameter by its name in the model; None for a new adapter.
         """
         for name in self.saved:
             copy = model.get_parameter(name + SAVED)
@@ -129,12 +129,12 @@ class Lora:
                 elif suffix == B:
                     local_tensor(param).zero_()
                 else:
-                    # FSDP cuts both along their rows, in the same places.
+                    # FSDP shards both along the rows, at the same indices.
                     local_tensor(param).copy_(local_tensor(model.get_parameter(name)).float().norm(dim=1))
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Run the block without adapters: the model is then the reference policy."""
+        """Run a block of code without adapters: the model is then the reference policy."""
         self.enabled = False
         try:
             yield
@@ -142,7 +142,7 @@ class Lora:
             self.enabled = True
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that a checkpoint and a run must have in common; plain values."""
+        """Return the values, as plain types, that have to be equal in a checkpoint and a run."""
         own, found = self.settings, dict[str, Any]()
         found |= {name: True for name in ("use_rslora", "use_dora") if getattr(own, name)}
         for name, default in (("rank", own.rank), ("alpha", own.alpha)):
@@ -153,12 +153,12 @@ class Lora:
 
 
 def lora_of(model: nn.Module) -> Lora | None:
-    """Return the adapters of a model; None if it has none."""
+    """Return the adapters of a model, or None."""
     return getattr(model, _HANDLE, None)
 
 
 def row_norms(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Return the norms that DoRA divides the rows of ``weight + delta`` by; float32 ``[out]``."""
+    """Return DoRA's norms of the rows of ``weight + delta``; float32 ``[out]``."""
     return torch.linalg.norm(weight.float() + delta.float(), dim=1)
 
 
@@ -169,7 +169,7 @@ def _add(lora: Lora, scaling: float, module: Any, args: tuple[torch.Tensor, ...]
     added = scaling * F.linear(F.linear(args[0], a), b)
     if not lora.settings.use_dora:
         return output + added
-    with torch.no_grad():  # the norm is a constant to the gradient (section 4.3 of the paper)
+    with torch.no_grad():  # no gradient flows through the norm (section 4.3 of the paper)
         norms = row_norms(module.weight, scaling * (b @ a))
     factor = (module.weight_lora_magnitude / norms).to(output.dtype)
     without_bias = output if module.bias is None else output - module.bias
@@ -179,7 +179,7 @@ def _add(lora: Lora, scaling: float, module: Any, args: tuple[torch.Tensor, ...]
 def _with_copies(
     lora: Lora, module: nn.Module, names: list[str], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a module's forward with the trained copies in the place of its parameters, as FSDP has gathered them."""
+    """Run a module's forward with its gathered trained copies in place of its parameters."""
     if not lora.enabled:
         return forward(*args, **kwargs)
     held = module._parameters

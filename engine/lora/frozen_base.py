@@ -1,4 +1,4 @@
-"""The weights that adapters are trained on: which they are, and checksums that tell whether others are the same."""
+"""The frozen weights below adapters, and checksums to compare them."""
 
 import math
 from typing import Any
@@ -15,14 +15,14 @@ from .adapters import lora_of
 
 __all__ = ["BaseChangedError", "SentBase", "base_checksums", "base_tensors", "checksum", "difference"]
 
-_CHUNK = 1 << 22  # elements whose checksum is computed at a time
-_MULTIPLIER = -7046029254386353131  # odd, with bits in all places; as int64
+_CHUNK = 1 << 22  # elements per step of a checksum
+_MULTIPLIER = -7046029254386353131  # an odd int64 with high and low bits set
 
 
 def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the frozen parameters and the persistent buffers of a model with adapters, by name.
 
-    A critic's head, which is drawn where the checkpoint has none, is left out: its trained copy is what counts.
+    The original of a critic's head is left out, because its values are random and only its trained copy is used.
     """
     lora = lora_of(model)
     head = lora.settings.value_head if lora is not None else ""
@@ -47,12 +47,12 @@ def base_checksums(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return the checksum of a tensor that is not sharded."""
+    """Return the checksum of an unsharded tensor."""
     return int(_sum_of(tensor, IndexRange.of(tensor.shape), tensor.shape))
 
 
 def difference(saved: dict[str, list[Any]], own: dict[str, list[Any]]) -> list[str]:
-    """Describe each tensor in which two bases differ, whatever their dtypes; empty if there is none."""
+    """Describe each tensor in which two bases differ, except in dtype."""
     wrong = [f"{name} is missing" for name in saved if name not in own]
     wrong += [f"{name} is new" for name in own if name not in saved]
     for name in saved:
@@ -63,7 +63,7 @@ def difference(saved: dict[str, list[Any]], own: dict[str, list[Any]]) -> list[s
 
 
 def _own_share(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of the checksum that this rank counts: of what several ranks hold, the first of them."""
+    """Return this rank's part of a checksum: its shard, if it is the first rank that holds it."""
     if isinstance(tensor, DTensor):
         cut, mesh = {step.axis for step in shard_steps(tensor)}, tensor.device_mesh
         is_first = all(mesh.get_local_rank(axis) == 0 for axis in mesh.mesh_dim_names or () if axis not in cut)
@@ -74,9 +74,9 @@ def _own_share(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_of(values: torch.Tensor, held: IndexRange, shape: torch.Size) -> torch.Tensor:
-    """Return the sum of the bits of float32 values, each times an odd number that is made of its place in the tensor.
+    """Return the sum of the values' float32 bits, each times an odd number that depends on its index in the tensor.
 
-    In float32, so that a checkpoint in bfloat16 has one checksum whatever dtype it is kept in.
+    In float32, so a bfloat16 checkpoint has one checksum in both dtypes.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     if not values.dim():
@@ -99,14 +99,14 @@ def _sum_of(values: torch.Tensor, held: IndexRange, shape: torch.Size) -> torch.
 
 
 class BaseChangedError(RuntimeError):
-    """The weights that a rollout was sent once, below its adapters, are others in the trainer now."""
+    """The frozen weights of the trainer differ from those that were sent to the rollout."""
 
 
 class SentBase:
-    """The frozen weights as the rollout has them, by their checksums.
+    """Checksums of the frozen weights that were sent to the rollout.
 
     Args:
-        model: sharded, with adapters.
+        model: a sharded model with adapters.
     """
 
     def __init__(self, model: Any):
@@ -115,20 +115,20 @@ class SentBase:
         self._may_differ = False
 
     def record(self) -> None:
-        """Remember the weights that are about to be sent; collective."""
+        """Record the weights before they are sent; collective."""
         self._sent, self._may_differ = base_checksums(self._model), False
 
     def loaded(self) -> None:
-        """Note that a checkpoint was loaded, which may have had other weights."""
+        """Note that a checkpoint was loaded, maybe with other weights."""
         self._may_differ = True
 
     def check(self, wanted: bool) -> None:
-        """Compare the weights with those that were sent, where that is wanted or a checkpoint was loaded; collective.
+        """Compare the weights with those sent, if ``wanted`` or after a checkpoint was loaded; collective.
 
         Raises:
-            BaseChangedError: they differ.
+            BaseChangedError: the weights differ.
         """
-        if self._sent is None:  # vLLM has read them from the model's checkpoint
+        if self._sent is None:  # the rollout has read them from the model's checkpoint
             self.record()
         if not wanted and not self._may_differ:
             return

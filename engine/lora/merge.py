@@ -1,9 +1,9 @@
 """Merge adapters into weights, one weight at a time and shard by shard; the trained parameters are unchanged.
 
 A shard of ``W + scaling * B @ A`` needs the matching rows of ``B`` and columns of ``A``. So a weight's adapter is
-gathered when the weight is asked for, over the axes that cut it, that of experts among the ranks that share these
-experts; weights are not gathered. What DoRA divides by is the norm of a row, which no rank has a part of. A module that
-is trained as a whole is sent as its copy.
+gathered when the weight is requested, over the axes that shard it. Adapters of experts are gathered among the ranks
+that share these experts. Weights are not gathered: DoRA's norms need whole rows, and FSDP does not split a row of a
+linear. For a module that is trained whole, its copy is sent.
 """
 
 import itertools
@@ -23,12 +23,12 @@ __all__ = ["AdapterUse", "LocalValues", "adapter_weights", "local_values", "merg
 
 # Maps a tensor and its name to the values that this rank holds.
 LocalValues = Callable[[str, torch.Tensor], torch.Tensor]
-# What becomes of adapters where weights are sent.
+# The use of adapters in a sync: merged into weights, left out, or sent without weights.
 AdapterUse = Literal["merged", "left out", "alone"]
 
 
 def weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Iterate over a model's parameters without adapters, which are those of the merged model."""
+    """Iterate over a model's parameters except adapters: the parameters of the merged model."""
     return ((name, param) for name, param in model.named_parameters() if not is_adapter(name))
 
 
@@ -45,12 +45,12 @@ def local_values(
 ) -> LocalValues:
     """Return a function from a tensor to its local values.
 
-    Calling it is collective if there are adapters to merge: all ranks ask for the same tensors in the same order, also
-    ranks that have no use for the values. Only the last values are kept, so asking again for older ones gathers again.
+    With adapters to merge its calls are collective: all ranks pass the same tensors in the same order, also ranks that
+    don't use the values. Only the last values are cached; older ones are gathered again.
 
     Args:
-        device: device type of the tensors that the mesh's backend sends.
-        wait: waits for a gather; raises where another rank has left the sync.
+        device: device type of the mesh's backend.
+        wait: waits for a gather; raises if another rank has left the sync.
     """
     if adapters != "merged" or lora_of(model) is None:
         return lambda name, tensor: local_tensor(tensor).detach()
@@ -65,7 +65,7 @@ def merged(
     is_transposed: bool = False,
     magnitude: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``weight + scaling * b @ a``, computed in float32, in the weight's dtype; with DoRA its rows scaled.
+    """Return ``weight + scaling * b @ a`` in the weight's dtype, computed in float32; with DoRA, scale the rows.
 
     Args:
         weight: ``(..., out, in)``, or ``(..., in, out)`` where ``is_transposed``.
@@ -82,13 +82,13 @@ def merged(
 
 @dataclass(frozen=True)
 class _Gathered:
-    """``A`` or ``B`` of an adapter, gathered over the FSDP axes; for experts those of this rank."""
+    """``A`` or ``B`` of an adapter, gathered over the FSDP axes; for experts, of this rank's experts."""
 
     held: IndexRange
     values: torch.Tensor
 
     def part(self, low: tuple[int, ...], high: tuple[int, ...]) -> torch.Tensor:
-        """Return the values of a range inside."""
+        """Return the values of a range within ``held``."""
         return self.values[IndexRange(low, high).slices_in(self.held)]
 
 
@@ -98,7 +98,7 @@ class _MergedShards:
         assert lora is not None, "a model without adapters has nothing to merge"
         self._lora, self._model, self._device, self._wait = lora, model, device, wait
         self._saved = set(lora.saved)
-        self._last: tuple[str, torch.Tensor] | None = None  # a tensor that is sent in parts is needed several times
+        self._last: tuple[str, torch.Tensor] | None = None  # a tensor sent in parts is requested several times
 
     @torch.no_grad()
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -134,18 +134,18 @@ class _MergedShards:
         of_b = b.part((*low, out[0], 0), (*high, out[1], rank)).to(local.device)
         magnitude = None
         if self._lora.settings.use_dora:
-            magnitude = local_tensor(self._model.get_parameter(name + MAGNITUDE)).detach()  # of the same rows
+            magnitude = local_tensor(self._model.get_parameter(name + MAGNITUDE)).detach()  # sharded like the rows
         return merged(local, of_a, of_b, target.scaling, transposed, magnitude)
 
 
 def _gathered(param: torch.Tensor, device: torch.device | str, wait: Callable[[dist.Work], object]) -> _Gathered:
-    """Gather a parameter over the axes that cut it but ``ep``; collective."""
+    """Gather a parameter over the axes that shard it, except ``ep``; collective."""
     shard = local_tensor(param).detach().to(device)
     axes = [step.axis for step in shard_steps(param) if step.axis != "ep" and step.parts > 1]
     if not axes:
         return _Gathered(local_ranges(param)[0], shard)
     mesh = param.device_mesh  # type: ignore[attr-defined]
-    # In the order of the values: the last axis is gathered last, and counts slowest.
+    # In the order of the gathered values: the last axis is gathered last, so its index varies slowest.
     places = [
         dict(zip(axes, at[::-1], strict=True)) for at in itertools.product(*(range(mesh[a].size()) for a in axes[::-1]))
     ]

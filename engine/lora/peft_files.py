@@ -1,11 +1,10 @@
 """Write and read adapters in peft's format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-In peft, linears are ``target_modules`` and stacks of experts ``target_parameters``. For the latter it concatenates the
+In peft, linears are ``target_modules`` and stacks of experts ``target_parameters``. For stacks peft concatenates the
 experts, ``A`` as ``[E * r, in]`` and ``B`` as ``[out, r * E]``, and nests the adapters of one module (peft 0.21,
-``tuners/lora/layer.py``, ``ParamWrapper``). For some MoE families it assumes that any name such as ``gate_proj`` means
-experts (``_MOE_TARGET_MODULE_MAPPING``), so linears of an MoE with such names are written as parameters too. What is
-adapted, and with which rank, is written with whole names. Modules that are trained as a whole are ``modules_to_save``,
-under their own names.
+``tuners/lora/layer.py``, ``ParamWrapper``). For some MoE families peft assumes that any name such as ``gate_proj``
+means experts (``_MOE_TARGET_MODULE_MAPPING``). So linears of an MoE with such names are written as parameters too. All
+names in the config are whole names. Modules that are trained whole are ``modules_to_save``, under their own names.
 """
 
 import json
@@ -37,7 +36,7 @@ def write_adapter(out: Path, lora: Lora, base: str, read: Callable[[str], torch.
 
     Args:
         base: name or path of the base model.
-        read: returns an adapter's full parameter by its name in the model.
+        read: reads an adapter's full parameter by its name in the model.
     """
     tensors = {
         key: as_peft(read(name + suffix), suffix, _experts(lora, name)).contiguous()
@@ -52,7 +51,7 @@ def read_adapter(folder: Path, lora: Lora, setting: str) -> Callable[[str], torc
     """Return a function that reads an adapter's full parameter by its name in the model.
 
     Raises:
-        SettingError: the folder's adapters are not those of the model.
+        SettingError: the folder's adapters don't fit the model.
     """
     path, keys = folder / _FILE, peft_names(lora)
     if not path.is_file():
@@ -96,7 +95,7 @@ def peft_names(lora: Lora) -> dict[tuple[str, str], str]:
         module = name.rpartition(".")[0]
         beside = [other for other in targets if other.rpartition(".")[0] == module]
         ordered = [n for n in _in_order(target) if f"{module}.{n}" in beside]
-        # peft wraps the first parameter first, so the others are outside of it.
+        # peft wraps the first parameter first, so later ones are nested outside of it.
         nested = ".base_layer" * (len(ordered) - 1 - ordered.index(target.own))
         for suffix in (A, B):
             found[name, suffix] = f"{_PREFIX}{module}{nested}.{suffix.strip('_')}.weight"
@@ -137,7 +136,7 @@ def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
     linears = {name.removesuffix(".weight") for name, target in lora.targets.items() if target.experts is None}
     modules = {name for name in linears if not _is_taken_for_experts(lora, name)}
     parameters = [name for name in lora.targets if name.removesuffix(".weight") not in modules]
-    # By peft's name of each: that of the module, or of the parameter.
+    # By peft's names: the module's, or the parameter's.
     named = {
         name if name in parameters else name.removesuffix(".weight"): target for name, target in lora.targets.items()
     }
@@ -166,10 +165,10 @@ def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
 
 
 def check_dora(lora: Lora, setting: str) -> None:
-    """Refuse DoRA where peft has none: it has it for modules, and takes some linears for parameters.
+    """Refuse DoRA on linears that peft treats as parameters, because it has DoRA for modules alone.
 
     Raises:
-        SettingError: with the first of these.
+        SettingError: names the first of them.
     """
     linears = [name.removesuffix(".weight") for name in lora.targets]
     taken = [name for name in linears if _is_taken_for_experts(lora, name)]

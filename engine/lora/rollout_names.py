@@ -1,9 +1,9 @@
-"""The names and shapes in which a server's adapter loader takes adapters.
+"""Names and shapes of adapters in a rollout server.
 
-A linear's are ``base_model.model.<module>.lora_A.weight`` ``[r, in]`` and ``...lora_B.weight`` ``[out, r]``, with the
-checkpoint's name of the module. Experts have a pair for each matrix that the checkpoint has of an expert, so that the
-halves of a ``gate_up_proj`` share their ``A``; of some families a server takes peft's own form of a stack
-(``peft_files.py``; vLLM 0.27, ``lora/model_manager.py``, ``_stack_moe_lora_weights``).
+A linear has ``base_model.model.<module>.lora_A.weight`` ``[r, in]`` and ``...lora_B.weight`` ``[out, r]``, with the
+checkpoint's name of the module. Experts have a pair for each matrix of an expert in the checkpoint, so the halves of a
+``gate_up_proj`` share their ``A``. For some families a server loads peft's form of a stack (``peft_files.py``; vLLM
+0.27, ``lora/model_manager.py``, ``_stack_moe_lora_weights``).
 """
 
 from collections.abc import Collection, Iterator
@@ -21,16 +21,17 @@ _PREFIX = "base_model.model."
 
 
 def has_form(model: Any, name: str, stacked: Collection[str]) -> bool:
-    """Return whether it is known in which form a server takes adapters of a stack of experts.
+    """Whether the format of a server for adapters of this stack of experts is known.
 
     Args:
-        stacked: families whose experts it adapts by peft's stacks.
+        name: name of the stack in the model.
+        stacked: families whose experts the server adapts by peft's stacks.
     """
     return model.config.model_type in stacked or is_by_expert(model, name, model.get_parameter(name).shape)
 
 
 class RolloutNames:
-    """The adapters of one model as a server takes them.
+    """The adapters of one model in a server's format.
 
     Args:
         model: sharded or not.
@@ -42,18 +43,18 @@ class RolloutNames:
         self._is_stacked = model.config.model_type in stacked
 
     def tensors(self, name: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that the server takes for one adapter.
+        """Yield names and tensors of one adapter in the server's format.
 
         Args:
             name: the adapted weight's name in the model.
-            a: ``[r, in]``, of a stack of experts ``[E, r, in]``.
-            b: ``[out, r]``, of a stack of experts ``[E, out, r]``.
+            a: ``[r, in]``, for a stack of experts ``[E, r, in]``.
+            b: ``[out, r]``, for a stack of experts ``[E, out, r]``.
         """
         experts = self._targets[name].experts
         if experts is not None and self._is_stacked:
             yield from ((self._peft_names[name, end], as_peft(half, end, experts)) for end, half in ((A, a), (B, b)))
             return
-        # B has the rows of the weight, so a checkpoint's converter cuts it as it does the weight.
+        # B has the rows of the weight, so the weight's converter splits it too.
         for own, rows in experts_from(self._model, name, b, 0):
             module = _PREFIX + own.removesuffix(".weight")
             expert = None if experts is None else expert_of(own)

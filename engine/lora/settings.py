@@ -1,4 +1,4 @@
-"""verl's LoRA settings of a model; what they leave to peft has peft's names and meaning."""
+"""verl's LoRA settings of a model, and peft's settings that verl has no name for."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from ..errors import SettingError, listed
 __all__ = ["ADAPTER_CONFIG", "LoraSettings"]
 
 ADAPTER_CONFIG = "adapter_config.json"
-# peft's settings that could change what an adapter computes, with the values at which they don't.
+# peft's settings that change an adapter's computation, with the one supported value.
 _PLAIN = {
     "peft_type": "LORA",
     "fan_in_fan_out": False,
@@ -23,7 +23,7 @@ _PLAIN = {
     "lora_dropout": 0.0,
     "trainable_token_indices": None,
 }
-# peft's settings that verl has no name for, under ``lora`` of a model's settings.
+# peft's settings that verl has no name for; users set them under ``lora`` of a model's settings.
 _OF_PEFT = (
     "use_rslora",
     "use_dora",
@@ -46,14 +46,14 @@ class LoraSettings:
         target_modules: ``all-linear``, a pattern of whole names, or suffixes of names; for linears and expert weights.
         target_parameters: suffixes of names of further expert weights.
         exclude_modules: as ``target_modules``, for weights that get no adapter.
-        adapter: folder of a peft adapter to continue from, which then determines all others.
+        adapter: folder of a peft adapter to continue from, which determines all other settings.
         use_rslora: divide alpha by the square root of the rank.
         use_dora: train the norms of a linear's rows as well, ``m * (W + scaling * B @ A) / norm(W + scaling * B @ A)``.
-        rank_pattern, alpha_pattern: other ranks and alphas of weights whose names end as a pattern says.
-        layers_to_transform: numbers of the layers that get adapters; all where it is empty.
-        layers_pattern: names of the lists of layers that these count.
-        modules_to_save: suffixes of names of modules that are trained as a whole, beside their frozen originals.
-        value_head: name of a critic's head, which is trained as these are, and whose original is no pretrained weight.
+        rank_pattern, alpha_pattern: ranks and alphas by patterns of the end of a weight's name.
+        layers_to_transform: indices of the layers that get adapters; empty for all.
+        layers_pattern: names of the lists of layers that ``layers_to_transform`` indexes.
+        modules_to_save: suffixes of names of modules that are trained whole, as copies beside their frozen originals.
+        value_head: name of a critic's head, also trained whole; its original is no pretrained weight.
     """
 
     node: str
@@ -80,16 +80,16 @@ class LoraSettings:
         return _by_pattern(self.alpha_pattern, name, self.alpha)
 
     def scaling_of(self, name: str) -> float:
-        """Return what ``B @ A`` is multiplied by."""
+        """Return the factor of ``B @ A``."""
         rank = self.rank_of(name)
         return self.alpha_of(name) / (math.sqrt(rank) if self.use_rslora else rank)
 
     @classmethod
     def of(cls, model: Any, node: str) -> "LoraSettings | None":
-        """Read verl's model settings, a mapping or ``HFModelConfig``; return None if they want no adapter.
+        """Read verl's model settings, a mapping or ``HFModelConfig``; return None for a model without adapters.
 
         Raises:
-            SettingError: a value is wrong for any model, or training can't continue from the adapter.
+            SettingError: a value is wrong for every model, or training can't continue from the adapter.
         """
 
         def given(name: str, default: Any = None) -> Any:
@@ -137,7 +137,7 @@ class LoraSettings:
         """Read the settings of a peft adapter.
 
         Raises:
-            SettingError: there is none, or one of another kind.
+            SettingError: the folder has no adapter, or an unsupported one.
         """
         setting = f"{node}.lora_adapter_path"
         if not (folder / ADAPTER_CONFIG).is_file():
@@ -161,7 +161,8 @@ class LoraSettings:
 
 
 def _config_of(folder: Path, setting: str) -> dict[str, Any]:
-    """
+    """Read a folder's ``adapter_config.json``.
+
     Raises:
         SettingError: the file is no config of an adapter.
     """
@@ -224,7 +225,7 @@ def _of_peft(given: Mapping[str, Any], node: str) -> dict[str, Any]:
 
 def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     """Return the value of the first pattern that a name ends with, as peft's ``get_pattern_key`` does."""
-    # peft has the weights of some linears as parameters, with their whole names (``peft_files.py``).
+    # Some linears are parameters in peft, named with ``.weight`` (``peft_files.py``).
     names = (name, name.removesuffix(".weight"))
     return next((v for key, v in patterns.items() if any(re.match(rf"(.*\.)?({key})$", n) for n in names)), default)
 

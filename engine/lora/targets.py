@@ -1,4 +1,4 @@
-"""Find the weights of a model that LoRA settings select, and the modules that are trained as a whole."""
+"""Find the weights that LoRA settings select, and the modules that are trained whole."""
 
 import functools
 import inspect
@@ -32,12 +32,12 @@ class Target:
     """A weight that gets an adapter.
 
     Args:
-        name: the name of the weight in the model.
-        module: the module that owns it.
-        own: its name in the module.
-        experts: number of experts that it stacks; None for the weight of a linear.
-        is_transposed: whether it is stored ``[..., in, out]``.
-        rank, alpha, scaling: of its adapter.
+        name: name of the weight in the model.
+        module: the module that owns the weight.
+        own: name of the weight in the module.
+        experts: number of stacked experts; None for the weight of a linear.
+        is_transposed: whether the weight is stored ``[..., in, out]``.
+        rank, alpha, scaling: the adapter's.
     """
 
     name: str
@@ -59,16 +59,16 @@ class Target:
 def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, int] | None = None) -> list[Target]:
     """Find the weights that the settings select: linears, then stacks of experts, in the model's order.
 
-    Linears of the layers match by their name, stacks of experts by their own name and by those of their tensors in a
-    checkpoint (``gate_proj`` and ``up_proj``). Heads, embeddings and routers never match, nor do linears whose weight
-    the family's code reads instead of calling them (Mamba's ``out_proj``): an adapter acts where a linear is called.
+    Linears of layers match by name. Stacks of experts match by their name, and by the names of their tensors in a
+    checkpoint (``gate_proj`` and ``up_proj``). Heads, embeddings and routers never match. Neither do linears whose
+    weight the family's code reads without a call (Mamba's ``out_proj``), because an adapter acts in the call.
 
     Args:
         model: a model that is not sharded yet.
         plan: ``engine.expert_plan``.
 
     Raises:
-        SettingError: an entry matches nothing, or only a part of a stack.
+        SettingError: an entry matches no weight, or only a part of a stack.
     """
     experts = _experts(model, plan)
     linears = _linears(model, experts)
@@ -78,7 +78,7 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
     _check_entries(settings, names, [name.removesuffix(".weight") for name in read])
     chosen = []
     for name, target in known.items():
-        # Its own name selects all of it, each name of the checkpoint one part.
+        # The model's name selects the whole weight, each name of a checkpoint one part.
         own, *parts = names[name]
         if _matches(own, settings.exclude_modules) or _is_saved(own, settings) or not _is_in_layers(own, settings):
             continue
@@ -106,13 +106,13 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
 
 
 def find_saved(model: Any, settings: LoraSettings, plan: Mapping[str, int] | None = None) -> list[str]:
-    """Find the modules that are trained as a whole, in the model's order.
+    """Find the modules that are trained whole, in the model's order.
 
     Args:
-        model, plan: as ``find_targets``'.
+        model, plan: see ``find_targets``.
 
     Raises:
-        SettingError: an entry matches none, or one that can't be replaced by a copy.
+        SettingError: an entry matches no module, or a module that a copy can't replace.
     """
     setting, found = f"{settings.node}.lora.modules_to_save", dict[str, nn.Module]()
     experts = _experts(model, plan)
@@ -139,7 +139,7 @@ def _why_not_saved(
     """Return why a module can't be replaced by a trained copy in its own forward; empty if it can.
 
     Args:
-        owners: the number of modules that have a parameter, by its id.
+        owners: number of modules that have a parameter, by the parameter's id.
     """
     if module in stacked:
         return "is a stack of experts, which adapters are for"
@@ -176,12 +176,12 @@ def _check_dora(settings: LoraSettings, chosen: Sequence[Target]) -> None:
 
 
 def _is_saved(name: str, settings: LoraSettings) -> bool:
-    """Tell whether the module is trained as a whole; it gets no adapter then, as in peft."""
+    """Whether a module is trained whole, and so gets no adapter, as in peft."""
     return any(re.match(rf"(^|.*\.){re.escape(entry)}($|\..*)", name) for entry in settings.modules_to_save)
 
 
 def _is_in_layers(name: str, settings: LoraSettings) -> bool:
-    """Tell whether a weight is in one of the layers that get adapters, whose number is the first one in its name."""
+    """Whether a weight is in ``layers_to_transform``, by the first layer index in its name."""
     if not settings.layers_to_transform:
         return True
     lists = "|".join(settings.layers_pattern) or r"[^.]*"
@@ -190,7 +190,7 @@ def _is_in_layers(name: str, settings: LoraSettings) -> bool:
 
 
 def has_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> bool:
-    """Return whether a model has experts that can be dispatched."""
+    """Whether a model has experts that can be dispatched."""
     return bool(_experts(model, plan))
 
 
@@ -204,8 +204,8 @@ def _experts(model: nn.Module, plan: Mapping[str, int] | None) -> list[ExpertsIn
 def _linears(model: nn.Module, experts: Sequence[ExpertsInfo]) -> dict[str, Target]:
     """Return the linears of the layers.
 
-    Subclasses of ``nn.Linear`` are left out, because they may compute otherwise, and so are routers: a linear beside
-    the experts with an output for each, and what is in a module that families call ``gate`` or ``router``.
+    Subclasses of ``nn.Linear`` are left out, because they may have a forward of their own. So are routers: linears
+    beside the experts with one output per expert, and linears in a module ``gate`` or ``router``.
     """
     layers = tuple(f"{name}." for name in layer_names(model))
     routed = {info.fqn.rpartition(".")[0]: info.num_experts for info in experts}
@@ -221,7 +221,7 @@ def _linears(model: nn.Module, experts: Sequence[ExpertsInfo]) -> dict[str, Targ
 
 
 def _is_read(model: nn.Module, name: str) -> bool:
-    """Tell whether a family's code uses the weight of a linear without calling it, maybe for some kernels alone."""
+    """Whether a family's code reads the weight of a linear without a call, maybe for some kernels alone."""
     parent, _, own = name.removesuffix(".weight").rpartition(".")
     use = rf"\bself\.{own}\.weight\b(?!\.d(type|evice)\b)"
     kind: Any = type(model.get_submodule(parent))
@@ -230,7 +230,7 @@ def _is_read(model: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _code(kind: Any) -> str:
-    """Return the source of a module's class, without comments; empty where there is none."""
+    """Return the source of a module's class without comments; empty if it is not available."""
     try:
         return re.sub("#.*", "", inspect.getsource(kind))
     except (OSError, TypeError):
@@ -238,7 +238,7 @@ def _code(kind: Any) -> str:
 
 
 def _stacks(experts: Sequence[ExpertsInfo]) -> dict[str, Target]:
-    """Return the weights of experts on transformers' interface; it is not known how others compute."""
+    """Return the weights of experts on transformers' interface; the computation of other experts is unknown."""
     found = {}
     for info in experts:
         transposed: Any = getattr(info.module, "is_transposed", None)
@@ -277,7 +277,7 @@ def _check_entries(settings: LoraSettings, names: Mapping[str, Sequence[str]], r
         read: linears that can't have an adapter, by name.
 
     Raises:
-        SettingError: for the first that matches nothing.
+        SettingError: names the first entry without a match.
     """
     everything = [own for of_one in names.values() for own in of_one]
     for key in ("target_modules", "target_parameters", "exclude_modules"):

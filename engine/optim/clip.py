@@ -20,11 +20,11 @@ class ClippedStep:
     """Clips and steps; skips the step on all ranks, and counts it, if the norm is not finite.
 
     Args:
-        max_norm: as in ``clip_grad_norm_``.
-        loss_scale: what the loss was multiplied by, adapted after each step; None if it was not.
+        max_norm: see ``clip_grad_norm_``.
+        loss_scale: the scale of the loss, adapted after each step; None for a loss without one.
 
     Attributes:
-        skipped: steps skipped so far.
+        skipped: number of steps skipped so far.
     """
 
     def __init__(self, max_norm: float | None, meshes: Meshes, loss_scale: LossScale | None = None):
@@ -35,7 +35,7 @@ class ClippedStep:
         """Step ``optimizer`` on gradients clipped over all its parameters.
 
         Returns:
-            The norm before clipping, of the loss without its scale; equal on all ranks, so they all step or all skip.
+            The norm before clipping, without the scale of the loss. It is equal on all ranks, so all step or all skip.
 
         Raises:
             LossOverflowError: on all ranks, see ``LossScale.update``.
@@ -72,19 +72,19 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that their global 2-norm is at most ``max_norm``.
 
-    The squares of the local shards, summed in float32, give the norm by one all-reduce. Each counts by one over the
-    number of ranks that hold the shard: the replicas, and the axes that its parameter is not sharded over. Replicas
-    sum in different orders, so norms of their own could differ in the last bit, and then their parameters.
+    Sum the squares of the local shards in float32, each divided by the number of ranks that hold the shard. One
+    all-reduce over all ranks gives the norm. Replicas sum in different orders: with a norm each, the norms could differ
+    in the last bit, and then the parameters.
 
     Args:
-        parameters: sharded parameters; those without a gradient are ignored. Gradients may be on any device, also on
-            the host (CPU offload).
+        parameters: sharded parameters; those without a gradient are ignored. Gradients may be on the host (CPU
+            offload).
         max_norm: no clipping if it is ``None``, infinite, or not positive.
-        loss_scale: the gradients are those of a loss that was multiplied by this; they are divided by it.
+        loss_scale: factor of the loss; the gradients are divided by it.
 
     Returns:
-        The norm before clipping, without ``loss_scale``, a float32 scalar, equal on all ranks. If it is not finite,
-        nothing was scaled.
+        The norm before clipping, without ``loss_scale``: a float32 scalar, equal on all ranks. If it is not finite,
+        the gradients are unchanged.
     """
     shards: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
     for param in parameters:
@@ -102,12 +102,12 @@ def clip_grad_norm_(
     if max_norm is not None and 0 < max_norm < float("inf"):
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0) / loss_scale
     factor = torch.where(torch.isfinite(norm), factor, 1.0)
-    if factor != 1.0:  # a pass over all gradients
+    if factor != 1.0:  # saves a pass over all gradients
         for (device, _), group in shards.items():
             torch._foreach_mul_(group, factor.to(device))
     return norm
 
 
 def _copies(grad: torch.Tensor, meshes: Meshes) -> int:
-    """Return how many ranks hold this rank's shard of a gradient."""
+    """Return the number of ranks that hold this rank's shard of a gradient."""
     return meshes.topology.world // math.prod(step.parts for step in shard_steps(grad))

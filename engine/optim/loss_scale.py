@@ -1,8 +1,8 @@
-"""The scale of float16's loss, and what to say where no scale helps.
+"""Loss scaling for float16, and a diagnosis of models that leave its range at any scale.
 
-float16 has no gradient below 6e-8, so the loss is multiplied by a scale before backward, and the gradients, which are
-reduced in float32, divided by it before they are clipped. A scale that is too large makes them infinite: that step is
-skipped and the scale halved (Micikevicius et al., Mixed Precision Training, 2018).
+float16 cannot represent gradients below 6e-8, so the loss is multiplied by a scale before backward. The gradients are
+reduced in float32, and divided by the scale before they are clipped. A scale that is too large makes them infinite:
+that step is skipped and the scale halved (Micikevicius et al., Mixed Precision Training, 2018).
 """
 
 import math
@@ -16,22 +16,22 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["LossOverflowError", "LossScale"]
 
-# Of torch's GradScaler, with the interval that verl's FSDP engine gives it.
+# The values of torch's GradScaler, with the interval of verl's FSDP engine.
 _INITIAL, _GROWTH_INTERVAL = 2.0**16, 400
-# From the initial scale this many halvings lead below 1, where a scale no longer causes what overflows.
+# So many halvings bring the initial scale below 1, where an overflow is no longer due to the scale.
 _MOST_SKIPPED = 20
 
 
 class LossOverflowError(RuntimeError):
-    """Gradients in float16 stay infinite whatever the scale is."""
+    """Gradients in float16 are infinite at every scale."""
 
 
 class LossScale:
     """The scale of the loss, equal on all ranks: a power of two, so that multiplying and dividing by it is exact.
 
     Args:
-        layers: FQNs of the model's layers, in order; one of them is named where the scale is not what overflows.
-        growth_interval: steps in a row without an overflow after which the scale is doubled.
+        layers: FQNs of the model's layers, in order; ``LossOverflowError`` names the first that overflows.
+        growth_interval: number of consecutive steps without an overflow that doubles the scale.
     """
 
     def __init__(self, module: nn.Module, layers: Iterable[str], growth_interval: int = _GROWTH_INTERVAL):
@@ -42,14 +42,17 @@ class LossScale:
         self._hooks: list[RemovableHandle] = []
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what to call ``backward`` of (verl's engines call their scaler so)."""
+        """Return the scaled loss (the name is that of torch's GradScaler, which verl's engines call)."""
         return loss * self.value
 
     def update(self, finite: bool) -> None:
-        """Adapt to a step; ``finite`` says of all ranks' gradients whether they were. Collective where it raises.
+        """Adapt the scale after a step. Collective where it raises.
+
+        Args:
+            finite: whether the gradients of all ranks were finite; equal on all ranks.
 
         Raises:
-            LossOverflowError: on all ranks, after 20 overflows in a row; names the layer whose output is not finite.
+            LossOverflowError: on all ranks, after 20 overflows in a row; names the first layer whose output overflows.
         """
         if finite:
             self._good, self._skipped = self._good + 1, 0
@@ -71,7 +74,7 @@ class LossScale:
         self.value, self._good = state["value"], state["good"]
 
     def _watch(self) -> None:
-        """From now on note which layers' outputs are not finite; one more step tells where that begins."""
+        """Record the layers whose outputs are not finite in the next step, to find the first."""
         self._overflowing.clear()
 
         def note(index: int, output: Any) -> None:

@@ -14,12 +14,11 @@ __all__ = ["MultiLRScheduler", "build_multi_lr_scheduler"]
 class MultiLRScheduler(LRScheduler):
     """Steps one scheduler per inner optimizer as one scheduler.
 
-    Like torch's ``ChainedScheduler`` it has no schedule of its own: it reads everything from the inner schedulers, in
+    Like torch's ``ChainedScheduler`` it has no schedule of its own: all values are those of the inner schedulers, in
     the order of ``optimizer.param_groups``.
 
     Args:
-        optimizer: the optimizer whose inner optimizers the schedulers step.
-        schedulers: the schedulers by the name of the inner optimizer.
+        schedulers: schedulers by the name of the inner optimizer that they schedule.
 
     Raises:
         ValueError: there is not exactly one scheduler per inner optimizer.
@@ -36,7 +35,7 @@ class MultiLRScheduler(LRScheduler):
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
-        """Steps taken, which all schedulers have in common."""
+        """Number of steps so far, equal in all schedulers."""
         return next(iter(self.schedulers.values())).last_epoch
 
     @property
@@ -59,7 +58,7 @@ class MultiLRScheduler(LRScheduler):
         return {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Check that a state belongs to this run's optimizers; else raise ``ValueError``."""
+        """Raise ``ValueError`` unless a state belongs to this run's optimizers."""
         if state_dict.keys() != self.schedulers.keys():
             raise ValueError(
                 f"The saved schedule belongs to the optimizers {sorted(state_dict)}, but this run has "
@@ -70,8 +69,8 @@ class MultiLRScheduler(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a saved state and set the optimizer's learning rates from it.
 
-        torch's schedulers leave the rates to the optimizer's own state; if that isn't loaded, the first step would have
-        the rate of a new run.
+        torch's schedulers leave the rates to the optimizer's state. A run that does not load this state would take its
+        first step with the initial rate.
 
         Raises:
             ValueError: the state belongs to other optimizers.
@@ -84,9 +83,5 @@ class MultiLRScheduler(LRScheduler):
 
 
 def build_multi_lr_scheduler(optimizer: MultiOptimizer, build: Callable[[Optimizer], LRScheduler]) -> MultiLRScheduler:
-    """Build the same schedule for every inner optimizer.
-
-    Args:
-        build: makes a scheduler for an optimizer.
-    """
+    """Build the same schedule for every inner optimizer, by ``build``."""
     return MultiLRScheduler(optimizer, {name: build(inner) for name, inner in optimizer.optimizers.items()})

@@ -1,8 +1,8 @@
 """One optimizer over parameters on different meshes and with different algorithms.
 
-Fused and foreach kernels take tensors of one mesh, and Muon takes only matrices, so each mesh and each algorithm has
-its own optimizer. For verl and for learning-rate schedulers ``MultiOptimizer`` is one ``torch.optim.Optimizer``, whose
-``param_groups`` and ``state`` are those of the inner optimizers.
+Fused and foreach kernels need tensors of one mesh, and Muon needs matrices, so each mesh and each algorithm has its own
+optimizer. For verl and learning-rate schedulers, ``MultiOptimizer`` is one ``torch.optim.Optimizer`` with the
+``param_groups`` and ``state`` of all inner optimizers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -21,22 +21,22 @@ from .settings import adamw_arguments, check_optimizer, muon_arguments, wants_mu
 
 __all__ = ["MultiOptimizer", "build_multi_optimizer", "check_optimizer", "optimizer_from_config"]
 
-# These choose a kernel, not the algorithm, so loading a state doesn't change them.
+# Options that choose a kernel and not the algorithm. Loading a state keeps their present values.
 _KERNEL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable", "ns_dtype", "bucket_bytes"})
-# Entries of a parameter's state, in the optimizers of ``torch.optim``, with the shape of the parameter.
+# Entries of ``torch.optim``'s states that have the parameter's shape.
 _PER_ELEMENT = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
-# Prefixes that wrappers add to names of modules.
+# Parts of module names that wrappers add.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class MultiOptimizer(Optimizer):
     """Steps several optimizers as one.
 
-    Its hooks run once per step. Torch's global optimizer hooks run for the inner optimizers as well.
+    Its own hooks run once per step. torch's global optimizer hooks run for each inner optimizer as well.
 
     Args:
         optimizers: the inner optimizers by name; their parameters must not overlap.
-        named_parameters: names for ``state_dict``; have to include all parameters of the optimizers.
+        named_parameters: names for ``state_dict``, of at least all parameters of the optimizers.
 
     Raises:
         ValueError: there is no optimizer, a group is empty, or a parameter is in two groups or has no name.
@@ -64,12 +64,12 @@ class MultiOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {"defaults": self.defaults, "optimizers": self.optimizers, "_fqns": self._fqns}
 
-    # Read from the inner optimizers each time, because their load_state_dict replaces these objects. The setters ignore
-    # the assignments in torch.optim.Optimizer.__init__.
+    # Properties, because load_state_dict of an inner optimizer replaces these objects. The setters ignore the
+    # assignments in torch.optim.Optimizer.__init__.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all inner optimizers; a scheduler that sets ``lr`` in one sets that of the inner optimizer."""
+        """The groups of all inner optimizers: the same dicts, so a scheduler's ``lr`` reaches the inner optimizer."""
         return [group for o in self.optimizers.values() for group in o.param_groups]
 
     @param_groups.setter
@@ -84,7 +84,7 @@ class MultiOptimizer(Optimizer):
     def state(self, _state: MutableMapping[Any, Any]) -> None: ...
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse a group, because it is not clear which inner optimizer should get it.
+        """Refuse a group, because the inner optimizer that should get it is unknown.
 
         Raises:
             ValueError: always, except during ``Optimizer.__init__``.
@@ -110,7 +110,7 @@ class MultiOptimizer(Optimizer):
             optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by parameter name, whichever inner optimizer holds it.
+        """Return the states of all inner optimizers by parameter name.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], "optimizer": its name,
@@ -135,13 +135,14 @@ class MultiOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict``, also one from another mesh.
 
-        It does not matter in which optimizer and group a parameter was. As in torch's optimizers, tensors are used, not
+        A parameter may have been in another inner optimizer or group. As in torch's optimizers, tensors are used, not
         copied. Tensors that are sharded unlike their parameter are gathered and sharded again, one at a time; a
         checkpoint is read in place instead (``checkpoint/state.py``). Options that choose a kernel (``fused`` and the
-        like) keep their values. If anything does not fit, nothing is changed.
+        like) keep their values.
 
         Raises:
-            ValueError: naming the first parameters that are missing, unknown, or of another algorithm or shape.
+            ValueError: names the first parameters that are missing, unknown, or of another algorithm or shape. The
+                optimizer is unchanged.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -163,7 +164,7 @@ class MultiOptimizer(Optimizer):
             The saved group of each parameter.
 
         Raises:
-            ValueError: naming the first parameters that do not fit.
+            ValueError: names the first parameters that do not fit.
         """
         group_of = {fqn: group for group in saved for fqn in group["params"]}
         own = {self._fqns[p]: _name(o) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
@@ -184,9 +185,9 @@ class MultiOptimizer(Optimizer):
 
     @torch.no_grad()
     def init_state(self) -> None:
-        """Create the state that the first step would, by a step with zero gradients and ``lr`` 0; collective.
+        """Create the optimizer state, by a step with zero gradients and ``lr=0``; collective.
 
-        Parameters are unchanged, and those that have state already keep it.
+        Parameters and existing state are unchanged.
         """
         for optimizer in self.optimizers.values():
             params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -205,7 +206,7 @@ class MultiOptimizer(Optimizer):
     def _inner_state(
         self, optimizer: Optimizer, saved_group: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Convert a state to what ``torch.optim.Optimizer.load_state_dict`` takes: parameters by number."""
+        """Convert a state to the format of ``torch.optim.Optimizer.load_state_dict``: parameters by number."""
         ids = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
         groups = []
         for group in optimizer.param_groups:
@@ -214,7 +215,8 @@ class MultiOptimizer(Optimizer):
             if differing is not None:
                 first, second = (self._fqns[group["params"][i]] for i in (0, differing))
                 raise ValueError(f"The saved options of {first} and {second} differ, but these are now in one group.")
-            # A checkpoint has numbers in the place of tensors, and torchao refuses a rate that is no tensor any more.
+            # A checkpoint stores numbers in place of tensors. A rate that was a tensor becomes one again, because
+            # torchao's optimizers refuse a number.
             loaded = {
                 key: torch.full_like(group[key], value) if isinstance(group.get(key), torch.Tensor) else value
                 for key, value in options[0].items()
@@ -224,14 +226,14 @@ class MultiOptimizer(Optimizer):
         return {"state": packed, "param_groups": groups}
 
     def _restore_dtypes(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any] | None]) -> None:
-        """Undo torch's cast of loaded states to the parameter's dtype, which rounds NAdam's product of momenta."""
+        """Undo torch's cast of loaded states to the parameter's dtype, which rounds NAdam's ``mu_product``."""
         for param, loaded in optimizer.state.items():
             for key, value in (state[self._fqns[param]] or {}).items():
                 if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
                     loaded[key] = value.to(loaded[key].device)
 
     def _fitting(self, param: torch.Tensor, saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return a parameter's saved state, sharded as the parameter is."""
+        """Return a parameter's saved state, sharded as the parameter."""
         if saved is None:
             return None
         fitting = {}
@@ -256,8 +258,8 @@ def build_multi_optimizer(
 
     Args:
         build: makes an optimizer for parameters of one mesh.
-        matrices: makes an optimizer such as ``Muon`` for the groups of ``matrix_groups``, the matrices of the hidden
-            layers on both meshes; the other two optimizers then get the remaining parameters.
+        matrices: makes an optimizer such as ``Muon`` for the groups of ``matrix_groups``: the matrices of the hidden
+            layers on both meshes. ``build``'s optimizers then get the remaining parameters.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = matrix_groups(model) if matrices is not None else []
@@ -275,13 +277,13 @@ def build_multi_optimizer(
 def optimizer_from_config(
     model: nn.Module, config: Any, build: Callable[[list[nn.Parameter]], Optimizer]
 ) -> MultiOptimizer:
-    """Build the optimizer of verl's ``optim`` settings (``FSDPOptimizerConfig``, or anything with its fields).
+    """Build the optimizer of verl's ``optim`` settings (``FSDPOptimizerConfig``, or an object with its fields).
 
     With ``optimizer=Muon`` of ``torch.optim``, ``Muon`` steps the matrices and AdamW the rest; ``lr`` and
     ``weight_decay`` apply to both, ``betas`` to AdamW.
 
     Args:
-        build: verl's ``build_optimizer``, which makes every other optimizer.
+        build: verl's ``build_optimizer``, for every other optimizer.
     """
     if not wants_muon(config):
         return build_multi_optimizer(model, build)
@@ -292,18 +294,18 @@ def optimizer_from_config(
 
 
 def _fused(optimizer: Optimizer) -> Optimizer:
-    """Let Adam and AdamW use torch's fused kernel, unless the optimizer was built with an explicit choice."""
+    """Choose torch's fused kernel for Adam and AdamW, unless the settings choose a kernel."""
     for group in optimizer.param_groups:
         ours = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         free = ours and group["fused"] is None and group["foreach"] is None and not group["differentiable"]
-        # On a device without a fused kernel torch chooses the foreach one itself.
+        # On devices without a fused kernel, torch chooses foreach by itself.
         if free and all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"]):
             group["fused"] = True
     return optimizer
 
 
 def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Shard ``value`` as ``param`` is if their shapes are equal; else return it whole."""
+    """Shard ``value`` like ``param`` if their shapes are equal; else return it unsharded."""
     if not isinstance(param, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     full = value
@@ -335,7 +337,7 @@ def _strip_wrappers(name: str) -> str:
 
 
 class _ChainedState(MutableMapping):
-    """The per-parameter state of several optimizers as one mapping; each parameter's optimizer holds its entry."""
+    """The per-parameter states of several optimizers as one mapping."""
 
     def __init__(self, optimizers: Iterable[Optimizer]):
         self._states = [o.state for o in optimizers]
@@ -351,7 +353,7 @@ class _ChainedState(MutableMapping):
         del self._owner[param][param]
 
     def __contains__(self, param: Any) -> bool:
-        # The states are defaultdicts: reading an entry would create one.
+        # The states are defaultdicts: reading a missing entry would create it.
         return param in self._owner and param in self._owner[param]
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,14 +1,14 @@
 """Muon on sharded parameters: momentum stays sharded, and one rank orthogonalises each matrix.
 
-Newton-Schulz needs a whole matrix, and FSDP gives every rank a slice of each. So the matrices of a bucket are assigned
-to the ranks that share them, balanced by cost; one all-to-all sends the slices of a matrix to its owner, and a second
-one returns the slices of the result. Each rank sends and receives about as many bytes as it holds, twice; no rank
-gathers everything. Expert weights whose experts are whole on a rank (``expert_shard_dim=0``, or ``ep_fsdp == 1``) need
-no communication. Replicas (HSDP) hold equal gradients and do equal work.
+Newton-Schulz needs a whole matrix, and with FSDP every rank has a slice of each. So the matrices of a bucket are
+assigned to the ranks that share them, balanced by cost. One all-to-all sends the slices of a matrix to its owner, a
+second one returns the slices of the result. Each rank sends and receives about as many bytes as it holds, twice; no
+rank gathers everything. Expert weights whose experts are whole on a rank (``expert_shard_dim=0``, or ``ep_fsdp == 1``)
+need no communication. Replicas (HSDP) hold equal gradients and do equal work.
 
-Muon is Keller Jordan's (https://kellerjordan.github.io/posts/muon/); arguments, defaults and arithmetic are those of
-``torch.optim.Muon``, except that the update's RMS is matched to AdamW's by default (Moonlight, arXiv:2502.16982), so
-that AdamW's learning rate and weight decay carry over.
+The algorithm is Keller Jordan's (https://kellerjordan.github.io/posts/muon/), with the arguments, defaults and
+arithmetic of ``torch.optim.Muon``. The one difference: by default the update has the RMS of AdamW's (Moonlight,
+arXiv:2502.16982), so AdamW's learning rate and weight decay carry over.
 """
 
 import math
@@ -38,19 +38,19 @@ class Muon(Optimizer):
     """Momentum, orthogonalised matrix by matrix, with decoupled weight decay.
 
     Args:
-        params: 2-D weights and 3-D stacks of them, sharded or not; as groups that have the fields of a ``Layout`` as
-            further options (``matrix_groups`` makes them). All ranks have to pass the same parameters in the same
-            order, and to have gradients for the same ones.
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in ``torch.optim.Muon``.
+        params: 2-D weights and 3-D stacks of them, sharded or not, in groups with the fields of a ``Layout`` as options
+            (see ``matrix_groups``). All ranks have to pass the same parameters in the same order, and to have gradients
+            for the same parameters.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: see ``torch.optim.Muon``.
         adjust_lr_fn: ``"match_rms_adamw"`` scales the update of an ``(m, n)`` matrix by ``0.2 sqrt(max(m, n))``,
             ``"original"`` by ``sqrt(max(1, out / in))``.
         ns_dtype: dtype of Newton-Schulz and its all-to-alls: ``"fp32"``, ``"bf16"``, or ``"auto"`` for bfloat16 on an
-            accelerator (as ``torch.optim.Muon`` computes) and float32 on a CPU.
-        bucket_bytes: bytes of matrices that one rank orthogonalises at a time, or one matrix if that is larger. Two
-            buckets are in memory at once, because one is sent while the other is computed.
+            accelerator (as in ``torch.optim.Muon``) and float32 on a CPU.
+        bucket_bytes: bytes of matrices that one rank orthogonalises at a time; at least one matrix. Two buckets are in
+            memory at once, because one is sent while the other is computed.
 
     Raises:
-        ValueError: an option is out of range, or a parameter is not made of matrices as its ``Layout`` says.
+        ValueError: an option is out of range, or the ``Layout`` of a group does not divide a parameter into matrices.
     """
 
     def __init__(
@@ -122,8 +122,7 @@ class Muon(Optimizer):
             if params:
                 self._decay_and_accumulate(group, params)
                 exchanges += [_BucketExchange(self, group, bucket) for bucket in self._buckets(group, params)]
-        # The next bucket is sent while one is computed. All ranks of a group have the same buckets in the same order,
-        # whatever the data.
+        # The next bucket is sent while one is computed. All ranks of a group have the same buckets in the same order.
         under_way = None
         for exchange in exchanges:
             exchange.send()
@@ -157,8 +156,8 @@ def newton_schulz(
 
     Args:
         matrices: ``(B, m, n)``.
-        coefficients: of the quintic iteration (``torch/optim/_muon.py``).
-        dtype: of the computation.
+        coefficients: the quintic iteration's (``torch/optim/_muon.py``).
+        dtype: the dtype of the computation.
 
     Returns:
         ``(B, m, n)`` in ``dtype``.
@@ -175,13 +174,13 @@ def newton_schulz(
 
 
 class _BucketExchange:
-    """Sends one bucket of updates to the owners, and the orthogonalised ones back into the parameters."""
+    """Sends a bucket's updates to their owners, and adds the orthogonalised updates to the parameters."""
 
     def __init__(self, optimizer: Muon, options: dict[str, Any], bucket: Bucket):
         self.optimizer, self.options, self.bucket = optimizer, options, bucket
 
     def send(self) -> None:
-        """Start to send this rank's pieces to their owners."""
+        """Start the all-to-all of this rank's pieces to their owners."""
         b, momentum = self.bucket, self.options["momentum"]
         self.to_owner = [sum(block.pieces[b.rank].numel for block in owned) for owned in b.blocks]
         self.from_rank = [sum(block.pieces[r].numel for block in b.blocks[b.rank]) for r in range(len(b.blocks))]
@@ -201,7 +200,7 @@ class _BucketExchange:
             )
 
     def finish(self) -> None:
-        """Orthogonalise the matrices that this rank owns, return their pieces, and update the parameters."""
+        """Orthogonalise this rank's matrices, send their pieces back, and update the parameters."""
         b, lr = self.bucket, float(self.options["lr"])
         if self.work is not None:
             self.work.wait()
@@ -214,14 +213,14 @@ class _BucketExchange:
         del self.mine, self.owned
 
     def _my_views(self) -> Iterator[tuple[Block, torch.Tensor]]:
-        """Yield every block with this rank's piece of it in the flat buffer, ordered by owner."""
+        """Yield every block with the view of this rank's piece in the flat buffer, ordered by owner."""
         pieces = [block.pieces[self.bucket.rank] for block in self.bucket.all_blocks()]
         flat = self.mine.split([piece.numel for piece in pieces])
         for block, piece, part in zip(self.bucket.all_blocks(), pieces, flat, strict=True):
             yield block, part.view(piece.shape)
 
     def _orthogonalize(self) -> None:
-        """Orthogonalise the received matrices in place, those of one shape as one batch."""
+        """Orthogonalise the received matrices in place, one batch per shape."""
         owned = self.bucket.blocks[self.bucket.rank]
         by_shape: dict[tuple[int, int], list[int]] = {}
         for i, block in enumerate(owned):

@@ -1,7 +1,7 @@
 """Find the matrices of a model's hidden layers in its parameters, and assign them to ranks for Muon.
 
 A rank holds an index range of a parameter, and a matrix is a slice of the parameter, strided if parts are interleaved.
-So this is arithmetic on sizes, and its result is equal on all ranks.
+The assignment depends on sizes alone, so it is equal on all ranks.
 """
 
 import functools
@@ -55,12 +55,16 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
     * Stacked expert weights ``[E, ..., ...]`` on transformers' experts interface: one matrix per expert, gate and up
       separately. The module's flags and its ``_apply_gate`` determine the layout.
     * 2-D weights of ``nn.Linear`` inside the model's layers. A fused projection (q, k and v in one) is one matrix.
-    * The two matrices of each low-rank adapter of these, ``[r, in]`` and ``[out, r]``; the latter has the rows of the
-      weight, so that gate and up are separate in it too.
+    * The two matrices of each low-rank adapter of these, ``[r, in]`` and ``[out, r]``. The second has the rows of the
+      weight, so gate and up are separate in it too.
 
-    Everything else is for AdamW: embeddings and head; routers, because each of their rows scores one expert; norms,
-    biases (also stacked ones of experts), convolutions, parameters outside of modules; linears with one output or one
-    input; experts that ``engine.expert_plan`` describes, because their layout isn't known.
+    AdamW steps everything else:
+
+    * embeddings and head;
+    * routers, because each of their rows scores one expert;
+    * norms, biases (also stacked ones of experts), convolutions, parameters outside of linears;
+    * linears with one output or one input;
+    * experts of an ``engine.expert_plan``, because their layout isn't known.
     """
     found: dict[str, Layout] = {}
     try:
@@ -84,7 +88,7 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
         for name, param in module.named_parameters(recurse=False) if linear else ():
             if name.startswith("weight") and param.dim() == 2 and min(param.shape) > 1:
                 found[f"{fqn}.{name}"] = Layout()
-    # In the model's order, without parameters that are frozen or tied to one outside the layers.
+    # In the model's order, without frozen parameters and without those tied to a parameter outside the layers.
     return {name: found[name] for name, p in model.named_parameters() if name in found and p.requires_grad}
 
 
@@ -98,7 +102,7 @@ def matrix_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _planned_experts(model: nn.Module) -> dict[str, int]:
-    """Return modules with parameters that are sharded over ``ep`` (by ``engine.expert_plan``) -> number of experts."""
+    """Map modules whose parameters are sharded over ``ep`` (``engine.expert_plan``) to their number of experts."""
     found = {}
     for name, param in model.named_parameters():
         for step in shard_steps(param):
@@ -108,18 +112,17 @@ def _planned_experts(model: nn.Module) -> dict[str, int]:
 
 
 def _routers(model: nn.Module, experts: Mapping[str, int]) -> set[nn.Module]:
-    """Return the routers: modules that transformers records as such, and linears in the block of the experts with one
-    output per expert.
+    """Return the routers: classes that transformers records as such, and linears beside experts, an output per expert.
 
     Args:
-        experts: name of each experts module -> number of its experts.
+        experts: number of experts by the name of the experts' module.
     """
     classes: list[type] = []
     for module in model.modules():
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
         for entry in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
             target = getattr(entry, "target_class", entry)
-            # jamba records linears by name; the loop over blocks below finds these.
+            # jamba records nn.Linear itself; the loop over blocks below finds its routers.
             if isinstance(target, type) and not issubclass(nn.Linear, target):
                 classes.append(target)
     tops = [m for m in model.modules() if isinstance(m, tuple(classes))]
@@ -135,9 +138,9 @@ class Piece:
     """The part of a block that one rank holds."""
 
     held: tuple[slice, ...]
-    """Its slices in that rank's shard, viewed as ``[e, rows, cols]``."""
+    """Slices in the rank's shard, viewed as ``[e, rows, cols]``."""
     whole: tuple[slice, ...]
-    """Its slices in the block."""
+    """Slices in the block."""
     shape: tuple[int, ...]
 
     @property
@@ -147,11 +150,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """Matrices of one parameter, of one part and of consecutive experts, which one rank orthogonalises."""
+    """Matrices that one rank orthogonalises: one part of consecutive experts of one parameter."""
 
     param: torch.Tensor
     shape: tuple[int, int, int]
-    """Number of matrices, rows and columns of each."""
+    """Number of matrices, and the rows and columns of each."""
     pieces: tuple[Piece, ...]
     """The piece of each rank of the group."""
 
@@ -163,7 +166,7 @@ class Block:
     def cost(self) -> int:
         count, rows, cols = self.shape
         short, long = sorted((rows, cols))
-        # FLOPs per iteration: two products with the matrix, one of its Gram matrix.
+        # FLOPs per iteration: two products with the matrix, and the square of its Gram matrix.
         return count * short * short * (2 * long + short)
 
 
@@ -172,7 +175,7 @@ class Bucket:
     """The blocks that one pair of all-to-alls sends."""
 
     blocks: tuple[tuple[Block, ...], ...]
-    """The blocks of each owner, a rank of the group."""
+    """Blocks by their owner, a rank of the group."""
     group: dist.ProcessGroup | None
     """None if the matrices are whole on this rank."""
     rank: int
@@ -186,7 +189,7 @@ class Bucket:
 def build_buckets(
     params: Sequence[torch.Tensor], layout: Layout, ns_dtype: torch.dtype | None, bucket_bytes: int
 ) -> list[Bucket]:
-    """Assign the matrices of ``params`` to buckets and owners, by sizes alone, hence equally on all ranks of a group.
+    """Assign the matrices of ``params`` to buckets and owners; equal on all ranks of a group.
 
     Args:
         ns_dtype: dtype of Newton-Schulz; None for the default of the device.
@@ -198,7 +201,7 @@ def build_buckets(
         sharers.setdefault((mesh, matrix_shard_step(param)), []).append(param)
     buckets: list[Bucket] = []
     for (mesh, step), members in sharers.items():
-        # Parameters that FSDP keeps on the CPU are still orthogonalised on the accelerator, and sent from there.
+        # With CPU offload, matrices are still sent and orthogonalised on the mesh's device.
         device = torch.empty(0, device=mesh.device_type if mesh else members[0].device).device
         dtype = ns_dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         ranks = step.parts if step else 1
@@ -211,9 +214,9 @@ def build_buckets(
 
 
 def _split_into_buckets(blocks: Sequence[Block], limit: int, ranks: int) -> Iterator[list[Block]]:
-    """Yield consecutive blocks of at most ``limit`` elements, or one per rank if those are larger, so that none idles.
+    """Yield lists of consecutive blocks with at most ``limit`` elements, or with one large block per rank.
 
-    There may be no blocks: if more ranks than experts share dim 0, some hold no expert.
+    There may be no blocks: if more ranks than experts share dim 0, some ranks hold no expert.
     """
     if not blocks:
         return
@@ -230,8 +233,10 @@ def _split_into_buckets(blocks: Sequence[Block], limit: int, ranks: int) -> Iter
 
 
 def _assign_to_ranks(blocks: Sequence[Block], total: list[int]) -> tuple[tuple[Block, ...], ...]:
-    """Assign blocks to owners, the most expensive first: each to the rank with the least cost in this bucket, then in
-    all buckets so far (``total``)."""
+    """Assign blocks to owners, the most expensive first.
+
+    Each goes to the rank with the least cost in this bucket, then in all buckets so far (``total``).
+    """
     owned: list[list[Block]] = [[] for _ in total]
     load = [0] * len(total)
     for block in sorted(blocks, key=lambda b: -b.cost):
@@ -254,7 +259,7 @@ def _blocks(param: torch.Tensor, step: ShardStep | None, layout: Layout, limit: 
         yield Block(param, shape, pieces)
 
 
-# Layers have parameters of the same shapes; for each there is a piece of every rank.
+# Cached, because layers repeat the shapes, and each shape has a piece for every rank.
 @functools.lru_cache(maxsize=256)
 def _shapes_and_pieces(
     shape: tuple[int, ...],
@@ -267,8 +272,9 @@ def _shapes_and_pieces(
     """Return shape and pieces of each block of a parameter.
 
     Args:
-        steps, at: by which the parameter is sharded, and this rank's index on each axis.
-        step: the one among them that shards its matrices.
+        steps: the steps that shard the parameter.
+        at: this rank's index on each axis of ``steps``.
+        step: the one of ``steps`` that shards the matrices.
     """
     ranks, found = step.parts if step else 1, []
     held = [shard_ranges(shape, steps, {**dict(at), **({step.axis: rank} if step else {})}) for rank in range(ranks)]
@@ -282,7 +288,7 @@ def _shapes_and_pieces(
             matrix_slices[out_dim] = slice(part, sizes[out_dim], layout.parts)
         else:
             matrix_slices[out_dim] = slice(part * each, (part + 1) * each, 1)
-        # Of gate and up, each sharded by itself, a rank's shard has a piece of both, one after the other.
+        # If gate and up are sharded separately, a rank's shard is a piece of gate and then a piece of up.
         index = part if len(held[0]) > 1 else 0
         bounds = [_bounds(ranges[index]) for ranges in held]
         before = [_rows_before(ranges, index, layout.out_dim) for ranges in held]
@@ -305,7 +311,7 @@ def _bounds(held: IndexRange) -> Bounds:
 
 
 def _rows_before(ranges: Sequence[IndexRange], index: int, dim: int) -> int:
-    """Return what a shard has along ``dim`` of the ranges before one of its own."""
+    """Return the size along ``dim`` of a shard's ranges before range ``index``."""
     return sum(held.shape[dim] for held in ranges[:index])
 
 
@@ -313,7 +319,7 @@ def _piece(bounds: Bounds, wanted: Sequence[slice], before: int, out_dim: int) -
     """Return the piece of the (strided) slices ``wanted`` of a parameter that a rank with ``bounds`` holds.
 
     Args:
-        before: what the rank's shard has along ``out_dim`` before what is in these bounds.
+        before: offset along ``out_dim``, in the rank's shard, of the values within ``bounds``.
     """
     held, whole = [], []
     for dim, ((start, stop), want) in enumerate(zip(bounds, wanted, strict=True)):
@@ -327,7 +333,7 @@ def _piece(bounds: Bounds, wanted: Sequence[slice], before: int, out_dim: int) -
 
 
 def matrix_shard_step(param: torch.Tensor) -> ShardStep | None:
-    """Return the step that shards the parameter's matrices themselves; None if a rank's matrices are whole.
+    """Return the step that shards the parameter's matrices; None if a rank's matrices are whole.
 
     Raises:
         ValueError: there are two such steps.

@@ -1,6 +1,6 @@
-"""Check verl's ``optim`` settings on the driver, and turn them into arguments of optimizers.
+"""Check verl's ``optim`` settings on the driver, and convert them to arguments of optimizers.
 
-A config is verl's ``FSDPOptimizerConfig``, or any mapping or object with its fields.
+A config is verl's ``FSDPOptimizerConfig``, or a mapping or object with its fields.
 """
 
 import importlib
@@ -22,15 +22,15 @@ __all__ = ["ACTOR_OPTIM", "adamw_arguments", "check_optimizer", "muon_arguments"
 ACTOR_OPTIM = "actor_rollout_ref.actor.optim"
 _TORCH = "torch.optim"
 _OVERRIDES = "override_optimizer_config"
-# lr and weight_decay are verl's own settings, with one value for all parameters. adamw.lr exists because
-# adjust_lr_fn=original needs another learning rate than AdamW.
+# No lr and weight_decay, which are settings of verl, for all parameters. adamw.lr exists because adjust_lr_fn=original
+# needs another learning rate than AdamW.
 _MUON_OVERRIDES = ("momentum", "nesterov", "ns_steps", "ns_coefficients", "eps", "adjust_lr_fn", "ns_dtype", "adamw")
 _ADAMW_OVERRIDES = ("lr", "eps", "amsgrad", "foreach", "fused")
-_TRIAL_RATE = 0.1  # with a run's own, of 1e-6, no step would differ visibly
+_TRIAL_RATE = 0.1  # at a run's 1e-6, steps would differ by less than the tolerance
 
 
 def wants_muon(config: Any) -> bool:
-    """Return whether the settings choose Muon of ``torch.optim``, which ``muon.Muon`` replaces."""
+    """Whether the settings choose Muon of ``torch.optim``, which ``muon.Muon`` replaces."""
     return get_setting(config, "optimizer") == "Muon" and get_setting(config, "optimizer_impl", _TORCH) == _TORCH
 
 
@@ -41,21 +41,21 @@ def muon_arguments(config: Any) -> dict[str, Any]:
 
 
 def adamw_arguments(config: Any) -> dict[str, Any]:
-    """Return the arguments of the AdamW that steps, next to Muon, all parameters that are not matrices."""
+    """Return the arguments of AdamW for the parameters that Muon does not step."""
     common = {"lr": get_setting(config, "lr"), "weight_decay": get_setting(config, "weight_decay")}
     return {**common, "betas": tuple(get_setting(config, "betas")), **_overrides(config).get("adamw", {})}
 
 
 def check_optimizer(config: Any, setting: str = ACTOR_OPTIM, device: str = "cuda") -> None:
-    """Check that the optimizer exists, takes its arguments, and steps sharded weights as it steps whole ones.
+    """Check that the optimizer exists, accepts its arguments, and steps sharded weights like whole ones.
 
     Args:
         config: verl's ``optim`` settings of a role.
         setting: the name of their node, as users type it.
-        device: type of the device that the run trains on.
+        device: device type of the run.
 
     Raises:
-        SettingError: with the name of a value that would work.
+        SettingError: with a value that would work.
     """
     optimizer = _find(config, setting)
     overrides = _overrides(config)
@@ -88,7 +88,7 @@ def _check_sharded(
     """Refuse an optimizer that can't step sharded weights and be saved (``shard_trial.py``)."""
     tried = {**arguments, "lr": _TRIAL_RATE}
     if device != "cpu":
-        tried.pop("capturable", None)  # for CUDA graphs, changes no result; a CPU has none
+        tried.pop("capturable", None)  # an option for CUDA graphs, which a CPU lacks; changes no result
     try:
         reason = why_not_sharded(lambda params: optimizer(params, **tried))
     except Exception as error:
@@ -128,7 +128,7 @@ def _check_keys(given: Mapping[str, Any], known: Iterable[str], setting: str, ta
 
 
 def _try(optimizer: type[Optimizer], arguments: dict[str, Any], setting: str) -> None:
-    """Build the optimizer for a small weight, so that torch checks the arguments."""
+    """Build the optimizer for a small weight, because torch then checks the arguments."""
     try:
         optimizer([nn.Parameter(torch.zeros(2, 2))], **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -151,7 +151,7 @@ def _arguments_by_verl(config: Any) -> dict[str, Any]:
 
 
 def _near(wanted: str, known: Iterable[str]) -> str:
-    """Format the known names that are most like ``wanted``; all of them if none is."""
+    """Format the known names that are similar to ``wanted``, or all if none is."""
     lower = {name.lower(): name for name in known}
     if wanted.lower() in lower:
         return lower[wanted.lower()]

@@ -1,4 +1,4 @@
-"""Try an optimizer on a small weight, because many that work in one process can't step the shards of a weight."""
+"""Try an optimizer on a small weight, because many optimizers can't step the shards of a weight."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,24 +11,24 @@ from ..compat.lone_mesh import lone_mesh
 
 __all__ = ["why_not_sharded"]
 
-_SHAPE = (64, 256)  # halves of 8,192 elements: optimizers with states of 8 bits keep those of less than 4,096 whole
+_SHAPE = (64, 256)  # halves of 8,192 elements, because 8-bit optimizers don't quantise states of less than 4,096
 _STEPS = 3
 
 
 def why_not_sharded(build: Callable[[list[nn.Parameter]], Optimizer]) -> str | None:
     """Return why an optimizer can't step a sharded weight or resume, as the end of a sentence; None if it can.
 
-    A weight is stepped whole, and a half of it alone. If the halves differ, the step of an element depends on others,
-    which another rank holds. The half is also stepped as a shard, because DTensor lacks the rules of some operators.
+    Step a weight whole, and a half of it alone. If the halves differ, the step of an element depends on elements of
+    other ranks. Step the half as a DTensor too, because DTensor lacks rules for some operators.
 
     Args:
-        build: makes the optimizer; its learning rate should move a weight of 1.
+        build: makes the optimizer, with a learning rate that changes weights near 1 visibly.
 
     Raises:
-        Exception: any that the optimizer raises for the whole weight.
+        Exception: any exception of the optimizer on the whole weight.
     """
     weight, *gradients = torch.randn(1 + _STEPS, *_SHAPE, generator=torch.Generator().manual_seed(0))
-    gradients = [10**i * gradient for i, gradient in enumerate(gradients)]  # some clip gradients that grow
+    gradients = [10**i * gradient for i, gradient in enumerate(gradients)]  # some clip growing gradients
     whole, state = _stepped(build, weight, gradients)
     mesh = lone_mesh(2)
     for dim in range(weight.dim()):
@@ -54,7 +54,7 @@ def _stepped(
     """Return a copy of the weight after a step on each gradient, and its state."""
     param = nn.Parameter(weight.clone())
     optimizer = build([param])
-    with torch.compiler.set_stance("force_eager"):  # torchao compiles its steps, which takes longer than all checks
+    with torch.compiler.set_stance("force_eager"):  # torchao's compilation takes longer than all checks
         for gradient in gradients:
             param.grad = gradient.clone()
             optimizer.step()

@@ -20,18 +20,12 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
-    parser.add_argument(
-        "--families", default="", help="names, separated by commas, whose rows are written beside those of the others"
-    )
+    parser.add_argument("--families", default="", help="names, separated by commas; results of other families are kept")
     parser.add_argument("--fast", action="store_true", help="one case per family; writes no result file")
-    parser.add_argument("--packed", action="store_true", help="packed rows, each mesh once; asks for --results")
-    parser.add_argument(
-        "--results", default="parity", help="name of the result files; those of other versions have their own"
-    )
-    parser.add_argument(
-        "--meshes", default="", help="those to run alone, as the table heads them: '1 x 2 x 2,1 x 1 x 4'"
-    )
-    parser.add_argument("--once", action="store_true", help="one setting of each mesh, in turn, and not all of them")
+    parser.add_argument("--packed", action="store_true", help="packed rows, each mesh once; needs --results")
+    parser.add_argument("--results", default="parity", help="name of the result files; use another for other versions")
+    parser.add_argument("--meshes", default="", help="meshes to run, as in the table's head: '1 x 2 x 2,1 x 1 x 4'")
+    parser.add_argument("--once", action="store_true", help="one setting of each mesh, in turn, instead of all")
     asked = parser.parse_args()
     names = asked.families.split(",") if asked.families else list(families.ALL)
     if asked.packed and "packed" not in asked.results:
@@ -59,12 +53,12 @@ def main() -> int:
 
 
 def _in_order(todo: list[Case]) -> list[str]:
-    """The meshes of some cases, each once."""
+    """Return the meshes of some cases, each once."""
     return list(dict.fromkeys(case.mesh for case in todo))
 
 
 def run_family(name: str, todo: list[Case]) -> list[Row]:
-    """All cases; one that takes its ranks down is a failed row, and the rest run in new ones."""
+    """Run all cases; a case that kills its ranks is a failed row, and the rest run on new ranks."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = families.save(name, Path(folder) / name)
@@ -74,7 +68,7 @@ def run_family(name: str, todo: list[Case]) -> list[Row]:
             crash = ""
             try:
                 run_ranks(compare, WORLD, [(name, checkpoint, todo)], results, timeout=1800)
-            except Exception as error:  # becomes a failed row
+            except Exception as error:  # reported as a failed row
                 crash = " ".join(str(error).split())[-300:]
             lines = [json.loads(line) for line in results.read_text().splitlines()]
             done = [Row.of_json(line["row"]) for line in lines if "row" in line]

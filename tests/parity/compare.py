@@ -44,8 +44,8 @@ class Case:
     """One setting of the matrix.
 
     Args:
-        dtype: what is computed in; bfloat16 only asks whether the model runs.
-        packed: whether the sequences of a rank are one row; the plain model has one in each row.
+        dtype: dtype of the computation; bfloat16 only tests that the model runs.
+        packed: whether the sequences of a rank are one row; in the plain model each is a row.
     """
 
     ep: int
@@ -58,7 +58,7 @@ class Case:
 
     @classmethod
     def on(cls, mesh: tuple[int, int, int], *how: Any, packed: bool = False) -> "Case":
-        """Make it of one of ``_MESHES`` and further fields."""
+        """Build a case from one of ``_MESHES`` and further fields."""
         ep, fsdp_size, etp = mesh
         return cls(ep, fsdp_size, *how, packed=packed, etp=etp)
 
@@ -75,7 +75,7 @@ class Case:
 
 @dataclass
 class Row:
-    """What came out: the worst relative error of each quantity over tensors, steps and ranks; or why there is none."""
+    """The worst relative error of each quantity over tensors, steps and ranks, or the reason for none."""
 
     family: str
     case: Case
@@ -101,7 +101,7 @@ class Row:
 
 
 def cases(name: str) -> list[Case]:
-    """The whole matrix of one family; without experts there is no ``ep``, and no dim of theirs."""
+    """Return the whole matrix of one family; dense families have no ``ep`` and no shard dim of experts."""
     dtype = families.ALL[name].dtype
     if name in families.DENSE:
         alone = [mesh for mesh in _MESHES if mesh[0] == mesh[2] == 1]
@@ -113,7 +113,7 @@ def cases(name: str) -> list[Case]:
 
 
 def packed_cases(name: str) -> list[Case]:
-    """Packed rows on each mesh without ``etp`` once, and the other settings in turn."""
+    """Return a case with packed rows for each mesh without ``etp``, with the other settings in turn."""
     meshes = [mesh for mesh in _MESHES if mesh[2] == 1 and (name not in families.DENSE or mesh[0] == 1)]
     dims = ["auto" if mesh[0] == 1 else i % 2 for i, mesh in enumerate(meshes)]
     return [
@@ -123,7 +123,7 @@ def packed_cases(name: str) -> list[Case]:
 
 
 def fast_case(index: int, name: str) -> Case:
-    """One case for the ``index``-th family, so that the families together meet every setting."""
+    """Return a case for the ``index``-th family; all families together cover every setting."""
     packed = index % 4 > 1
     if name in families.DENSE:
         return Case(1, (-1, 2)[index % 2], "auto", ("full", "none", "selective")[index % 3], packed=packed)
@@ -133,7 +133,7 @@ def fast_case(index: int, name: str) -> Case:
 
 
 def compare(work: Sequence[tuple[str, Path, Sequence[Case]]], results: Path) -> None:
-    """Run cases on this rank; rank 0 appends to ``results`` a line when a case starts, and one with its row."""
+    """Run cases; rank 0 appends to ``results`` a line at the start of a case, and a line with its row."""
     rank = dist.get_rank()
     for name, folder, todo in work:
         with _precision(families.ALL[name].dtype):
@@ -162,14 +162,14 @@ def _batch() -> torch.Tensor:
 
 
 def _adam(params) -> torch.optim.Optimizer:
-    # An eps near the gradients' size: AdamW's sign-like step for tiny gradients would magnify their rounding errors
-    # (and it shows a wrong scale of the gradient, which AdamW otherwise hides).
+    # An eps near the gradients' size, because AdamW's sign-like step for tiny gradients magnifies rounding errors. It
+    # also shows a wrong scale of the gradients, which AdamW otherwise hides.
     return torch.optim.AdamW(params, lr=1e-3, eps=1e-4)
 
 
 @dataclass
 class _Reference:
-    """What the plain model does in each step, on the whole batch."""
+    """Results of the plain model in each step, on the whole batch."""
 
     kind: type[nn.Module]
     config: object
@@ -229,7 +229,7 @@ def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
     family = families.ALL[name]
     try:
         model, meshes = _sharded(folder, case, reference)
-    except SettingError as error:  # alike on all ranks: nothing has been sent
+    except SettingError as error:  # equal on all ranks, before any collective
         return Row(name, case, refused=str(error))
     model.train(family.train)
     rows = slice(dist.get_rank() * _ROWS_PER_RANK, (dist.get_rank() + 1) * _ROWS_PER_RANK)
@@ -259,7 +259,7 @@ def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
 
 
 def _by_own_name(model: nn.Module, of_plain: Any) -> Any:
-    """What the plain model has of its parameters, by name, as the engine's model has it; all else as it is."""
+    """Convert the plain model's values by parameter to the engine's names; return other values unchanged."""
     if not isinstance(of_plain, dict):
         return of_plain
     moments = {key for value in of_plain.values() if isinstance(value, dict) for key in value}
@@ -273,7 +273,7 @@ def _by_own_name(model: nn.Module, of_plain: Any) -> Any:
 
 
 def _gradients(model: nn.Module, wanted: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gradients by name; none, as of an expert that no token met, is one of zero."""
+    """Yield gradients by name; zeros for a missing one, as of an expert without tokens."""
     for name, param in model.named_parameters():
         if param.grad is not None or name in wanted:
             yield name, torch.zeros_like(param) if param.grad is None else param.grad
@@ -282,7 +282,7 @@ def _gradients(model: nn.Module, wanted: dict[str, torch.Tensor]) -> Iterator[tu
 def _errors(
     pairs: Sequence[tuple[str, str, torch.Tensor | None, torch.Tensor | None]], meshes: Meshes
 ) -> list[tuple[str, str, float]]:
-    """Relative errors of sharded tensors: each rank compares what it holds, and the squares are summed over ranks."""
+    """Return relative errors of sharded tensors: ranks compare their shards, and squares are summed over ranks."""
     squares = torch.zeros(len(pairs), 2, dtype=torch.float64)
     for i, (_, _, ours, wanted) in enumerate(pairs):
         if ours is not None:
@@ -303,7 +303,7 @@ def _relative(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def _row(name: str, case: Case, found: list[tuple[str, str, float]]) -> Row:
-    """The worst of all ranks; a bad one is named."""
+    """Return a row of the worst errors of all ranks, with the names of bad tensors."""
     everyone: list = [None] * WORLD
     dist.all_gather_object(everyone, found)
     errors: dict[str, float] = {}

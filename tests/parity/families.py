@@ -1,5 +1,7 @@
-"""A tiny random model of every family on transformers' experts interface, and of four dense ones; as a command, each is
-run in one process."""
+"""Tiny random models of every family on transformers' experts interface, and of four dense families.
+
+As a command, run each in one process.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ __all__ = [
 ]
 
 _DENSE = {"intermediate_size": 40, "note": "dense"}
-# What Granite 4 calls its Mamba layers; any other name makes layers of attention.
+# Granite 4's name of Mamba layers; every other name means attention.
 _MAMBA = transformers.GraniteMoeHybridConfig(num_hidden_layers=1).layer_types[0]
 # Dense and sparse layers; chunks of attention; a layer without rotary embeddings, whose queries are scaled by position.
 _LLAMA4 = sizes(
@@ -83,7 +85,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": of("DeepseekV3", **{**DEEPSEEK, **MLA}),
     "deepseek_v4": of(
         "DeepseekV4",
-        # Two layers: its hyper-connections magnify rounding errors with every layer.
+        # Two layers, because hyper-connections magnify rounding errors with every layer.
         **{**DEEPSEEK, "q_lora_rank": 20, "o_lora_rank": 12, "o_groups": 2, "num_key_value_heads": 1, "head_dim": 16},
         partial_rotary_factor=0.5,
         hc_mult=3,
@@ -274,11 +276,11 @@ FAMILIES: dict[str, Family] = {
         note="text alone",
     ),
     "solar_open": of("SolarOpen", **DEEPSEEK),
-    # The place decides what a family's fast case has, so a new one is the last.
+    # The index determines a family's fast case, so append new families.
     "dbrx": of("Dbrx", **DBRX),
 }
 
-# Without experts.
+# Families without experts.
 DENSE: dict[str, Family] = {
     "qwen3": of("Qwen3", **_DENSE),
     "llama": of("Llama", **_DENSE, tie_word_embeddings=True),
@@ -292,11 +294,11 @@ DENSE: dict[str, Family] = {
     ),
     "mistral": of("Mistral", **_DENSE, sliding_window=8),
 }
-# Whose experts are outside transformers' interface in 5.9; DBRX's are still in 5.23.
+# Families with experts outside transformers' interface in 5.9; DBRX's still are in 5.23.
 OUTSIDE = ("dbrx", "granitemoe", "granitemoehybrid", "granitemoeshared", "llama4")
 EVERY = {**FAMILIES, **DENSE}
 ALL = {**EVERY, **NEWER}
-# Those that carry a state along the row: ranks share rows of them by sequences. Some only newer transformers have.
+# Families with a state along the row: ranks share their rows by sequences. Some need newer transformers.
 STATEFUL = (
     *("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h"),
     *("nemotron_h_latent", "qwen3_5_moe", "qwen3_next"),
@@ -305,7 +307,7 @@ STATES = tuple(name for name in STATEFUL if name in ALL)
 
 
 def save(name: str, folder: Path) -> Path:
-    """Save the family's model as published, with every weight and every correction bias random, from a seed."""
+    """Save the family's model as published, with random weights and correction biases from a seed."""
     family = ALL[name]
     torch.manual_seed(12)
     model = family.build()
@@ -321,25 +323,25 @@ def save(name: str, folder: Path) -> Path:
             if "bias" in buffer_name:
                 buffer.uniform_(-0.1, 0.1)
                 if "balancing_biases" in buffer_name:
-                    buffer[-1] = -1.0  # which transformers 5.23 writes over what it has loaded (Zaya)
-            elif "tid2eid" in buffer_name:  # a router that looks experts up by token
+                    buffer[-1] = -1.0  # transformers 5.23 overwrites the loaded value with this (Zaya)
+            elif "tid2eid" in buffer_name:  # a router with experts by token id
                 buffer.random_(0, 8)
     return save_published(model, folder, seed=list(ALL).index(name))
 
 
 def load(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The plain Hugging Face model, its experts computed by its own loop."""
+    """Return the plain Hugging Face model, with its own loop over experts."""
     kind = model_class(ALL[name].model)
     return kind.from_pretrained(folder, dtype=dtype, experts_implementation="eager", attn_implementation="eager")
 
 
 def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """``(B, S, VOCAB)`` of ids ``(B, S)``."""
+    """Return logits ``(B, S, VOCAB)`` of ids ``(B, S)``."""
     return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
 
 
 def packed_logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """The same of one row that has the ``B`` sequences one after the other."""
+    """Return the same logits from one packed row of all ``B`` sequences."""
     positions = torch.arange(ids.shape[1]).repeat(len(ids))[None]
     inputs = {"input_ids": ids.reshape(1, -1), "position_ids": positions, "attention_mask": None}
     if hasattr(model.config, "vision_config"):
@@ -348,12 +350,12 @@ def packed_logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def loss(name: str, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss."""
+    """Return the mean next-token loss."""
     return nn.functional.cross_entropy(scores[:, :-1].reshape(-1, scores.shape[-1]), ids[:, 1:].reshape(-1))
 
 
 def _check(name: str, folder: Path) -> str:
-    """What is wrong with a family in one process; empty if nothing is."""
+    """Describe a family's gradients in one process: not finite, or their error when the batch is split."""
     model = load(name, save(name, folder)).train(ALL[name].train)
     ids = torch.randint(0, VOCAB, (8, 13), generator=torch.Generator().manual_seed(1))
     loss(name, logits(model, ids), ids).backward()

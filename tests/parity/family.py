@@ -1,4 +1,4 @@
-"""How a tiny random model of a family is made."""
+"""Recipes for tiny random models of families."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,16 +31,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Family:
-    """How to make one.
+    """Recipe for one family's model.
 
     Args:
-        model: class in transformers, ``<Name>ForCausalLM`` or what else gives logits from ids.
+        model: class in transformers, ``<Name>ForCausalLM`` or another class with logits.
         config: class of its config.
         sizes: arguments of the config.
-        std: spread of the random weights, and ``vectors`` the range of those with one dim (norms, decays): such that
-            rounding errors are not magnified beyond what 1e-5 can tell from a mistake.
-        dtype: in which its exactness is shown; float64 where float32's rounding is magnified beyond that.
-        train: whether it is compared in training mode.
+        std: standard deviation of random weights; small enough that rounding errors stay below 1e-5.
+        vectors: range of random weights with one dim (norms, decays), for the same reason.
+        train: whether the model is compared in training mode.
+        dtype: dtype of the comparison; float64 where the model magnifies float32's rounding errors.
         note: printed in the table.
     """
 
@@ -55,7 +55,7 @@ class Family:
 
     @property
     def attention(self) -> str:
-        """Which its class has: sdpa, or else eager (of gpt-oss no attention but its own has sinks on a CPU)."""
+        """Return sdpa if the class supports it, else eager (on a CPU, only gpt-oss's own attention has sinks)."""
         return "sdpa" if getattr(model_class(self.model), "_supports_sdpa", False) else "eager"
 
     def build(self, attention: str = "eager", **sizes: Any) -> Any:
@@ -64,14 +64,14 @@ class Family:
         return model_class(self.model)(config)
 
     def build_random(self, attention: str, **sizes: Any) -> Any:
-        """In float64, with every weight random, from a seed, and its experts computed by its own loop."""
+        """Build in float64, with random weights from a seed, and the model's own loop over experts."""
         torch.manual_seed(5)
         model = self.build(attention, **sizes)
         with torch.no_grad():
             for param in model.parameters():
                 param.normal_(std=self.std) if param.dim() > 1 else param.uniform_(*self.vectors)
             for name, buffer in model.named_buffers():
-                if "tid2eid" in name:  # a router that looks experts up by token
+                if "tid2eid" in name:  # a router with experts by token id
                     buffer.random_(0, 8)
         model.set_experts_implementation("eager")
         return model.double().train(self.train)
@@ -102,7 +102,7 @@ class AsAuto:
 
 
 def sizes(**own: Any) -> dict[str, Any]:
-    """Nothing square and few powers of two; what a config does not know it keeps as an attribute."""
+    """Return sizes without squares and with few powers of two; configs keep unknown ones as attributes."""
     return {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -125,8 +125,7 @@ def of(name: str, head: str = "ForCausalLM", **own: Any) -> Family:
     return Family(name + head, config, sizes(**own), **options)
 
 
-# A few queries, keys and values are clipped. transformers 5.23 makes the experts as wide as ``d_model``, whatever
-# ``hidden_size`` says.
+# clip_qkv clips a few queries, keys and values. transformers 5.23 ignores ``hidden_size``: experts have ``d_model``.
 DBRX = {
     "d_model": 48,
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 1e4},
@@ -179,4 +178,4 @@ HEADS = [
     ("ernie4_5_moe", "use_bias", True),
     ("gemma4", "final_logit_softcapping", 5.0),
 ]
-"""What larger models of three families have of a head, and their tiny ones here have not."""
+"""Options of the head that larger models of three families have, and the tiny ones here lack."""

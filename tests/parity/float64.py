@@ -1,4 +1,4 @@
-"""Computes in float64 whatever a model's code, FSDP and the engine say to compute in float32."""
+"""Compute in float64 where a model's code, FSDP and the engine name float32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ __all__ = ["float64"]
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Build, load, compute and step in float64; files have to be in it as well.
+    """Build, load, compute and step in float64; files have to be in float64 too.
 
-    Norms, softmaxes, rotary embeddings, states and routers name float32, in which a difference of 1e-12 would drown.
+    Norms, softmaxes, rotary embeddings, states and routers name float32, whose rounding hides differences of 1e-12.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -1,4 +1,4 @@
-"""The families that came to transformers' experts interface after 5.9, as far as the installed version has them."""
+"""Families on transformers' experts interface since 5.9, as far as the installed version has them."""
 
 import importlib
 
@@ -38,8 +38,8 @@ _OCR_VISION = {
         "num_key_value_heads": 2,
     },
 }
-# In float64: over 13 tokens linear attention, hyper-connections and a router of three layers magnify float32's rounding
-# beyond what 1e-5 can tell from a mistake.
+# In float64: on 13 tokens, linear attention, hyper-connections and a router of three layers magnify float32's rounding
+# beyond 1e-5.
 _MAGNIFIES = {"dtype": "float64"}
 
 KNOWN: dict[str, Family] = {
@@ -264,7 +264,7 @@ REFUSED = {
 
 
 def _is_on_interface(name: str) -> bool:
-    """Whether the installed transformers has it, and there: it has had GraniteMoe and Aria outside for long."""
+    """Whether the installed transformers has the family on the interface; GraniteMoe and Aria were long outside."""
     try:
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     except ImportError:

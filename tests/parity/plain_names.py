@@ -1,4 +1,4 @@
-"""Parameters of a model that the engine has built, and what the plain model calls and has of them."""
+"""Names and values of the engine's parameters in the plain model, and back."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ __all__ = ["own_values", "plain_name", "plain_values"]
 
 
 def plain_name(model: nn.Module, name: str) -> str:
-    """What the plain model calls a parameter of one that the engine has built."""
+    """Return the plain model's name of a parameter of the engine's model."""
     for plain, own in getattr(model, RENAMED, {}).items():
         if name.endswith(own):
             return name.removesuffix(own) + plain
@@ -17,7 +17,7 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def plain_values(model: nn.Module, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the plain model has of a parameter of one that the engine has built: one tensor, or several matrices."""
+    """Return the plain model's values of an engine's parameter: one tensor, or several matrices."""
     if found := flattened_matrices(model, name):
         was, names = found
         return dict(zip(names, was.flatten(value), strict=True))
@@ -25,7 +25,7 @@ def plain_values(model: nn.Module, name: str, value: torch.Tensor) -> dict[str, 
 
 
 def own_values(model: nn.Module, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the plain model's parameters as they are in the one that the engine has built, by its names."""
+    """Return the plain model's tensors by the engine's names, in the engine's shapes."""
     own = {}
     for name, _ in model.named_parameters():
         if found := flattened_matrices(model, name):

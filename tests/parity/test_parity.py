@@ -1,4 +1,4 @@
-"""The fast subset of ``make parity``: every family once, the settings in turn."""
+"""The fast subset of ``make parity``: every family once, with the settings in turn."""
 
 import json
 

@@ -1,12 +1,11 @@
-"""Which tests are for the inner loop (``make test-fast``): the core's, in under four minutes on two cores.
+"""Tests of the inner loop (``make test-fast``): the core's, in under four minutes on two cores.
 
-None starts vLLM or Ray. A new test of a file that is listed is in it too; what takes more than ten seconds of a core
-is left out, as ``make test`` has it.
+None starts vLLM or Ray. A listed file includes its future tests. Tests over ten seconds of a core run in ``make test``.
 """
 
 __all__ = ["FAST", "LEFT_OUT", "is_fast"]
 
-# A file, or a test in one.
+# Files, and tests in files.
 FAST = (
     "tests/engine/checkpoint/test_checkpoint.py",
     "tests/engine/checkpoint/test_background_saves.py",
@@ -44,5 +43,5 @@ LEFT_OUT = (
 
 
 def is_fast(test: str) -> bool:
-    """Whether the test of this id is in ``make test-fast``."""
+    """Whether ``make test-fast`` runs the test with this id."""
     return test.startswith(FAST) and not test.startswith(LEFT_OUT)

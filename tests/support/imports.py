@@ -1,4 +1,4 @@
-"""Who imports whom, read from the sources without running them: for the walls and for docs/architecture.md."""
+"""Imports between rooms, parsed from the sources, for the walls and docs/architecture.md."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -9,8 +9,7 @@ __all__ = ["PACKAGES", "ROOMS", "ROOT", "Import", "imports", "room_of", "sources
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("engine", "rollout", "conf", "recipes")
-# From the top to the bottom: a room imports from those below it, and from no other. A room is a folder, or a file that
-# stands alone.
+# From top to bottom: a room imports only from rooms below it. A room is a folder, or a file on its own.
 ROOMS = (
     "recipes",
     "recipes/gpu",
@@ -73,9 +72,9 @@ class Import:
     """One name that a file imports.
 
     Args:
-        path: of the file, from the repository's root.
-        module: dotted, absolute. Of this package it is the path of the file that is imported (``engine/errors.py``).
-        name: taken from it; None where it is the module itself.
+        path: path of the file from the repository's root.
+        module: absolute dotted name; for this package, the path of the imported file (``engine/errors.py``).
+        name: the imported name in the module; None for the module itself.
     """
 
     path: str
@@ -88,18 +87,18 @@ class Import:
 
 
 def sources() -> dict[str, str]:
-    """Text of every file of the packages, by its path from the repository's root."""
+    """Return the text of every file of the packages, by its path from the repository's root."""
     found = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in found if "__pycache__" not in path.parts}
 
 
 def room_of(path: str) -> str:
-    """The room in which a file of the packages stands."""
+    """Return the room of a file of the packages."""
     return path if path in ROOMS else path.rpartition("/")[0]
 
 
 def imports(files: Mapping[str, str]) -> Iterator[Import]:
-    """What files import, wherever in them; relative imports are resolved."""
+    """Yield all imports of files, also inside functions; relative imports are resolved."""
     for path, text in files.items():
         parts = path.removesuffix(".py").split("/")
         package = ["epfsdp2", *parts[:-1]] if parts[0] in PACKAGES else parts[:-1]

@@ -1,4 +1,4 @@
-"""The lines that this package logs in a process of a test."""
+"""Lines that this package logs in a test's process."""
 
 import logging
 
@@ -15,7 +15,7 @@ class _Lines(logging.Handler):
 
 
 def logged_lines() -> list[str]:
-    """Return a list to which every line that is logged from now on is appended."""
+    """Return a list that collects all lines logged from now on."""
     handler = _Lines()
     logging.getLogger("epfsdp2").addHandler(handler)
     return handler.lines

@@ -1,4 +1,4 @@
-"""Root may read and write what it has no permission for; here it may not."""
+"""Enforce file permissions for root, by dropping its capabilities to override them."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ class _Sets(ctypes.Structure):
 
 
 def obey_permissions() -> None:
-    """Have this process refused what the modes of files refuse to their owner, until it ends."""
+    """Make this process, even as root, obey the modes of files until it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     header, sets = _Header(_VERSION_3, 0), (_Sets * 2)()
     if libc.capget(ctypes.byref(header), sets) != 0:

@@ -1,6 +1,6 @@
 """Run a function on several real ranks over gloo, with an outer time-out and nothing left behind.
 
-Ranks are forked from a process of their own that has imported what most of them need and started no thread: the imports
+Ranks are forked from a server process without threads, which has imported the modules that most tests need. The imports
 take longer than most tests.
 """
 
@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 
 __all__ = ["each_case", "run_ranks"]
 
-# verl's workers take 2.5 s of a core to import, on every rank that has not got them from here.
+# Importing verl's workers takes 2.5 s of a core on every rank without this.
 multiprocessing.set_forkserver_preload(
     ["tests.support.models.tiny", "tests.support.engine.sharded", "tests.support.scale", "verl.workers.engine_workers"]
 )
@@ -29,10 +29,10 @@ multiprocessing.set_forkserver_preload(
 def run_ranks(
     function: Callable[..., None], world: int, *args: Any, timeout: float = 240.0, backend: str = "cpu:gloo"
 ) -> None:
-    """Call ``function(*args)`` on ``world`` processes that form a gloo group; returns when all have ended well.
+    """Call ``function(*args)`` on ``world`` processes of a gloo group, and wait for all of them.
 
     Raises:
-        Exception: what the first failing rank raised, or TimeoutError; the other ranks are ended first.
+        Exception: the first failing rank's, or TimeoutError; the other ranks are killed first.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
@@ -55,13 +55,13 @@ def run_ranks(
 
 
 def each_case(cases: Iterable[Any], check: Callable[..., None]) -> None:
-    """Check every case on these ranks, those after one that fails too.
+    """Check every case on these ranks, also after a failure.
 
     Args:
         cases: tuples of arguments of ``check``; equal on all ranks.
 
     Raises:
-        AssertionError: what failed, by case and rank.
+        AssertionError: lists the failures by case and rank.
     """
     failures = []
     for case in cases:
@@ -74,7 +74,7 @@ def each_case(cases: Iterable[Any], check: Callable[..., None]) -> None:
         everyones: list[str | None] = [None] * dist.get_world_size()
         try:
             dist.all_gather_object(everyones, failure)
-        except RuntimeError as error:  # the others are still in the case, which this rank has left
+        except RuntimeError as error:  # the other ranks are still in the case that this rank has left
             raise AssertionError("\n".join([*failures, str(failure)])) from error
         failures += [each for each in everyones if each is not None]
     assert not failures, "\n".join(failures)
@@ -89,10 +89,10 @@ def _rank(
     function: Callable[..., None],
     args: tuple,
 ) -> None:
-    faulthandler.enable()  # a rank that dies of a signal prints what its threads were at
+    faulthandler.enable()  # a rank that dies of a signal prints its threads' stacks
     os.environ.clear()
-    os.environ.update(environment)  # of now; that of the process that forks is of its start
-    # verl reads these; the rendezvous itself is a file, so no port is needed.
+    os.environ.update(environment)  # the server process has the environment of its start
+    # verl reads these. The rendezvous is a file, so no port is opened.
     names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     os.environ.update({name: str(value) for name, value in names.items()}, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""Cost of what one rank runs in Python at a published size: a fake process group, models on meta, no byte moved.
+"""Cost of one rank's Python code at published sizes: fake process groups, models on meta, no byte moved.
 
-``alone`` runs a function in a process of its own, and in it ``on_fake_ranks`` makes this process one of N ranks. CPU
-seconds are ratios to a fixed loop in the same process; calls of functions are the same on every machine.
+``alone`` runs a function in a process of its own. There ``on_fake_ranks`` makes the process one of N ranks. CPU seconds
+are ratios to a fixed loop in the same process; numbers of calls are the same on every machine.
 """
 
 import cProfile
@@ -27,11 +27,11 @@ from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from epfsdp2.recipes.plan.cards import config_of
-from tests.support import ranks  # noqa: F401 its forkserver has imported what a process needs
+from tests.support import ranks  # noqa: F401 its forkserver has imported most modules
 
 __all__ = ["MOST_GROWTH", "SIZES", "Cost", "Size", "alone", "growth", "on_fake_ranks"]
 
-MOST_GROWTH = 2.2  # of a cost, with twice the ranks
+MOST_GROWTH = 2.2  # factor of a cost with twice the ranks
 _REPETITIONS = 2
 _MOST_REPETITIONS = 20
 
@@ -41,8 +41,8 @@ class Size:
     """A model on a number of ranks.
 
     Args:
-        model: as ``recipes.plan`` knows it.
-        layers: of the model; 0 for all. Cost per layer is what grows with ranks.
+        model: a name of ``recipes.plan``.
+        layers: number of layers, 0 for all. Fewer are enough, because the cost per layer grows with ranks.
     """
 
     model: str
@@ -62,7 +62,7 @@ class Size:
         return build_on_meta(AutoModelForCausalLM, config, dtype)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Parallelise a model, within a fake group of this size's ranks."""
+        """Parallelise a model within a fake group of this size."""
         return parallelize(model, build_meshes("cpu", self.topology), ShardingOptions(param_dtype=torch.bfloat16))
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU seconds of a call, as a multiple of a fixed loop's in the same process."""
+    """CPU seconds of a call, and their ratio to a fixed loop in the same process."""
 
     ratio: float
     seconds: float
@@ -97,7 +97,7 @@ class Cost:
 
 def _timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
     gc.collect()
-    gc.disable()  # what it costs depends on what else is alive
+    gc.disable()  # its cost depends on all live objects
     try:
         start = time.process_time()
         result = function(*args)
@@ -107,7 +107,7 @@ def _timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
 
 
 def _loop() -> float:
-    """Return the CPU seconds of a loop over objects, dicts, strings and small operators, some 30 ms on a laptop."""
+    """Return the CPU seconds of a loop over objects, dicts, strings and small operators, about 30 ms on a laptop."""
 
     def once() -> None:
         found: dict[tuple[int, str], list[Size]] = {}
@@ -126,12 +126,12 @@ def _loop() -> float:
 
 
 def growth(prepare: Callable[[Size], Any], run: Callable[..., Any], size: Size) -> dict[str, float]:
-    """Return how many times as much a call costs with twice the ranks: calls of functions, and CPU seconds.
+    """Return the growth of a call's cost with twice the ranks, as ratios: calls of functions, and CPU seconds.
 
-    The seconds are the least of two measurements, and of up to 20 while they grow by more than ``MOST_GROWTH``.
+    The seconds are the least of two measurements, and of up to 20 while their growth exceeds ``MOST_GROWTH``.
 
     Args:
-        prepare: returns the arguments of ``run``, a tuple, within a fake group of the size's ranks.
+        prepare: returns the arguments of ``run`` as a tuple, within a fake group of the size's ranks.
     """
     small, large = sizes = (size, replace(size, world=2 * size.world))
     calls, seconds = {}, dict.fromkeys(sizes, float("inf"))
@@ -152,7 +152,7 @@ def growth(prepare: Callable[[Size], Any], run: Callable[..., Any], size: Size) 
 
 @contextmanager
 def on_fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
-    """Be one of ``world`` ranks whose collectives return at once."""
+    """Make this process one of ``world`` ranks whose collectives return at once."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
@@ -161,11 +161,11 @@ def on_fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
 
 
 def alone(function: Callable[..., dict[str, Any]], *args: Any, timeout: float = 300.0) -> dict[str, Any]:
-    """Call a function in a process of its own with one thread, and return its dict, printed, and its CPU seconds.
+    """Call a function in a process with one thread; print and return its dict, with CPU seconds as ``cpu``.
 
     Raises:
-        AssertionError: it raised; with its traceback.
-        TimeoutError: it did not end within ``timeout`` seconds.
+        AssertionError: the function raised; with its traceback.
+        TimeoutError: the function did not end within ``timeout`` seconds.
     """
     context = multiprocessing.get_context("forkserver")
     receive, send = context.Pipe(duplex=False)
@@ -188,7 +188,7 @@ def alone(function: Callable[..., dict[str, Any]], *args: Any, timeout: float = 
 def _child(send: Any, environment: dict[str, str], function: Callable, args: tuple) -> None:
     os.environ.update(environment, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    gc.freeze()  # every collection would walk through what is imported
+    gc.freeze()  # collections would walk through all imported objects
     try:
         found = ("", function(*args) | {"cpu": time.process_time()})
     except BaseException:

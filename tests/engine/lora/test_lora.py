@@ -158,7 +158,7 @@ def _streamed(folder, cases):
         split = [name for name in full if name not in wanted]
         unmerged = dict(hf_names.as_checkpoint(model, plain.items()))[split[0]]
         assert not torch.allclose(full[split[0]], unmerged, atol=1e-3)
-        assert split and not any(is_adapter(name) for name in full)  # a stack that is too large comes as its experts
+        assert split and not any(is_adapter(name) for name in full)  # a stack larger than a bucket is sent by expert
         for name, tensor in full.items():
             torch.testing.assert_close(tensor, {**by_expert, **wanted}[name], rtol=1e-6, atol=1e-7, msg=where + name)
 
@@ -177,7 +177,7 @@ def _streamed(folder, cases):
                 assert found.shape == values.shape
                 torch.testing.assert_close(found[is_filled], values[is_filled], rtol=1e-6, atol=1e-7, msg=where + name)
 
-        # With etp a shard may be two ranges, and this stream is refused.
+        # With etp a shard may have two ranges, which this stream refuses.
         changed = ShardExport(model, meshes, torch.float32).shards() if meshes.etp_group is None else ()
         for name, values, spec in changed:
             if name in wanted and spec.place is not None:
@@ -214,7 +214,7 @@ def _changes_its_base(folder):
             model.get_parameter("model.norm.weight").to_local()[0] += 1
     with pytest.raises(BaseChangedError, match=r"model.norm.weight differs.*lora.merge=True sends the weights"):
         verified.weights("alone").for_rollout(None, rank)
-    quiet.weights("alone").for_rollout(None, rank)  # which compares only where something may have changed it
+    quiet.weights("alone").for_rollout(None, rank)  # compares only after a checkpoint was loaded
     quiet.base.loaded()
     with pytest.raises(BaseChangedError, match="model.norm.weight differs"):
         quiet.weights("alone").for_rollout(None, rank)
@@ -277,7 +277,7 @@ def test_lora_in_an_actor_of_verl_has_its_base_as_the_reference(tmp_path):
 
 
 def _routes_of_the_reference(folder):
-    """R2: the reference policy, which is the same module, does not take the routes that the log-probs record."""
+    """R2: the reference policy, the same module, does not replay the routes recorded with the log-probs."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.config.engine import EngineRouterReplayConfig
 

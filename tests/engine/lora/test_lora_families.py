@@ -31,7 +31,7 @@ from tests.support.ranks import run_ranks
 
 RELATIVE = 1e-5
 ADAPTED = list(families.ALL)
-# In float32 its gradients are 1.2e-5 off those in float64.
+# Its gradients in float32 have an error of 1.2e-5.
 IN_FLOAT64 = ("gemma3",)
 
 
@@ -57,7 +57,7 @@ def _families(work, results):
 
 
 def _compared(name, folder, meshes):
-    """Return how far logits, adapters' gradients and merged weights of a family on two ranks are off."""
+    """Return the errors of a family's logits, adapter gradients and merged weights on two ranks."""
     ids = torch.randint(0, VOCAB, (4, 13), generator=torch.Generator().manual_seed(1))
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     train = families.ALL[name].train
@@ -136,7 +136,7 @@ def _targets(name, **settings):
 
 
 def test_lora_on_weights_that_are_read_without_a_call_adds_no_adapter():
-    """Kernels that fuse Mamba2's last projection take its weight."""
+    """Kernels that fuse Mamba2's last projection read its weight."""
     mixer = "model.layers.0.mixer"
     targets = _targets("nemotron_h")
     assert f"{mixer}.in_proj.weight" in targets and f"{mixer}.out_proj.weight" not in targets

@@ -1,4 +1,4 @@
-"""Adapters in checkpoints, exports and files of peft."""
+"""Adapters in checkpoints, exports and peft's files."""
 
 import warnings
 
@@ -32,12 +32,12 @@ from tests.support.ranks import run_ranks
 
 
 def _adam(params):
-    """As ``adam``; the smallest gradients of adapters need a larger eps where a processor has no AVX-512."""
+    """Return ``adam`` with a larger eps, for small gradients of adapters on processors without AVX-512."""
     return torch.optim.AdamW(params, lr=1e-3, eps=1e-5)
 
 
 def _saves(folder, out):
-    """Run two updates, save everything, run one more; a resumed run on another mesh does the same."""
+    """Run two updates, save everything and run one more; run the last one on another mesh too, resumed."""
     rank = dist.get_rank()
     ids = token_batch(dist.get_world_size())
 
@@ -86,7 +86,7 @@ def _saves(folder, out):
 
 
 def _without_the_base(out, model):
-    """What a checkpoint without the frozen weights holds, and that other weights are refused."""
+    """Check a checkpoint without frozen weights: its tensors, and the refusal of other weights."""
     held = {n for path in (out / "alone" / SHARDS).glob("*.safetensors") for n in load_file(path)}
     assert held and all(is_adapter(name) for name in held if name.startswith(MODEL))
     own = model.get_parameter("model.layers.1.self_attn.q_proj.weight")
@@ -156,7 +156,7 @@ def test_lora_adapter_that_was_saved_is_loaded_by_peft(tmp_path, changes):
     folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
     run_ranks(_writes_an_adapter, 2, folder, out, changes)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # peft warns of keys that it misses, or has no place for
+        warnings.simplefilter("error")  # peft warns of missing and unknown keys
         adapted = PeftModel.from_pretrained(reference_model(folder), out / ADAPTER)
     with torch.no_grad():
         logits = adapted(input_ids=token_batch(1), use_cache=False).logits
@@ -164,7 +164,7 @@ def test_lora_adapter_that_was_saved_is_loaded_by_peft(tmp_path, changes):
             base = adapted(input_ids=token_batch(1), use_cache=False).logits
     torch.testing.assert_close(logits, load_file(out.with_suffix(".logits"))["logits"], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(logits, base, atol=1e-2)
-    # What peft saves itself is what we read.
+    # A file that peft saves is read as well.
     adapted.save_pretrained(out.with_suffix(".peft"))
     ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (out / ADAPTER, out.with_suffix(".peft")))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)

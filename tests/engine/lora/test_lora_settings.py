@@ -1,4 +1,4 @@
-"""Adapter settings that a run takes or refuses on the driver."""
+"""Adapter settings that a run accepts or refuses on the driver."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What merging adapters costs a sync: each is gathered once, and one weight's at a time, in every stream."""
+"""Cost of merging adapters in a sync: each is gathered once, one weight at a time, in every stream."""
 
 import weakref
 
@@ -33,7 +33,7 @@ STREAMS = {
 
 
 class _Gathers:
-    """Counts the gathers of each adapter, and the most bytes of gathered ones that are alive at the same time."""
+    """Counts the gathers of each adapter, and the peak bytes of gathered adapters."""
 
     def __init__(self, model, patch):
         names = {id(param): name for name, param in model.named_parameters()}
@@ -56,7 +56,7 @@ class _Gathers:
 
 
 def _holds_a_round(folder):
-    """On one rank nothing is sent to another, so that no bytes of all-to-alls bound a round."""
+    """Check rounds on one rank, where no bytes of all-to-alls bound them."""
     memory = 1 << 22
     model, meshes, lora = sharded_with_adapters(folder, 1)
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("sliced", memory))
@@ -86,7 +86,7 @@ def test_merge_on_one_rank_holds_the_weights_of_a_round_and_not_all(tmp_path):
 
 
 def _sent(sync, stream):
-    """Return all that a rank sends to its worker."""
+    """Return the tensors that a rank sends to its worker."""
     if stream == "delta":
         return {name: values.clone() for name, values, _ in ShardExport(sync.model, sync.meshes).shards()}
     rollout = STREAMS[stream]
@@ -101,7 +101,7 @@ def _gathers_once(folder, streams, ep, memory):
     model, meshes, lora = sharded_with_adapters(folder, ep)
     lora.initialize(model, 0, stirred(model))
     adapters = {name for name, _ in model.named_parameters() if is_adapter(name)}
-    # An expert's adapters are on the ranks of its ``ep`` coordinate.
+    # The ranks of an expert's ``ep`` coordinate hold its adapters.
     pairs = [
         sum(model.get_parameter(name + half).numel() * 4 for half in lora.suffixes) // (ep if target.experts else 1)
         for name, target in lora.targets.items()
@@ -115,7 +115,7 @@ def _gathers_once(folder, streams, ep, memory):
             with_adapters[stream] = _sent(sync, stream)
         assert gathers.counts == dict.fromkeys(adapters, 1), stream
         assert gathers.most <= max(pairs) < sum(pairs) / 2, stream
-    # The same weights without an adapter are sent in the same bits.
+    # A model that has the merged weights, and B = 0, sends the same bits.
     values = merge.local_values(model, "cpu")
     with torch.no_grad():
         for name, param in merge.weights(model):
@@ -133,6 +133,6 @@ def _gathers_once(folder, streams, ep, memory):
     [(2, 1 << 23), *(pytest.param(*case, marks=pytest.mark.long) for case in [(4, 1 << 30), (1, 1 << 23)])],
 )
 def test_merge_in_any_stream_gathers_each_adapter_once_and_one_weights_at_a_time(tmp_path, ep, memory):
-    # A round holds an expert of every rank, and not a stack.
+    # A round has room for an expert of every rank, not for a stack.
     folder = save_qwen3_moe(tmp_path, **{**SIZES, "num_experts": 8})
     run_ranks(_gathers_once, WORLD, folder, [*STREAMS, "delta"], ep, memory)

@@ -1,7 +1,4 @@
-"""Adapters against peft's own model with the same files, on every gradient, float32; and peft's files read and written.
-
-The reference is ``peft.PeftModel`` in one process on the whole batch.
-"""
+"""Adapters against ``peft.PeftModel`` in one process on the whole batch, float32; and peft's files."""
 
 import warnings
 
@@ -50,8 +47,8 @@ def _loss(logits, ids):
 
 def _loaded_by_peft(folder, adapter):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # peft warns of keys that it misses, or has no place for
-        # Of parameters, which these patterns are of as well, it does not look at the names there.
+        warnings.simplefilter("error")  # peft warns of missing and unknown keys
+        # The patterns also name parameters, which this warning of peft disregards.
         warnings.filterwarnings("ignore", message=".*_pattern keys did not match any targeted module")
         return PeftModel.from_pretrained(reference_model(folder), adapter, is_trainable=True).train()
 
@@ -110,7 +107,7 @@ def test_adapters_of_every_setting_equal_those_of_peft(tmp_path):
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_adapters_that_peft_has_saved_are_read_unchanged(tmp_path, kind):
-    """From a config as users write it for peft, not as this engine writes it."""
+    """The config is as users write it for peft, not as this engine writes it."""
     folder, changes = save_qwen3_moe(tmp_path / "model"), dict(KINDS[kind])
     config = LoraConfig(
         r=4,
@@ -134,7 +131,7 @@ def test_adapters_that_peft_has_saved_are_read_unchanged(tmp_path, kind):
     }
     assert found.keys() == tensors.keys() and all(torch.equal(found[key], tensors[key]) for key in tensors)
     if any(target.experts for target in lora.targets.values()):
-        return  # adapters of experts are computed where they are dispatched, as above
+        return  # the forward of experts' adapters is tested on ranks, above
     ids = token_batch(1)
     with torch.no_grad():
         torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""The gradient norm over both meshes, and the step that depends on it."""
+"""Clipping by one norm over both meshes, and steps that are skipped."""
 
 import itertools
 from unittest.mock import patch
@@ -20,7 +20,7 @@ MESHES = [(1, -1), (2, -1), (4, -1), (1, 2), (2, 2), (1, 1)]
 
 
 def _parameters(meshes, dtype=torch.float32, scale=1.0):
-    """Return dense and expert parameters with gradients, equal on all ranks as global tensors; and these gradients."""
+    """Return dense and expert parameters with gradients, and their full gradients, equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     axes = [(meshes.dense, [Replicate(), Shard(0)]), (meshes.experts, [Replicate(), Shard(1), Shard(0)])]
     shapes = [(8, 5), (7,), (8, 8, 3), (4, 4)]
@@ -92,7 +92,7 @@ def test_clip_counts_a_shard_that_several_ranks_hold_once():
 
 
 def _replicas_agree(bad):
-    """Replicas whose gradients differ, as their sums do on GPUs; or of which one has a bad gradient."""
+    """Clip gradients that differ between replicas, as on GPUs, or of which one is bad."""
     meshes = build_meshes("cpu", Topology.arrange(WORLD, 1, 2))
     params, _ = _parameters(meshes)
     for param in params[:4]:

@@ -1,4 +1,4 @@
-"""Every optimizer steps sharded weights as it steps whole ones and resumes bit for bit, or is refused on the driver."""
+"""Every optimizer steps sharded weights like whole ones and resumes bit for bit, or is refused on the driver."""
 
 import inspect
 import json
@@ -32,7 +32,7 @@ def _config(name, impl="torch.optim", **overrides):
 
 
 def _refusal(name, device="cuda", **overrides):
-    """What the driver says against an optimizer; None if it accepts it."""
+    """Return the driver's refusal of an optimizer, or None."""
     try:
         settings.check_optimizer(_config(name, **overrides), "optim", device)
     except SettingError as error:
@@ -44,14 +44,14 @@ ACCEPTED = [name for name in CLASSES if _refusal(name) is None]
 
 
 def test_check_optimizer_accepts_the_classes_that_step_each_element_by_itself():
-    """A class of a newer torch fails here until someone has seen on which side it stands."""
+    """A class that a newer torch adds fails here until it is added to one of the sets."""
     refused = {"Adafactor", "LBFGS", "Rprop", "SparseAdam"}
     assert set(CLASSES) - set(ACCEPTED) == refused
     works = {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "SGD"}
     assert set(ACCEPTED) == works
 
 
-# -- what is accepted works --------------------------------------------------------------------------------------------
+# -- accepted optimizers -----------------------------------------------------------------------------------------------
 
 
 def _optimizer(model, config):
@@ -60,7 +60,7 @@ def _optimizer(model, config):
 
 
 def _step(model, optimizer, seed):
-    """Step on random gradients, which are the same for a plain model and for a sharded one."""
+    """Step on random gradients, equal for a plain and a sharded model."""
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
         gradient = torch.randn(param.shape, generator=generator)
@@ -95,7 +95,7 @@ def _works(name, overrides, dtype, folder, out):
         found = whole_parameters(other)
         if ep == 2:
             assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
-        else:  # the ends of shards, and matrices, are rounded otherwise where they are cut elsewhere
+        else:  # on another mesh, vectorised kernels and batches of matrices round differently
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -104,7 +104,7 @@ def _all_work(folder, out, cases):
 
 
 def test_every_accepted_optimizer_steps_as_on_the_plain_model_and_resumes_bit_for_bit(tmp_path):
-    # Kernels of a GPU are foreach's by default. Sizes leave uneven shards of two ranks.
+    # GPUs use foreach kernels by default. These sizes have uneven shards on two ranks.
     folder = save_qwen3_moe(
         tmp_path / "model", vocab_size=97, hidden_size=42, intermediate_size=21, num_hidden_layers=2
     )
@@ -116,7 +116,7 @@ def test_every_accepted_optimizer_steps_as_on_the_plain_model_and_resumes_bit_fo
     run_ranks(_all_work, 2, folder, tmp_path / "saved", cases)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refused optimizers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_check_optimizer_in_a_torch_without_a_lone_mesh_still_compares_halves(mo
 
 
 def test_load_state_dict_of_a_learning_rate_that_is_a_tensor_leaves_it_one():
-    """As torchao's have it; a checkpoint stores its number."""
+    """torchao's learning rates are tensors, which a checkpoint stores as numbers."""
     weight = nn.Parameter(torch.ones(2))
     multi = MultiOptimizer({"dense": torch.optim.AdamW([weight], lr=torch.tensor(0.25))}, [("weight", weight)])
     state = json.loads(json.dumps(multi.state_dict(), default=checkpoint.plain_value))
@@ -172,7 +172,7 @@ def test_load_state_dict_of_a_learning_rate_that_is_a_tensor_leaves_it_one():
 
 
 class ByNorm(torch.optim.SGD):
-    """Steps by a rate that follows from the norm of the whole weight, as LARS and LAMB do."""
+    """Scales the rate by the norm of the whole weight, like LARS and LAMB."""
 
     def step(self):
         for group in self.param_groups:
@@ -182,7 +182,7 @@ class ByNorm(torch.optim.SGD):
 
 
 class ByRow(torch.optim.SGD):
-    """Divides by a mean over each row, which is whole on a rank as long as nothing cuts the rows."""
+    """Divides by a mean over each row, which is correct unless rows are sharded."""
 
     def step(self):
         for group in self.param_groups:
@@ -192,7 +192,7 @@ class ByRow(torch.optim.SGD):
 
 
 class CountsSteps(torch.optim.SGD):
-    """Counts steps by a number, as optimizers did before their steps were tensors."""
+    """Counts steps in an int, like older optimizers."""
 
     def step(self):
         super().step()

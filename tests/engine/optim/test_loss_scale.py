@@ -1,4 +1,4 @@
-"""Training in float16: the loss is scaled, all ranks agree on which step is skipped, and the scale is resumed."""
+"""Training in float16: the loss is scaled, all ranks skip the same steps, and a run resumes the scale."""
 
 import copy
 
@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker, reference_update
 from tests.support.trainer.verl_worker import optimizer_config
 
-START = 2.0**8  # these models are so small that their gradients overflow with the scale that a run starts with
+START = 2.0**8  # gradients of such small models overflow at a run's initial scale
 OVER_TWO_RANKS = {"ulysses_sequence_parallel_size": 2}
 SETTINGS = [
     {"ep": 2, "dispatch_chunks": 2, "activation_checkpointing": "full"},
@@ -38,7 +38,7 @@ def test_loss_scale_doubles_after_an_interval_and_halves_at_an_overflow():
 
 
 def _values(worker):
-    """This rank's parameters and optimizer state, by name."""
+    """Return this rank's parameters and optimizer state, by name."""
     engine = worker.engine
     state = {n: local_tensor(p.detach()).clone() for n, p in engine.module.named_parameters()}
     for name, entries in engine.optimizer.state_dict()["state"].items():
@@ -51,7 +51,7 @@ def _equal(some, others):
 
 
 def _half(folder, ep=2, fsdp_size=-1, **settings):
-    """A worker that computes in float16."""
+    """Return a worker that computes in float16."""
     precision = {"param_dtype": "fp16", "reduce_dtype": "fp32"}
     worker = ppo_worker(folder, ep, fsdp_size, mixed_precision=precision, **settings)
     assert worker.engine.scaler.value == 2.0**16
@@ -104,12 +104,12 @@ def _close_to_float32(folder, cases):
 
 
 def test_update_in_float16_has_the_gradients_of_float32_to_its_precision(tmp_path):
-    """A scale that stays in gradients or norm is wrong by 2^8; bfloat16 is eight times as far off as float16."""
+    """Without unscaling, gradients or norm are wrong by 2^8; bfloat16 has eight times the error of float16."""
     run_ranks(_close_to_float32, 2, save_qwen3_moe(tmp_path), SETTINGS)
 
 
 def _adapters_of(worker, batch):
-    """The gradients of an update of random adapters, and their norm."""
+    """Return the gradients of an update of random adapters, and their norm."""
     from verl.utils import tensordict_utils as tu
 
     engine, seen = worker.engine, {}
@@ -139,7 +139,7 @@ def test_adapters_in_float16_have_the_gradients_of_float32_to_its_precision(tmp_
 
 
 def _with_muon(worker):
-    """The worker with the matrices stepped by Muon."""
+    """Replace the worker's optimizer by one with Muon."""
     from verl.workers.config.optimizer import build_optimizer
 
     config = copy.copy(optimizer_config())
@@ -150,7 +150,7 @@ def _with_muon(worker):
 
 
 def _overflows(engine, rank):
-    """Have an element of one expert's gradient be infinite on a rank when it is stepped."""
+    """Make an element of one expert's gradient infinite on one rank before the step."""
     step = engine.optimizer_step
 
     def broken():
@@ -211,7 +211,7 @@ def _resumes(folder, out):
     resumed.load_checkpoint(str(out))
     state = resumed.engine.scaler.state_dict()
     assert state == worker.engine.scaler.state_dict() == {"value": START / 2, "good": 1}
-    # A run in float32 goes on from it as well.
+    # A run in float32 resumes from it too.
     ppo_worker(folder, 1).load_checkpoint(str(out))
 
 

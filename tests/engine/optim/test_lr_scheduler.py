@@ -66,7 +66,7 @@ def test_lr_scheduler_state_is_plain_json_and_continues_with_its_rates():
     resumed = build_multi_lr_scheduler(other, _warming_up)
     assert {group["lr"] for group in other.param_groups} == {0.0}
     resumed.load_state_dict(state)
-    # Also where the optimizer's own state isn't loaded: the next step is not at the first step's rate.
+    # The optimizer's own state isn't loaded, and the next step still has the saved rate.
     assert [group["lr"] for group in other.param_groups] == pytest.approx([0.075, 0.375, 0.75])
     other.step()
     resumed.step()

@@ -1,4 +1,4 @@
-"""Muon on sharded parameters against torch's own Muon, in one process, on matrices that were split by hand."""
+"""Muon on sharded parameters against torch's Muon in one process, on matrices that were split by hand."""
 
 import functools
 import math
@@ -68,7 +68,7 @@ def _mine(param, full):
 
 def _gradient(name, shape, step):
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
-    # Rows of different sizes: a matrix that is orthogonalised in pieces comes out otherwise.
+    # Rows of different norms, so orthogonalising a matrix in pieces gives another result.
     return torch.randn(shape, generator=generator) * torch.linspace(0.1, 2, shape[-2]).unsqueeze(-1)
 
 
@@ -104,7 +104,7 @@ def _equals_torch(family, cases, options, lora=None):
 def test_muon_on_every_mesh_and_layout_steps_like_torch_muon_on_split_matrices(family):
     cases = [(*mesh, {"expert_shard_dim": "auto"}) for mesh in MESHES if family != "qwen3-uneven" or mesh[0] < 4]
     if family in ("qwen3", "nemotron-h"):
-        # 8 experts: whole ones on each rank, whatever the mesh, but where that is not wanted.
+        # By default the 8 experts are whole on each rank, on every mesh.
         cases += [(*mesh, {"expert_shard_dim": 1}) for mesh in MESHES]
     run_ranks(_equals_torch, WORLD, family, cases, {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"})
 
@@ -141,7 +141,7 @@ def _split_as(layout, model, real=matrix_groups):
 
 
 def test_muon_with_gate_and_up_split_wrongly_differs_by_orders_of_magnitude():
-    # As one matrix; or in halves where they alternate.
+    # Gate and up as one matrix, or interleaved rows split into halves.
     run_ranks(
         _wrong_splits_are_seen,
         WORLD,
@@ -195,7 +195,7 @@ def test_muon_two_steps_of_training_equal_the_reference(tmp_path):
 
 
 class _Traffic:
-    """Counts the elements that go through ``all_to_all_single``, per rank and call."""
+    """Counts the elements that this rank sends and receives in each ``all_to_all_single``."""
 
     def __init__(self):
         self.sent, self.received = [], []
@@ -228,7 +228,7 @@ def _sends_little(cases, bucket_bytes):
         sent = [torch.zeros(2) for _ in range(WORLD)]
         dist.all_gather(sent, torch.tensor([float(sum(traffic.sent)), expected]))
         total, wanted = torch.stack(sent).sum(dim=0).tolist()
-        # Uneven cuts, which leave a rank with more or less of what it owns, make the difference.
+        # Uneven shards make the difference: owners hold more or less of their own matrices.
         assert abs(total - wanted) <= 0.05 * wanted, (where, total, wanted)
         assert max(float(s[0]) for s in sent) <= 1.2 * total / WORLD, (where, sent)
         assert max(traffic.received, default=0) * 4 <= 2 * bucket_bytes, (where, max(traffic.received))
@@ -242,7 +242,7 @@ def test_muon_step_sends_each_slice_once_there_and_once_back_in_bounded_buckets(
 def _steps_equally(bucket_bytes):
     config = CONFIGS["qwen3"]()
     reference, orders, after = _reference(config), [], []
-    # The second time with the same gradients, the third with none for what some of the ranks hold.
+    # The second run has the same gradients, the third zero gradients on some ranks.
     for times in (1, 1, int(dist.get_rank() > 1)):
         model = _sharded(config, reference, 2, -1, expert_shard_dim=1)
         for name, param in model.named_parameters():
@@ -294,7 +294,7 @@ def _bfloat16_is_sent():
     after = whole_parameters(model)
     for name in muon_parameters(reference):
         moved, should = after[name] - before[name], plain[name] - before[name]
-        # The same roundings of the same matrices, but for the order of sums in a batch of another size.
+        # The roundings are the same, except for the order of sums in a batch of another size.
         assert _relative(moved, should.detach()) < 2**-8, name
 
 

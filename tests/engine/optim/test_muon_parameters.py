@@ -1,4 +1,4 @@
-"""Which parameters Muon takes, in how many parts and which it leaves to AdamW."""
+"""The parameters that Muon steps, their layouts, and the parameters left to AdamW."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from epfsdp2.engine.optim.muon_partition import Layout, muon_parameters
 from tests.support.engine.muon import COMMON, CONFIGS, muon_model
 from tests.support.ranks import run_ranks
 
-# -- which parameters -------------------------------------------------------------------------------------------------
+# -- parameters -------------------------------------------------------------------------------------------------------
 
 SMALL = {**COMMON, "hidden_size": 24, "num_hidden_layers": 2, "num_experts_per_tok": 2}
 

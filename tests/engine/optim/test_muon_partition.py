@@ -2,7 +2,7 @@
 
 from epfsdp2.engine.optim import muon_partition
 
-# -- who orthogonalises what -------------------------------------------------------------------------------------------
+# -- owners of matrices ------------------------------------------------------------------------------------------------
 
 
 def test_buckets_balance_cost_each_and_in_all():
@@ -13,7 +13,7 @@ def test_buckets_balance_cost_each_and_in_all():
     assigned = [muon_partition._assign_to_ranks(bucket, total) for bucket in buckets]
     assert [b for bucket in buckets for b in bucket] == blocks and len(buckets) > 1
     for bucket, hands in zip(buckets, assigned, strict=True):
-        # The largest matrix is more than a rank's share of bytes: then a bucket has as much as four such.
+        # The largest matrix exceeds a rank's share of bytes, so a bucket has up to four such matrices.
         assert sum(block.numel for block in bucket) <= 4 * 100 * 100
         loads = [sum(block.cost for block in hand) for hand in hands]
         assert max(loads) - min(loads) <= max(block.cost for block in bucket)

@@ -1,4 +1,4 @@
-"""MultiOptimizer acts as one optimizer: state by name, hooks, kernels; and the settings that it is built from."""
+"""MultiOptimizer acts as one optimizer: state by name, hooks and kernels."""
 
 import copy
 
@@ -228,7 +228,7 @@ def _state_moves_between_meshes(folder, elsewhere):
                 sharded = [value for value in resumed.state[param].values() if hasattr(value, "placements")]
                 assert sharded and all(v.placements == param.placements for v in sharded)
                 assert _same(_full(resumed.state[param]), full[name]), (ep, fsdp_size, dim, name)
-        # As with torch's optimizers, the tensors that fit are the ones that were given.
+        # As in torch's optimizers, tensors that fit are used, not copied.
         _step(other, resumed, ids)
 
 
@@ -259,7 +259,7 @@ def test_adam_and_adamw_take_the_fused_kernel_unless_a_kernel_was_chosen(tmp_pat
     assert kernels(lambda params: torch.optim.AdamW(params, fused=False)) == {(False, None)}
     assert kernels(lambda params: torch.optim.AdamW(params, foreach=True)) == {(None, True)}
     assert kernels(lambda params: torch.optim.AdamW(params, differentiable=True)) == {(None, None)}
-    # It has no fused kernel.
+    # NAdam has no fused kernel.
     assert kernels(lambda params: torch.optim.NAdam(params)) == {(None, None)}
 
 

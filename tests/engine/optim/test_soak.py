@@ -14,7 +14,7 @@ from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import run_ranks
 
 WORLD, STEPS, WARM_UP = 4, 1000, 200
-GROWTH_BYTES = 8 << 20  # what allocators and caches may still take after the warm-up, on each rank
+GROWTH_BYTES = 8 << 20  # bound on growth after the warm-up, for allocators and caches of a rank
 
 
 def _live_tensors():
@@ -23,13 +23,13 @@ def _live_tensors():
 
 
 def _anonymous(process):
-    """Bytes in memory but those of files, as libraries are, which a machine drops and reads again as it likes."""
+    """Return the resident bytes without mapped files (libraries), which the kernel drops and reads again."""
     memory = process.memory_info()
     return memory.rss - memory.shared
 
 
 def _steps(folder, steps, warm_up, leak):
-    """Train; returns bytes and tensors that were added after the warm-up."""
+    """Train, and return the bytes and tensors added after the warm-up."""
     rank = dist.get_rank()
     model, meshes = sharded_model(folder, WORLD, 2, expert_shard_dim=1, checkpointing="full")
     model.train()
@@ -40,7 +40,7 @@ def _steps(folder, steps, warm_up, leak):
     for step in range(steps):
         if step == warm_up:
             before = _anonymous(process), _live_tensors()
-        # Between 1 and 24 tokens, of few kinds or many: some experts, and some ranks, get nothing.
+        # 2 to 23 tokens, equal or random: some experts, and some ranks, receive no tokens.
         length = int(torch.randint(2, 24, (), generator=generator))
         kinds = 1 if step % 7 == rank else VOCAB
         ids = torch.randint(0, kinds, (1, length), generator=generator)

@@ -1,4 +1,4 @@
-"""Adapters of tests: their settings, and values that change the output."""
+"""Adapters for tests: their settings, and values that change the output."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def adapters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def stirred(model: nn.Module, seed: int = 5) -> Callable[[str], torch.Tensor]:
-    """Set adapters that change the output: each is drawn whole, and sharded as its parameter."""
+    """Return a ``read`` for ``Lora.initialize`` with random adapters that change the output."""
 
     def read(name: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed + len(name) + sum(name.encode()))
@@ -37,7 +37,7 @@ def stirred(model: nn.Module, seed: int = 5) -> Callable[[str], torch.Tensor]:
 
 
 def adapt(plain: nn.Module, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Have a plain model compute with the adapters of a sharded one; collective. Return its leaves by their names."""
+    """Add the adapters of a sharded model to a plain one, and return them by name; collective."""
     leaves, lora = dict[str, nn.Parameter](), lora_of(model)
     plain.requires_grad_(False)
     for name, target in lora.targets.items():

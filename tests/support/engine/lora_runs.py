@@ -1,4 +1,4 @@
-"""Models with adapters on all ranks, and the plain model that computes the same."""
+"""Sharded models with adapters, and plain models with the same adapters."""
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ CLIP = 0.5
 
 
 def sharded_with_adapters(folder, ep, fsdp_size=-1, seed=0, changes=None, **options):
-    """Build a sharded model with adapters, as the engine does."""
+    """Build a sharded model with adapters in the engine's order."""
     model, meshes = sharded_model(
         folder,
         dist.get_world_size(),
@@ -58,6 +58,6 @@ def logits_of(model, ids):
 
 
 def weights_with_adapters(folder, model):
-    """Merge the adapters of a sharded model into the plain model's weights, by hand."""
+    """Return the plain model's weights with the adapters of a sharded model merged, by plain arithmetic."""
     adapters = whole_tensors(adapters_of(model))
     return merged_weights({n: p.detach() for n, p in reference_model(folder).named_parameters()}, adapters)

@@ -1,4 +1,4 @@
-"""Models sharded for Muon, and torch's own Muon on their matrices in one process."""
+"""Models for tests of Muon, and torch's Muon on their matrices in one process."""
 
 from unittest import mock
 
@@ -31,16 +31,16 @@ def _qwen3(**sizes):
 
 
 CONFIGS = {
-    # 5 rows over 4 ranks leave the last one with none; 2I = 44 is cut through gate and up.
+    # 5 rows over 4 ranks leave none for the last rank; shards of 2I = 44 cut gate and up.
     "qwen3": lambda: _qwen3(hidden_size=20, intermediate_size=5, moe_intermediate_size=22, num_experts=8),
-    # 12 experts, and 2I = 46, which 4 does not divide: ep_fsdp=4 cuts columns.
+    # 4 does not divide 2I = 46, so ep_fsdp=4 shards columns, of 12 experts.
     "qwen3-odd": lambda: _qwen3(hidden_size=28, intermediate_size=9, moe_intermediate_size=23, num_experts=12),
-    # Nothing but the 6 experts can be cut over 4 ranks: 2, 2, 2 and none.
+    # Only the dim of the 6 experts can be sharded over 4 ranks: 2, 2, 2 and none.
     "qwen3-uneven": lambda: _qwen3(hidden_size=26, intermediate_size=9, moe_intermediate_size=23, num_experts=6),
     "gpt-oss": lambda: GptOssConfig(
         **COMMON, hidden_size=20, intermediate_size=14, num_local_experts=4, num_experts_per_tok=2, num_hidden_layers=2
     ),
-    # ep_fsdp=4 can't cut 18 rows: it cuts 2I = 28 columns, in which gate and up alternate.
+    # ep_fsdp=4 can't shard 18 rows, so it shards 2I = 28 columns of interleaved gate and up.
     "gpt-oss-columns": lambda: GptOssConfig(
         **COMMON, hidden_size=18, intermediate_size=14, num_local_experts=4, num_experts_per_tok=2, num_hidden_layers=1
     ),
@@ -68,7 +68,7 @@ def muon_model(config):
 
 
 def _split(name, weight):
-    """Split a parameter into its matrices, output dim first, by the family's layout, independently of the module."""
+    """Split a parameter into its matrices, output dim first, by the family's layout, without the module's flags."""
     experts = ".experts." in name
     if not experts:
         return [weight]
@@ -95,7 +95,7 @@ def _zeropower_fp32(grad, coefficients, steps, eps):
 
 
 def stepped_by_torch(weights, gradients, **options):
-    """Return the weights after each step, stepped by torch's Muon as separate matrices in float32."""
+    """Return the weights after each step of torch's Muon on separate matrices, in float32."""
     pieces = {name: [nn.Parameter(m.clone()) for m in _split(name, w)] for name, w in weights.items()}
     optimizer = torch.optim.Muon([p for parts in pieces.values() for p in parts], **options)
     after = []

@@ -1,1 +1,1 @@
-"""What a training step holds and moves on each rank, from sizes alone."""
+"""The memory and traffic of a training step on each rank, predicted from sizes alone."""

@@ -46,7 +46,7 @@ class Attention:
     key_heads: int = 1
 
     def copies(self, sp: int) -> int:
-        """Return how often keys and values are repeated so that each of ``sp`` ranks has those of its queries."""
+        """Return how often keys and values are repeated so that each of ``sp`` ranks has them for its queries."""
         return math.lcm(self.key_heads, sp) // self.key_heads
 
 
@@ -60,19 +60,18 @@ class LayerActivations:
         experts: saved by the experts, dispatch and combine included; grows with the rows that a rank receives.
         sent: the part of ``experts`` that is not saved if one rank holds all experts: received rows, their weights and
             their orders.
-        backward: what a backward holds at most besides saved tensors and gradients of weights: that of the experts,
-            which grows as ``experts`` does, or that of a layer without experts. The experts' is that of torch's
-            operators.
-        backward_by_index: the same by the Triton kernels, which read rows through an index, where rows are not sent;
-            gradients of rows that were received are ``row_width`` more.
+        backward: maximum in backward besides saved tensors and gradients of weights. It is the experts' with torch's
+            operators, which grows with the received rows, or the layer's if it has no experts.
+        backward_by_index: the same with the Triton kernels, which read rows through an index. Gradients of received
+            rows add ``row_width``.
         selective: the part of ``dense`` that selective checkpointing saves.
-        recomputed: under selective checkpointing, saved by the largest part of the layer while it is recomputed.
+        recomputed: saved by the largest part of the layer while selective checkpointing recomputes it.
         rows: rows per token that are dispatched; 0 without experts.
         row_width, pre_width, act_width: elements of these rows together, of their first linear's output, and of their
             activation.
         ends_with_experts: whether nothing is saved after the experts, so that a recomputation of the layer ends before
             combine.
-        passes, passes_backward: read and written by what is neither a matrix product nor attention nor experts.
+        passes, passes_backward: read and written by operators other than matrix products, attention and experts.
     """
 
     input: float
@@ -163,7 +162,7 @@ def _recorded(
 class _Layer:
     """Bytes of the storages that autograd saves in a layer, by the part of the layer that saves them.
 
-    ``experts`` stand for their part; None is the layer's own code.
+    The experts' part is ``"experts"``; None is the layer's own code.
     """
 
     input: int
@@ -174,12 +173,12 @@ class _Layer:
     passes: tuple[CountedPasses, CountedPasses] = field(default_factory=lambda: (CountedPasses(), CountedPasses()))
 
     def result(self, recompute_activations: bool, longer: "_Layer") -> LayerActivations:
-        """Return the sums; ``longer`` is of twice the tokens, and tells what passes over weights from the rest."""
+        """Return the sums; ``longer``, a run with twice the tokens, separates passes over weights from the rest."""
         by_part: dict[object, int] = {}
         for size, part in self.saved.values():
             by_part[part] = by_part.get(part, 0) + size
         experts = by_part.pop("experts", 0)
-        # Of the function that saves most, the gradients of its output and input.
+        # Gradients of the output and the input of the function that saves most.
         backward = 2 * max((size for size, _ in self.saved.values()), default=0) / _TOKENS
         kept = {key: size for key, (size, part) in self.saved.items() if part is None} | self.part_inputs
         passes, passes_backward = (
@@ -209,9 +208,9 @@ class _Tape:
         self.outside: dict[int, int] = {}
         self.layer: _Layer | None = None
         self.part: object = None
-        self.kinds: dict[tuple, tuple[CountedPasses, CountedPasses]] = {}  # of the first layer of each kind
-        self.input: torch.Tensor | None = None  # of the layer that runs, if it is such a one
-        self.counting = ExitStack()  # while it runs
+        self.kinds: dict[tuple, tuple[CountedPasses, CountedPasses]] = {}  # counted in the first layer of each kind
+        self.input: torch.Tensor | None = None  # input of the running layer, if it is the first of its kind
+        self.counting = ExitStack()  # counts while that layer runs
 
     def key(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -283,11 +282,11 @@ class _Tape:
         self.part = module
 
 
-_tape: _Tape | None = None  # what records
+_tape: _Tape | None = None  # the tape that records
 
 
 class _OneSequence(TorchFunctionMode):
-    """Makes comparisons of positions true, which have no values on meta: the code of masks then sees one sequence."""
+    """Makes comparisons of positions true, because meta has no values; masks are then built for one sequence."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__bool__ and args[0].is_meta:
@@ -320,7 +319,7 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
 
 
 def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-    """Save what ``moe/fused.py`` saves, or with the reference backend all that autograd does."""
+    """Save the tensors of ``moe/fused.py``, or all of autograd's with the reference backend."""
     tape = _tape
     assert tape is not None
     up, down = linears(self, dict(self.named_parameters(recurse=False)))
@@ -339,10 +338,10 @@ def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, 
     if not tape.recompute_activations:
         kept += [*by_gate.values(), act, rows.new_empty(rows.shape)]
     if tape.layer is not None:
-        # The gradient of the output's rows, and with it what the activation saves, its output and gradient, and either
-        # its input's gradient, while that is put together, or two float32 tensors for the routing weights' gradient;
-        # in the backward of the first linear instead of these the gradients of its output and of the rows. A kernel
-        # needs of the activation its input's gradient and its output, which takes the place of its output's gradient.
+        # The gradient of the output's rows is there throughout. The activation's backward also holds its saved tensors,
+        # output and gradient. It adds its input's gradient and a part of it, or two float32 tensors for the gradient of
+        # the routing weights. The first linear's backward holds the gradients of its output and of the rows instead.
+        # A kernel needs only the activation's input gradient and its output, which replaces the output's gradient.
         element = rows.element_size()
         adapted = up.lora_A is not None or down.lora_A is not None  # whose activation is not computed in the GEMM
         has_kernel = tape.recompute_activations and not adapted and gate_of(self) is not None

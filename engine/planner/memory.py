@@ -4,8 +4,8 @@ The shards and the optimizer's states are always in memory. Added to these is th
 each stage (embeddings, a layer, the head) one unit of parameters is the largest. X is the part of it that a rank
 computes with: of experts its own over ``ep``, gathered over ``ep_fsdp``. "Ahead" are the stages that are prefetched.
 
-- forward, and gathering in backward: a buffer of X for this stage and each ahead; the weights copied out of it, X; and
-  a copy of these, X, if they are sharded along another dim than the first;
+- forward, and gathering in backward: a buffer of X for this stage and each ahead. The weights are copied out of it, X.
+  If they are sharded along another dim than the first, these are copied again, X;
 - computing gradients: the buffers ahead, the weights, X, and their gradients, X; X more for experts whose tokens are
   dispatched in chunks; and what the backward holds (``LayerActivations.backward``);
 - packing gradients for the reduction: the buffers ahead; X of gradients (a copy, and the last parameter's own, if they
@@ -13,13 +13,12 @@ computes with: of experts its own over ``ep``, gathered over ``ep_fsdp``. "Ahead
 - reducing: the buffers ahead; X packed; with several ranks, X that gloo copies, and the rank's shard of the sum; the
   last parameter's gradient.
 
-In backward there are also the gradients of the finished stages, and the saved tensors of the others. A unit that no
-other rank shares has FSDP's copies on a GPU. On a CPU there is no buffer, shards of the dtype that it computes in are
-its weights, and its gradients are packed only with replicas or offloading (``fsdp/single_rank.py``). With
-``keep_casts`` the weights of all such units that are cast are there at every point of forward and backward. Weights
-that are not freed after the forward stay until the backward, and are not gathered again.
-With several micro-batches all gradients exist from the second on. What exists for a part of a point is counted for all
-of it, so that the prediction errs on the high side.
+In backward there are also the gradients of the finished stages, and the saved tensors of the others. A unit on a single
+rank has FSDP's copies on a GPU. On a CPU it has no buffer: shards in its compute dtype are its weights, and its
+gradients are packed only with replicas or offloading (``fsdp/single_rank.py``). With ``keep_casts`` the cast weights of
+all such units stay at every point of forward and backward. Weights that are not freed after the forward stay until the
+backward, and are not gathered again. With several micro-batches all gradients exist from the second on. A tensor that
+exists for a part of a point is counted for all of it, so the prediction errs on the high side.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -44,7 +43,7 @@ OptimizerKind = Literal["adamw", "muon"]
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank computes in a step.
+    """The work of a rank in a step.
 
     Args:
         tokens: tokens of a micro-batch on one rank.
@@ -99,8 +98,8 @@ def timeline(
     """Yield the memory of a step at each point that may be its peak.
 
     Args:
-        optimizer: None if its states are not known, which are not counted then.
-        gloo: whether gloo reduces, which copies what it gets.
+        optimizer: None for an optimizer with unknown states; they are not counted.
+        gloo: whether gloo reduces, which copies its input.
 
     Raises:
         SettingError: the mesh would split an expert, or an explicit shard dim does not divide.
@@ -148,8 +147,8 @@ class _Step:
     def __init__(self, sizes: ModelSizes, topology: Topology, options: ShardingOptions, batch: Batch, gloo: bool):
         self.sizes, self.topology, self.options, self.batch, self.gloo = sizes, topology, options, batch, gloo
         self.size = {id(unit): size for _, unit, size in unit_sizes(sizes, topology, options.expert_shard_dim)}
-        # Before each stage: bytes of weights that are not freed after the forward, to which casts that are kept belong,
-        # and saved bytes per token.
+        # Before each stage: bytes of weights that are not freed after the forward (kept casts included), and saved
+        # bytes per token.
         units = [unit for stage in sizes.stages for unit in stage.units]
         self.stays, self.kept = [sum(self.whole(unit) for unit in units if self.is_cast_kept(unit))], [0.0]
         for stage in sizes.stages:
@@ -175,7 +174,7 @@ class _Step:
         return self.size[id(unit)].full * unit.param_dtype.itemsize
 
     def is_cast_kept(self, unit: Unit) -> bool:
-        """Return whether what the unit's shards are cast into stays from the first micro-batch to the last."""
+        """Return whether the unit's cast weights stay from the first micro-batch to the last."""
         is_alone = self.size[id(unit)].ranks == 1 and not self.options.cpu_offload
         return self.options.keep_casts and is_alone and unit.param_dtype != self.sizes.master
 
@@ -232,7 +231,7 @@ class _Step:
 
         Args:
             i: the stage; None for what all layers save.
-            what: of the stage what is saved outside its experts, all that is saved, or also what its backward holds.
+            what: the part of the stage: saved outside its experts, all saved, or with its backward's own tensors.
         """
         if i is None:
             return int((self.kept[-1] + self.sizes.traced.outside) * self.batch.tokens)
@@ -243,7 +242,7 @@ class _Step:
                 0 if what == "dense" else self._experts(layer)
             )
             if what == "backward":
-                # With etp as many times more rows have their gradients, and no inner part of them is larger.
+                # etp multiplies the rows and their gradients; the experts' inner dims are cut by as much.
                 rows = self.batch.imbalance * self.topology.etp / self.options.dispatch_chunks if layer.rows else 1
                 per_token += self._backward(layer) * rows
         if layer or name == HEAD:
@@ -263,7 +262,7 @@ class _Step:
         return _ORDER * layer.rows * (1 + (self.batch.imbalance * etp if self.topology.ep * etp > 1 else 0))
 
     def _working(self, layer: LayerActivations, checkpointing: Checkpointing) -> float:
-        """Return bytes per token of the layer that computes, without its experts'."""
+        """Return bytes per token of the computing layer, without its experts."""
         if checkpointing == "selective":
             return layer.selective + layer.recomputed + self._by_sequences(layer)
         kept = layer.input if checkpointing == "full" else 0
@@ -272,12 +271,12 @@ class _Step:
         return layer.dense + self._by_sequences(layer) + kept
 
     def _experts(self, layer: LayerActivations) -> float:
-        # Of the rows that it received and those of the other ranks of etp; what is inside of an expert is cut.
+        # Received rows include those of the other ranks of etp; an expert's inner dim is cut.
         received = self.topology.etp if self.topology.ep * self.topology.etp > 1 else 0
         return (layer.experts + (received - 1) * layer.sent) * self.batch.imbalance
 
     def _backward(self, layer: LayerActivations) -> float:
-        """Return bytes per token of a layer's backward, by what computes the experts."""
+        """Return bytes per token of a layer's backward, by the experts' backend."""
         backend = self.options.experts_backend
         if not layer.rows or backend not in ("auto", "triton") or (backend == "auto" and self.gloo):
             return layer.backward
@@ -285,7 +284,7 @@ class _Step:
         return min(layer.backward_by_index + received, layer.backward)
 
     def _by_sequences(self, layer: LayerActivations) -> float:
-        """Return what sequence parallelism saves in addition: the output of attention, and repeated keys and values."""
+        """Return bytes per token that sequence parallelism adds: the output of attention, repeated keys and values."""
         if self.batch.sp == 1:
             return 0
         at = layer.attention
@@ -293,8 +292,7 @@ class _Step:
         return (at.output + repeated) * self.options.param_dtype.itemsize
 
     def logits(self) -> int:
-        """Return the bytes of the logits and their gradient in the compute dtype, and of their softmax in float32; or
-        of a tile of them."""
+        """Return the bytes of the logits, their gradient and their float32 softmax, for all tokens or for a tile."""
         if self.options.head_in_root:  # fused cross-entropy allocates none
             return 0
         tokens, outputs, dtype = self.batch.tokens, self.sizes.outputs, self.options.param_dtype

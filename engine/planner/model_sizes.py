@@ -31,15 +31,15 @@ class ModelSizes:
         master: dtype of the parameters that the optimizer steps.
         whole: bytes of parameters that are not sharded.
         outputs: outputs of the head per token: logits, or one value for a critic.
-        head_width: of the hidden states that the head reads.
+        head_width: width of the hidden states that the head reads.
         chunked_logits: whether the head returns log-probs, and logits are never whole.
         num_experts: number of experts of each experts module.
-        etp_sizes: what an expert tensor-parallel size has to divide; 1 where experts can't be cut.
+        etp_sizes: sizes that the expert tensor-parallel size has to divide; 1 if experts can't be cut.
         matrices: the parameters that Muon steps, by name.
         heads: the number of heads that the sequence-parallel size has to divide; 1 if it has to be 1.
         unshared: why the sequence-parallel size has to be 1; empty if it need not.
-        uncounted: what of ranks that share rows is not counted; empty if all is.
-        untraced: why it is not known what autograd saves and what the layers send; empty if it is known.
+        uncounted: description of the memory and traffic of sequence parallelism that is not counted; empty if all is.
+        untraced: why saved tensors and sent rows are not known; empty if they are.
     """
 
     name: str
@@ -91,7 +91,7 @@ class ModelSizes:
             model.get_parameter(name).requires_grad_(False)
         traced, untraced = Traced({}, 0.0), ""
         try:
-            # It computes in the precision in which FSDP gathers it.
+            # The model computes in the dtype in which FSDP gathers it.
             model = model.to(options.param_dtype)
             fused = options.fuse_dense and not options.compile_dense
             traced = trace(model, options.expert_plan, has_backend(options.experts_backend), fused)

@@ -17,11 +17,7 @@ _MOVE_NOTHING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty
 
 
 class CountedPasses(TorchDispatchMode):
-    """Adds up what operators read and write.
-
-    Attributes:
-        nbytes: so far; a tensor that is expanded has the bytes of its storage.
-    """
+    """Sums the bytes that operators read and write in ``nbytes``; an expanded tensor counts its storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +32,7 @@ class CountedPasses(TorchDispatchMode):
 
 
 def backward_of(outputs: Any, inputs: list[torch.Tensor]) -> None:
-    """Run the backward of a layer on meta, from gradients of all its outputs to those of its inputs and weights."""
+    """Run the backward of a layer on meta, from gradients of all outputs to gradients of inputs and weights."""
     reached = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
     leaves = [t for t in inputs if t.requires_grad]
     if reached and leaves:

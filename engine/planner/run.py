@@ -1,8 +1,8 @@
 """Estimate the memory and traffic of the running step, next to what is measured.
 
-The estimate at start is for the largest micro-batch that the settings allow, if they tell. The one after each update is
-for the actual micro-batches, so that it can be compared with the measurement. On a CPU nothing is measured: the pages
-of the process also hold libraries and the allocator's gaps, which are not estimated.
+The estimate at start is for the largest micro-batch that the settings allow, if they limit it. After each update there
+is one for the actual micro-batches, which can be compared with the measurement. On a CPU nothing is measured, because
+the pages of the process also hold libraries and the allocator's gaps.
 """
 
 import logging
@@ -38,8 +38,8 @@ class StepEstimate:
 
     Args:
         measure: returns the most bytes that torch's allocator ever held; None if it doesn't count them.
-        batch: the largest step; None if the settings don't tell.
-        uncounted: descriptions of what the estimate leaves out.
+        batch: the largest step; None if the settings don't limit it.
+        uncounted: descriptions of memory that the estimate leaves out.
         command: the command that estimates every other mesh, without the options of this run's other settings.
     """
 
@@ -151,7 +151,7 @@ def estimate_step(
 def configured_batch(engine: Any, topology: Topology) -> Batch | None:
     """Return the largest step that the settings allow; None if they don't limit the length of sequences.
 
-    If they don't tell the number of sequences of an update either, a step is one micro-batch.
+    If they don't limit the number of sequences of an update either, a step is one micro-batch.
     """
     sp, longest = engine.ulysses_sequence_parallel_size, engine._longest_sequence
     each = -(-engine._sequences_per_update * sp // topology.world)  # sequences per rank, which sp ranks share
@@ -193,7 +193,7 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes, devic
 
 
 def _outside(engine: Any, model: Any, topology: Topology, device: str) -> list[str]:
-    """Return what takes memory outside of torch's allocator of the GPU, for as long as the process lives."""
+    """Return descriptions of memory that the process holds outside of torch's GPU allocator."""
     groups = topology.communicators(engine.ulysses_sequence_parallel_size) if device == "cuda" else {}
     found = [f"buffers of {len(groups)} NCCL communicators ({', '.join(groups)})"] if groups else []
     if engine.dispatcher == "deepep" and topology.ep > 1:

@@ -24,8 +24,8 @@ class Collective:
     Args:
         ranks: size of its group.
         stride: distance between the ranks of its group.
-        nbytes: bytes of the whole tensor in all calls: the output of an all-gather, the input of a reduce-scatter or an
-            all-reduce, and a rank's input of an all-to-all.
+        nbytes: bytes of the whole tensor, summed over calls. It is the output of an all-gather, the input of a
+            reduce-scatter or an all-reduce, and a rank's input of an all-to-all.
     """
 
     name: str
@@ -63,7 +63,7 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
         add(f"all-gather {kind}", size.ranks, stride, gathers, gathers * size.full * unit.param_dtype.itemsize)
         add(f"reduce-scatter {kind}", size.ranks, stride, 1, size.reduced * reduce)
         add(f"all-reduce {kind}", topology.dp_replicate, topology.fsdp, 1, size.trained * reduce)
-        # The halves of adapters that every rank of etp computes with; their gradients are added up.
+        # Every rank of etp computes with whole halves of adapters; their gradients are summed.
         halves = [math.prod(unit.shapes[name]) for name in unit.ep_dims if is_gathered(name)]
         whole = sum(halves) // topology.ep * unit.param_dtype.itemsize
         forwards = 1 + (modes.get(stage) == "full")
@@ -82,7 +82,7 @@ def collectives(sizes: ModelSizes, topology: Topology, options: ShardingOptions,
             ways = 2 * forwards + 2 - (forwards == 2 and at_once and layer.ends_with_experts)
             ep, etp, of_counts = topology.ep, topology.etp, chunks * next(counts) * _COUNT
             add("all-to-all tokens", ep, etp, chunks * ways, ways * rows)
-            # What etp adds to each way: a gather, or a reduce-scatter, of as many rows of each of its ranks.
+            # etp adds a gather or a reduce-scatter to each way, with as many rows from each of its ranks.
             add("all-to-all etp tokens", etp, 1, chunks * ways, ways * rows * etp)
             if not plain:
                 weights = batch.tokens * layer.rows * _WEIGHT

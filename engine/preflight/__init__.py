@@ -1,1 +1,1 @@
-"""What can be known to be wrong before a worker is started."""
+"""Checks of a run's settings before a worker starts."""

@@ -1,4 +1,4 @@
-"""Whether adapters can be trained as the settings say, and served by the rollout."""
+"""Checks of LoRA adapters: whether they can be trained, and served by the rollout."""
 
 import logging
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _CRITIC = "critic.model"
 
 
 def with_value_head(model: Any, facts: ModelFacts | None, setting: str) -> ModelFacts | None:
-    """Give a critic with adapters the head that its worker trains beside them; any other model stays as it is."""
+    """Return a critic's facts with the value head that its worker trains beside adapters; other facts unchanged."""
     if facts is None or setting != _CRITIC or LoraSettings.of(model, setting) is None:
         return facts
     return replace(facts, model=as_critic(facts.model))
@@ -41,11 +41,11 @@ def check_lora(
     optim: Any = None,
     setting: str = ACTOR_MODEL,
 ) -> None:
-    """Check that adapters are of weights that exist, and that their sharding and training are possible.
+    """Check that adapters match weights of the model, and that they can be sharded and trained.
 
     Args:
-        facts: None for a model that is not on this machine: what does not depend on it is checked. Its model gets the
-            adapters; that of a critic has its head (``with_value_head``).
+        facts: None for a model that is not on this machine; then only settings are checked. ``facts.model`` gets the
+            adapters; a critic's has its value head (``with_value_head``).
 
     Raises:
         SettingError: for the first setting that can't work.
@@ -76,10 +76,10 @@ def check_lora(
 
 
 def _check_saved(engine: Any, model: Any, lora: Lora, facts: ModelFacts, setting: str) -> None:
-    """Check modules that are trained as a whole: their own forward computes with copies of their weights.
+    """Check ``modules_to_save``: each module's forward uses copies of its weights, so nothing else may read them.
 
     Raises:
-        SettingError: something reads their weights in another way.
+        SettingError: fused kernels or torch.compile would read the frozen weights.
     """
     saved = {name.rpartition(".")[0] for name in lora.saved}
     name, value = f"{setting}.lora.modules_to_save", list(lora.settings.modules_to_save)
@@ -93,13 +93,12 @@ def _check_saved(engine: Any, model: Any, lora: Lora, facts: ModelFacts, setting
 
 
 def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:
-    """Check adapters that go to a rollout without the weights.
+    """Check adapters that are sent to the rollout without the base weights (``lora.merge=False``).
 
-    With ``lora.merge=False`` verl starts it with kernels for adapters, but its own checkpoint engines send none: they
-    send merged weights, so that any adapter can be trained.
+    verl's own checkpoint engines send merged weights all the same. With them any adapter can be trained.
 
     Args:
-        facts: None for a model that is not on this machine. Its model has the adapters (``check_lora``).
+        facts: None for a model that is not on this machine; ``facts.model`` has the adapters (``check_lora``).
     """
     if not model.get("lora_rank") or not rollout.get("name") or (model.get("lora") or {}).get("merge"):
         return

@@ -1,4 +1,4 @@
-"""Whether experts can be cut over ``ep``, ``ep_fsdp`` and ``etp`` in a run, and with what else is switched on."""
+"""Checks that experts can be sharded over ``ep``, ``ep_fsdp`` and ``etp``, and combined with Muon and delta syncs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,13 +15,13 @@ __all__ = ["check_cut_experts", "check_cut_experts_sync", "check_experts"]
 
 
 def check_experts(topology: Topology, facts: ModelFacts, shard_dim: int | str = "auto") -> None:
-    """Check that ``ep_size`` divides the number of experts of every layer, and ``ep_fsdp`` what is left of them.
+    """Check that ``ep_size`` divides the experts of every layer, and ``ep_fsdp`` the shard dim of the rest.
 
     Args:
         shard_dim: ``engine.expert_shard_dim``.
 
     Raises:
-        SettingError: with the values that divide the ranks too.
+        SettingError: lists values that also divide the number of ranks.
     """
     check_experts_divide(facts.experts, topology, facts.name)
     for shape, ep_dim, etp_dim in facts.stacked:
@@ -32,8 +32,8 @@ def check_cut_experts(engine: Any, topology: Topology, facts: ModelFacts, optim:
     """Check that ``etp`` divides the inner dims, and that Muon gathers each matrix over one axis only.
 
     Args:
-        optim: optimizer settings; None where there is none.
-        setting: how the user calls the model's node.
+        optim: optimizer settings; None for a role without an optimizer.
+        setting: config path of the model's node.
 
     Raises:
         SettingError: for the size, or for the optimizer.

@@ -1,8 +1,7 @@
 """Models without experts: plain FSDP2, by the same recipe.
 
-``engine.ep_size`` and the other settings of experts apply to the roles whose model has experts. Another role runs as if
-they had not been given, and logs that in one line. They are refused where no trained model has experts, because
-whoever gave them believes that one has.
+``engine.ep_size`` and the other settings of experts apply to roles whose model has experts. A role with a dense model
+ignores them and logs one line. They are refused if no trained model has experts, because the user expects some.
 """
 
 import copy
@@ -25,7 +24,7 @@ _REPLAY = "disabled"
 def without_experts(engine: Any, model: nn.Module) -> Any:
     """Copy the engine's settings for a dense model, with the settings of experts at their defaults.
 
-    Patterns of ``fp32_modules`` that match nothing of the model (routers) are left out.
+    Patterns of ``fp32_modules`` that match no module of the model (routers) are removed.
     """
     own = copy.copy(engine)
     vars(own).update(expert_settings())
@@ -37,7 +36,7 @@ def without_experts(engine: Any, model: nn.Module) -> Any:
 
 
 def not_applied(engine: Any, path: str, model: nn.Module) -> str:
-    """Format the line that says which settings do not apply to a model without experts; empty if none was given."""
+    """Format one line about the settings that do not apply to a model without experts; empty if none is set."""
     given = _given(engine)
     if unmatched := unmatched_patterns(model, engine.fp32_modules):
         given["engine.fp32_modules"] = unmatched
@@ -51,12 +50,12 @@ def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[st
     """Refuse settings of experts where no trained model has experts.
 
     Args:
-        facts: of a dense model.
-        setting: how the user calls its node.
-        critic: the model settings of the critic that is trained beside it, if one is.
+        facts: facts of a dense model.
+        setting: config path of its node.
+        critic: model settings of the run's critic; None without one.
 
     Raises:
-        SettingError: for the first of them, or for a pattern that matches nothing, if the critic has no experts either.
+        SettingError: for the first such setting or unmatched pattern, if the critic has no experts either.
     """
     given = _given(engine)
     if not given and not unmatched_patterns(facts.model, engine.fp32_modules):
@@ -68,7 +67,7 @@ def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[st
             return
         others = f", nor has that of the critic, {beside.name}"
     if engine.expert_plan:
-        find_experts(facts.model, engine.expert_plan)  # which says what its patterns may have meant
+        find_experts(facts.model, engine.expert_plan)  # raises with the parameters that its patterns may mean
     find_float32_modules(facts.model, [], engine.fp32_modules)
     name, value = next(iter(given.items()))
     rule = f"concerns experts, and {facts.name} ({setting}.path) is a dense model: it has none{others}."
@@ -77,7 +76,7 @@ def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[st
 
 
 def _given(engine: Any) -> dict[str, Any]:
-    """Return the settings of experts that are not at their default, as a user writes them."""
+    """Return the settings of experts that differ from their default, by full name."""
     found = {
         f"engine.{name}": value
         for name, default in expert_settings().items()

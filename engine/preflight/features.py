@@ -1,4 +1,4 @@
-"""Check before a worker starts that the features that are switched on work with this model and with each other."""
+"""Checks that the features of a run work with its model, its device and each other."""
 
 import logging
 from collections.abc import Mapping
@@ -42,16 +42,16 @@ logger = logging.getLogger("epfsdp2")
 _REPLAY = "engine.router_replay.mode"
 _ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
-# What a config may ask to be done with a head's logits.
+# Config fields that change the head's logits.
 _AFTER_THE_HEAD = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 _TOP_K_DISTILLATION = ("forward_kl_topk",)
 
 
 def check_activation_offload(engine: Any, model: Any, setting: str = ACTOR_MODEL) -> None:
-    """Check that activation offloading has what it offloads: the inputs of layers that are recomputed as a whole.
+    """Check that layers are fully recomputed if activations are offloaded, because only layer inputs are offloaded.
 
     Raises:
-        SettingError: layers are not recomputed as a whole.
+        SettingError: activation checkpointing is not full.
     """
     if not get_setting(model, "enable_activation_offload"):
         return
@@ -72,7 +72,7 @@ def check_attention(
     """Check that the attention implementation exists for this model on this device.
 
     Args:
-        facts: None for a model that is not on this machine: what does not depend on it is checked.
+        facts: None for a model that is not on this machine; then only the device and packages are checked.
 
     Raises:
         SettingError: names an implementation that works.
@@ -81,7 +81,7 @@ def check_attention(
     wanted = attention_of(model)
     kind = DEFAULT_ATTENTION if "flash" in wanted else wanted.rpartition("|")[2]
     accelerator = device != "cpu"
-    # On an NPU transformers takes torch_npu's.
+    # On an NPU transformers uses torch_npu's flash attention.
     installed = device != "cuda" or versions.installed("flash-attn") is not None
     in_class = {
         DEFAULT_ATTENTION: facts is None or facts.flash,
@@ -103,10 +103,10 @@ def check_attention(
 
 
 def check_casts(engine: Any, topology: Topology) -> None:
-    """Check that there are casts to keep: those of experts that a rank shares with no other.
+    """Check that ``keep_casts`` has casts to keep: experts that are cast, and sharded with no other rank.
 
     Raises:
-        SettingError: the experts are gathered, are not cast, or are left to FSDP.
+        SettingError: the experts are gathered, are not cast, or are cast by FSDP.
     """
     left_to_fsdp = engine.offload_policy or engine.rollout_quantization_aware
     reasons = {
@@ -121,10 +121,10 @@ def check_casts(engine: Any, topology: Topology) -> None:
 
 
 def check_packing(model: Mapping[str, Any], facts: ModelFacts | None, setting: str = ACTOR_MODEL) -> None:
-    """Check that the sequences of a packed row do not see each other in this model.
+    """Check that the model keeps the sequences of a packed row apart.
 
     Raises:
-        SettingError: for the packing.
+        SettingError: for ``use_remove_padding``.
     """
     if facts is None or not model.get("use_remove_padding", True):
         return
@@ -140,10 +140,10 @@ def check_fused_kernels(
     """Check that verl's fused linear cross-entropy finds the layers, and that the head only multiplies by its weight.
 
     Args:
-        facts: None for a model that is not on this machine: what does not depend on it is checked.
+        facts: None for a model that is not on this machine; then only settings are checked.
 
     Raises:
-        SettingError: log-probs would silently be wrong, the first update would fail, or the role computes none.
+        SettingError: log-probs would be wrong, the first update would fail, or the role computes no log-probs.
     """
     if not model.get("use_fused_kernels", False):
         return
@@ -169,14 +169,14 @@ def check_fused_kernels(
 def check_sequence_parallel(
     size: int, world: int, model: Mapping[str, Any], facts: ModelFacts | None, *, setting: str = ACTOR_MODEL
 ) -> None:
-    """Check that rows are packed, that ``size`` divides the ranks, and that the model's attention can be split over it.
+    """Check that rows are packed, that ``size`` divides the ranks, and that the model's attention splits over it.
 
     Args:
         size: ranks that share a row.
-        facts: None for a model that is not on this machine: what does not depend on it is checked.
+        facts: None for a model that is not on this machine; then its attention is not checked.
 
     Raises:
-        SettingError: for the size, or for the packing.
+        SettingError: for the size, or for ``use_remove_padding``.
     """
     if size == 1:
         return
@@ -196,10 +196,10 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
     """Check that router replay has packed rows and a model whose layers each choose several experts by ``topk``.
 
     Args:
-        facts: None for a model that is not on this machine: what does not depend on it is checked.
+        facts: None for a model that is not on this machine; then only the packing is checked.
 
     Raises:
-        SettingError: for the mode, or for the packing.
+        SettingError: for the mode, or for ``use_remove_padding``.
     """
     mode = engine.router_replay.mode
     if mode == "disabled":
@@ -225,7 +225,7 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
 
 
 def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
-    """Check that the routes that are replayed come from exactly one source.
+    """Check that exactly one source records the routes that are replayed.
 
     Raises:
         SettingError: for the mode, or for the rollout's setting.
@@ -243,7 +243,7 @@ def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
 
 
 def check_routers(engine: Any, model: Any, facts: ModelFacts) -> None:
-    """Check that every layer has a router, for its losses and metrics, and that losses see its logits.
+    """Check that router losses and metrics find a router with logits in every layer.
 
     Raises:
         SettingError: for the first of their settings.
@@ -262,13 +262,13 @@ def check_routers(engine: Any, model: Any, facts: ModelFacts) -> None:
 
 
 def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Check that a model with a vision tower can be trained on images if the data have a column of them.
+    """Check that a model with a vision tower can be trained on images if the data have a column of images.
 
     Args:
-        rollout: also has ``train_files``, of which local Parquet files are read, and ``image_key``.
+        rollout: also has ``image_key`` and ``train_files``; only local Parquet files are read.
 
     Raises:
-        SettingError: says why it can't.
+        SettingError: with the reason.
     """
     if facts is None or not hasattr(facts.model.config, "vision_config"):
         return
@@ -279,7 +279,7 @@ def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
 
 
 def check_tower(engine: Any, facts: ModelFacts) -> None:
-    """Check that there is a vision tower to freeze.
+    """Check that the model has a vision tower if it is to be frozen.
 
     Raises:
         SettingError: the model has no vision tower.
@@ -290,7 +290,7 @@ def check_tower(engine: Any, facts: ModelFacts) -> None:
 
 
 def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
-    """Check that DeepEP can be used where it is asked for, and warn that this engine was never run with it.
+    """Check that DeepEP can run if it is the dispatcher, and warn that this engine was never run with it.
 
     Raises:
         SettingError: see ``check_deepep``.
@@ -305,10 +305,10 @@ def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
 
 
 def check_distillation(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:
-    """Check that verl's top-k distillation finds whole logits, for exactly the tokens of the batch.
+    """Check that verl's top-k distillation gets whole logits, for the tokens of the batch alone.
 
     Raises:
-        SettingError: for the setting that takes them away.
+        SettingError: for fused kernels, or for padding.
     """
     if not rollout.get("distillation") or rollout.get("distillation_loss") not in _TOP_K_DISTILLATION:
         return

@@ -1,4 +1,4 @@
-"""What a model's config says of it: counted on the meta device, which takes a second and no memory."""
+"""Facts of a model from its config; it is built on the meta device, which takes a second and no memory."""
 
 import importlib
 import logging
@@ -32,15 +32,15 @@ logger = logging.getLogger("epfsdp2")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the checks need to know of a model.
+    """Facts of a model for the checks.
 
     Args:
-        name: its class.
-        experts: number of experts of each experts module, in the model's order; none of a dense model.
-        stacked: the different shapes ``[E, ...]`` of its stacked expert parameters, each with the dim that counts the
-            experts and the one that ``etp`` shards.
-        sdpa, flash, flex: attention implementations of transformers that its class supports.
-        model: it, on the meta device.
+        name: name of its class.
+        experts: number of experts of each experts module, in the model's order; empty for a dense model.
+        stacked: distinct shapes ``[E, ...]`` of its stacked expert parameters, each with its ``ep`` dim and the dim
+            that ``etp`` shards.
+        sdpa, flash, flex: whether its class supports this attention implementation of transformers.
+        model: the model on the meta device.
     """
 
     name: str
@@ -57,10 +57,10 @@ class ModelFacts:
 
 
 def check_model_path(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> str | None:
-    """Return the folder with the model's config; None if it is not here: a hub id outside the cache, or a remote path.
+    """Return the folder with the model's config; None for a hub id outside the cache, or a remote path.
 
     Raises:
-        SettingError: if it is no such folder and can't be a hub id, or the folder has no complete safetensors.
+        SettingError: the path is neither a folder nor a hub id, or the folder has no complete safetensors.
     """
     return _model_folder(str(model.get("path")), f"{setting}.path")
 
@@ -72,18 +72,18 @@ def inspect_model(
     fp32_modules: Sequence[str] = (),
     built: nn.Module | None = None,
 ) -> ModelFacts | None:
-    """Read the model's config, build it without weights and count.
+    """Build the model on the meta device from its config, and return its facts.
 
     Args:
-        expert_plan, fp32_modules: the engine's settings that name parts of the model.
-        built: it on the meta device, where it is built already.
+        expert_plan, fp32_modules: the engine's settings with patterns of parameter and module names.
+        built: the model on the meta device, if it is already built.
 
     Returns:
-        None, with one line of log, if it is not on this machine: a hub id outside the cache, or a remote path.
+        None, with a warning, for a model that is not on this machine: a hub id outside the cache, or a remote path.
 
     Raises:
-        SettingError: if there is no such folder, it has no safetensors, the config is wrong, or the model has experts
-            that are not on transformers' experts interface, or is no causal language model.
+        SettingError: there is no such folder, it has no safetensors, or its config is wrong. Also for a model that is
+            no causal language model, or whose experts are outside transformers' experts interface.
     """
     path = str(model.get("path"))
     folder = check_model_path(model, setting)
@@ -99,7 +99,7 @@ def inspect_model(
     if rule:
         raise SettingError(f"{setting}.path", path, rule, "a causal language model, e.g. Gemma 4")
     try:
-        # The plan, and patterns of routers, may be those of another role's model.
+        # The plan, and patterns of routers, may belong to another role's model.
         dense = is_dense(built, expert_plan)
         experts = [] if dense else find_experts(built, expert_plan)
     except UnsupportedModelError as error:
@@ -114,7 +114,7 @@ def inspect_model(
 
 
 def _model_folder(path: str, setting: str) -> str | None:
-    """Return the local folder with the model's config, or None if there is none yet but may be later."""
+    """Return the local folder with the model's config; None if the model can still be downloaded."""
     local = os.path.expanduser(path)
     try:
         if os.path.isdir(local):
@@ -143,16 +143,16 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
     overrides = overrides_of(model)
     overrides.pop("attn_implementation", None)
     try:
-        # As verl loads it: transformers refuses some values beside some attention implementations.
+        # As verl loads it, because transformers refuses some configs with some attention implementations.
         config = AutoConfig.from_pretrained(
             config_path, trust_remote_code=trust, attn_implementation=attention_of(model)
         )
         check_no_kernels(config, str(model.get("path")), setting)
-        # Every class has it, with or without flash attention on this machine; the class says what else it supports.
+        # Every class supports eager, with or without flash attention on this machine; facts_of reads the others.
         config._attn_implementation = "eager"
         _override(config, overrides, f"{setting}.override_config")
         check_not_quantised(config, str(model.get("path")), setting)
-        # All of it on meta, buffers too: nothing is computed, and a fused stack can be larger than the driver's memory.
+        # Parameters and buffers are on meta: a fused expert stack can be larger than the driver's memory.
         with torch.device("meta"), no_init_weights():
             built = _auto_class(config, trust).from_config(config, dtype=torch.float32, trust_remote_code=trust)
         prepare(built)
@@ -168,7 +168,7 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
 
 
 def _model_type(path: str) -> str:
-    """Return what a config.json says of its family, whether transformers knows it or not; empty where there is none."""
+    """Return the ``model_type`` of a config.json, which transformers may not know; empty without one."""
     try:
         return str(PretrainedConfig.get_config_dict(path)[0].get("model_type", ""))
     except OSError:
@@ -176,7 +176,7 @@ def _model_type(path: str) -> str:
 
 
 def import_external(model: Mapping[str, Any], setting: str) -> None:
-    """Import what verl imports in each worker, as it may register a class of models, or a family's block.
+    """Import ``external_lib``, as verl does in each worker: it may register model classes or blocks of experts.
 
     Raises:
         SettingError: there is no such module.
@@ -191,7 +191,7 @@ def import_external(model: Mapping[str, Any], setting: str) -> None:
 
 
 def _auto_class(config: PretrainedConfig, trust: bool) -> Any:
-    # As verl's get_hf_auto_model_class chooses.
+    # The choice of verl's get_hf_auto_model_class.
     remote = getattr(config, "auto_map", None) or {}
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
         if (trust and auto.__name__ in remote) or type(config) in auto._model_mapping:
@@ -200,7 +200,7 @@ def _auto_class(config: PretrainedConfig, trust: bool) -> Any:
 
 
 def facts_of(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
-    """Return what is known of a model on the meta device, which may have adapters."""
+    """Return the facts of a model on the meta device, which may have adapters."""
     stacked = {
         (tuple(info.module.get_parameter(name).shape), dim, etp_dims.get(name))
         for info in experts
@@ -219,11 +219,12 @@ def facts_of(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
 
 
 def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None, server: str = "") -> tuple[str, int]:
-    """Name and number of elements of the largest tensor that goes to the rollout, as ``Server.named`` yields it: a
-    fused expert stack whole where the server takes it so, else the checkpoint's tensors.
+    """Return the name and the number of elements of the largest tensor that is sent to the rollout.
+
+    Tensors are named and split as by ``Server.named``: a fused expert stack is one tensor, or one per expert.
 
     Args:
-        itemsizes: bytes of an element of each parameter as it is sent; bytes are then compared and returned.
+        itemsizes: bytes per element of each parameter as it is sent; with them bytes are compared and returned.
         server: verl's name of the rollout.
     """
     size_of = {name: 1 if itemsizes is None else itemsizes[name] for name, _ in model.named_parameters()}
@@ -237,10 +238,10 @@ def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None, server:
 
 
 def _override(config: Any, overrides: Mapping[str, Any], setting: str) -> None:
-    """Set the overrides as verl does; warn of those that no code of transformers reads.
+    """Set the overrides as verl does; warn of keys that the config has no field for.
 
     Args:
-        setting: how the user calls the node of the overrides.
+        setting: config path of the overrides.
     """
     for key, value in overrides.items():
         if isinstance(value, dict):

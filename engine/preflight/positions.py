@@ -1,4 +1,4 @@
-"""Whether a rollout rotates queries and keys as the trainer does, where frequencies depend on a sequence's length."""
+"""Checks that rollout and trainer use the same rotary embedding if its frequencies depend on the length."""
 
 import math
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ __all__ = ["check_positions", "max_model_len"]
 
 
 def max_model_len(rollout: Mapping[str, Any]) -> Any:
-    """Return the tokens of a sequence by which a rollout chooses rotations when it starts (``longest_start``)."""
+    """Return the sequence length by which a rollout chooses its frequencies at start (``longest_start``)."""
     return server_of(rollout).longest_start(rollout) if rollout.get("name") else None
 
 
 def check_positions(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Check that the rollout rotates as the trainer does, where frequencies depend on the length of a sequence.
+    """Check that the rollout's rotary embedding equals the trainer's if frequencies depend on the length.
 
     Raises:
-        SettingError: for a length that the rollout computes otherwise, for the rollout, or for the model.
+        SettingError: for a length at which they differ, for the rollout, or for the model.
     """
     if facts is None or rollout.get("name") not in SERVERS:
         return
@@ -43,7 +43,7 @@ def check_positions(rollout: Mapping[str, Any], facts: ModelFacts | None) -> Non
 def _check_scale(
     module: Any, layers: str | None, parameters: Mapping[str, Any], is_long: bool, facts: ModelFacts
 ) -> None:
-    """Check that longrope's rotations are scaled as in a rollout, which reads neither of transformers' keys."""
+    """Check longrope's scale: rollouts ignore ``factor`` and ``attention_factor``, which transformers reads."""
     if type(module).__name__ in SCALED_BY_LENGTH:
         return
     original = parameters["original_max_position_embeddings"]

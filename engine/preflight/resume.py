@@ -1,6 +1,6 @@
-"""Checks of saves and of the checkpoint that a run resumes from, before a worker is started.
+"""Checks of background saves, and of the checkpoint that a run resumes from.
 
-verl reads a checkpoint when its workers have built their models. A driver that sees the folder can read it before.
+verl reads a checkpoint after its workers have built their models. A driver that sees the folder checks it earlier.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,17 +17,17 @@ __all__ = ["check_background_saves", "check_resume"]
 
 
 def check_resume(trainer: Mapping[str, Any], role: str, contents: Collection[str], node: str) -> None:
-    """Check that a role can resume from the checkpoint that verl's trainer takes, if there is one.
+    """Check that a role can resume from the checkpoint that verl's trainer chooses, if there is one.
 
     Args:
         trainer: ``mode``, ``from_path`` and ``folder``: verl's ``trainer.resume_mode``, ``resume_from_path`` and
             ``default_local_dir``.
         role: ``actor`` or ``critic``, the name of its folder.
         contents: the role's ``load_contents``.
-        node: how the user calls the role's checkpoint settings.
+        node: config path of the role's checkpoint settings.
 
     Raises:
-        SettingError: the checkpoint is not complete, or lacks what is to be loaded.
+        SettingError: the checkpoint is not complete, or lacks some of ``contents``.
     """
     step = _resumed_step(trainer)
     if step is None or not (step / role).is_dir() or (partial_dir(step / role) / MANIFEST).is_file():
@@ -42,14 +42,13 @@ def check_resume(trainer: Mapping[str, Any], role: str, contents: Collection[str
 
 
 def check_background_saves(actor: Mapping[str, Any]) -> None:
-    """Check that verl's trainer leaves it to the engine to name the latest checkpoint, and calls it after each save.
+    """Refuse background saves with trainers that don't let the engine name the latest checkpoint.
 
-    Args:
-        actor: its settings.
+    Fully-async names a step before its save has ended. One-step-off does not call the engine after its last save, so
+    the last checkpoint would never be named.
 
     Raises:
-        SettingError: fully-async names a step before a save in the background has ended, and one-step-off calls the
-            engine no more after its last save, so that nothing would name it.
+        SettingError: the actor has ``checkpoint.async_save`` in one of these trainers.
     """
     if get_setting(actor, "checkpoint.async_save") and get_setting(actor, "rollout.separate_nodes") is not None:
         setting = "actor_rollout_ref.actor.checkpoint.async_save"

@@ -1,4 +1,4 @@
-"""Check before a worker starts that weights can reach the rollout, with its parallel sizes and the memory there is."""
+"""Checks that weights can reach the rollout, with its parallel sizes and the memory of the node."""
 
 import logging
 import shutil
@@ -34,7 +34,7 @@ _BUCKET = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_meg
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MEMORY = "engine.sync_megabytes"
 _SHM = Path("/dev/shm")
-# Left free in /dev/shm besides the buckets: verl's and gloo's own segments are small.
+# Left free in /dev/shm for the small segments of verl and gloo.
 _SHM_MARGIN = 64 << 20
 
 
@@ -47,15 +47,15 @@ def check_sync(
     *,
     colocated: bool = True,
 ) -> None:
-    """Check that weights can reach the rollout, in the sync mode that the user asked for.
+    """Check that weights can reach the rollout in the configured sync mode.
 
     Args:
         device: verl's device name.
-        colocated: whether each rank feeds the worker beside it; the workers are other processes otherwise.
+        colocated: whether each rank sends to the rollout worker beside it; else workers are on GPUs of their own.
 
     Raises:
-        SettingError: for a family that the server can't serve, its settings and sizes, the sync mode, or rounds too
-            small for it.
+        SettingError: for a family that the server can't serve, its settings and sizes, the sync mode, or rounds that
+            are too small.
     """
     server, backend = server_of(rollout), rollout.get("backend") or "naive"
     if server.name not in SERVERS and backend == BACKEND:
@@ -80,7 +80,7 @@ def check_sync(
 def _check_plan(
     engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts, kind: SyncMode, colocated: bool
 ) -> None:
-    """Check that this tensor-parallel size cuts the model, and that a row of the largest tensor fits into a round."""
+    """Check that the tensor-parallel size divides the model, and that a row of the largest tensor fits into a round."""
     server, heads, megabytes = server_of(rollout), Heads.of(facts.model.config), engine.sync_megabytes
     placement = server.rollout_of(rollout)
     topology = Topology.arrange(n_gpus, engine.ep_size, engine.fsdp_size, engine.etp_size)
@@ -89,7 +89,7 @@ def _check_plan(
     )
     tensors = with_scales(tensors, placement, heads.family)
     slices_of, workers = slices_of_workers(tensors, placement, heads), placement.workers
-    # Of workers that are other processes one replica is enough: any other has the same needs.
+    # One replica is enough for separate workers, because all replicas have the same needs.
     targets = Targets.colocated(topology, workers) if colocated else Targets.separate(range(workers), topology)
     limit, layers = round_bytes(megabytes << 20), layer_names(facts.model)
     try:
@@ -105,10 +105,10 @@ def _check_plan(
 def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
     """Check that a bucket in shared memory holds the largest tensor, and that /dev/shm holds the buckets.
 
-    Each local rank has one bucket. Only this node's /dev/shm can be looked at; the others are assumed to be the same.
+    Each local rank has one bucket. Only this node's /dev/shm is read; the others are assumed to be the same.
 
     Args:
-        n_gpus: ranks of the trainer that keep a bucket; 0 where other processes do, on nodes that are not known.
+        n_gpus: ranks of the trainer, each with a bucket; 0 for separate rollouts, whose nodes are not known.
 
     Raises:
         SettingError: names a size that works.
@@ -143,7 +143,7 @@ def check_rollout(engine: Any, n_gpus: int, rollout: Mapping[str, Any], facts: M
 
 
 def _sent_itemsizes(engine: Any, facts: ModelFacts) -> dict[str, int]:
-    """Return the bytes of an element of each parameter as it is sent: in the forward's dtype if that is narrower."""
+    """Return the bytes per element of each parameter as it is sent: in the forward's dtype if that is narrower."""
     stored, dtypes = DTYPES[engine.model_dtype].itemsize, compute_dtypes(facts.model, sharding_options(engine))
     return {name: min(stored, dtype.itemsize) for name, dtype in dtypes.items()}
 
@@ -155,7 +155,7 @@ def tensors_before_sharding(
     expert_plan: Mapping[str, int] | None = None,
     itemsize: Mapping[str, int] | int | None = None,
 ) -> list[TensorSpec]:
-    """Return what ``sent_tensors.tensor_specs`` will return once this model is sharded; it may be on meta.
+    """Return ``sent_tensors.tensor_specs`` of this model as if it was sharded; it may be on meta.
 
     Raises:
         UnsupportedModelError, SettingError: as ``parallelize``.

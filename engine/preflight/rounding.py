@@ -1,4 +1,4 @@
-"""Whether a run can compute with the weights of its rollout (``engine.rollout_quantization_aware``)."""
+"""Checks of ``engine.rollout_quantization_aware``: training with weights as the rollout quantises them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,18 +19,18 @@ _QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 
 
 def rows_held_in(rollout: Mapping[str, Any]) -> str:
-    """Return what a rollout holds weights in where each row has a scale (``rollout/layout/specs.py``), or ""."""
+    """Return the rollout's quantisation with per-row scales ('fp8', 'int8'), or '' (``rollout/layout/specs.py``)."""
     return server_of(rollout).rollout_of(rollout).channels
 
 
 def check_rounding_alone(engine: Any, topology: Topology, model: Any, facts: ModelFacts | None, setting: str) -> None:
-    """Check what needs no rollout: that weights are rounded whole, and are the ones that are sent.
+    """Run the checks that need no rollout: weights are sent without adapters, and no mesh cuts a block.
 
     Args:
-        setting: how the user calls the model's node.
+        setting: config path of the model's node.
 
     Raises:
-        SettingError: for adapters, for a mesh that cuts blocks, for a trainer without a rollout, or where there is
+        SettingError: for adapters, for a mesh that cuts blocks, for a trainer without a rollout, or for a model with
             nothing to round.
     """
     asked = engine.rollout_quantization_aware
@@ -59,10 +59,10 @@ def check_rounding_alone(engine: Any, topology: Topology, model: Any, facts: Mod
 
 
 def check_rounding(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Check that the run's rollout is sent weights that are quantised here.
+    """Check that the trainer quantises the weights that it sends to the run's rollout.
 
     Raises:
-        SettingError: with the first setting that has it sent others.
+        SettingError: with the first setting that prevents this.
     """
     asked = engine.rollout_quantization_aware
     if not asked:

@@ -1,10 +1,10 @@
-"""What can be known to be wrong before a worker is started.
+"""All checks of a run, before a worker starts.
 
-``check_run`` is called on the driver, before Ray starts; ``check_training`` is the part of it that ``sft_trainer``,
-which has no driver, can call on each rank before a byte of weights is read. Everything is computed from the model's
-``config.json``: it is built on the meta device, which takes a second and no memory.
+``check_run`` runs on the driver, before Ray starts. ``check_training`` is the part without a rollout; ``sft_trainer``,
+which has no driver, runs it on each rank before weights are read. The model is built from its ``config.json`` on the
+meta device, which takes a second and no memory.
 
-The checks of single features are in ``features.py``, those of the rollout in ``rollout.py``.
+``features.py`` has the checks of single features, ``rollout.py`` the rollout's.
 """
 
 import logging
@@ -59,13 +59,13 @@ __all__ = [
 
 logger = logging.getLogger("epfsdp2")
 
-# How a user calls the checkpoint's node, by how they call the model's.
+# Config paths of the checkpoint's node, by the model's.
 _CHECKPOINTS = {
     ACTOR_MODEL: "actor_rollout_ref.actor.checkpoint",
     "critic.model": "critic.checkpoint",
     "model": "checkpoint",
 }
-# verl's model settings that ask for what this engine does not do, and the value that does not ask for it.
+# verl's model settings that this engine does not support, and their value when off.
 _UNSUPPORTED = {
     "use_liger": False,
     "tiled_mlp.enabled": False,
@@ -90,13 +90,13 @@ def check_run(
         engine: the engine's settings (``EPFSDP2EngineConfig`` or anything with its fields).
         n_gpus: ranks of the trainer.
         model: verl's model settings.
-        rollout: ``n_gpus_per_node``, ``backend`` and ``update_weights_bucket_megabytes``, and under their own names
-            those of verl's rollout settings that say how it is placed (``rollout/servers.py`` reads them);
-            ``resume`` is for ``check_resume``, with the critic's ``load_contents`` as ``critic_contents``.
+        rollout: ``n_gpus_per_node``, ``backend``, ``update_weights_bucket_megabytes``, and under their own names
+            verl's rollout settings that place it (``rollout/servers.py`` reads them); ``resume`` is for
+            ``check_resume``, with the critic's ``load_contents`` as ``critic_contents``.
         checkpoint: the actor's checkpoint settings.
         optim: the actor's optimizer settings.
-        device: verl's device name; ``cpu`` where there is no accelerator.
-        ipc: whether weights reach the rollout through device memory; through /dev/shm otherwise.
+        device: verl's device name; ``cpu`` without an accelerator.
+        ipc: whether weights reach the rollout through device memory, else through /dev/shm.
 
     Raises:
         SettingError: for the first setting that can't work.
@@ -139,12 +139,12 @@ def check_training(
     Args:
         world: number of ranks.
         checkpoint: the role's checkpoint settings.
-        optim: the role's optimizer settings; None where there is none.
-        setting: how the user calls the model's node: ``model`` in ``sft_trainer``.
-        built: the model on the meta device, where it is built already; it may get adapters.
+        optim: the role's optimizer settings; None for a role without an optimizer.
+        setting: config path of the model's node: ``model`` in ``sft_trainer``.
+        built: the model on the meta device, if it is already built; it may get adapters.
 
     Returns:
-        What is known of the model; None if it is not on this machine yet.
+        Facts of the model; None if it is not on this machine yet.
 
     Raises:
         SettingError: for the first setting that can't work.
@@ -193,11 +193,11 @@ def _critic_of(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check_model_settings(model: Any, setting: str = ACTOR_MODEL) -> None:
-    """Reject what verl's model settings can ask for and this engine would silently ignore.
+    """Refuse verl's model settings that this engine would silently ignore.
 
     Args:
         model: verl's model settings, as a mapping or as ``HFModelConfig``.
-        setting: how the user calls their node.
+        setting: config path of their node.
 
     Raises:
         SettingError: for the first of them.
@@ -211,7 +211,7 @@ def check_model_settings(model: Any, setting: str = ACTOR_MODEL) -> None:
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any], setting: str) -> None:
-    """Check that a checkpoint has the contents that are to be saved and loaded.
+    """Check that the contents to save and load exist, and that a critic does not save in the background.
 
     Raises:
         SettingError: lists the known contents.
@@ -236,7 +236,7 @@ def check_checkpoint(checkpoint: Mapping[str, Any], setting: str) -> None:
 
 
 def check_versions(rollout_name: str | None) -> None:
-    """Refuse a library that is missing or outside the accepted range; warn of a version that was not tested.
+    """Refuse a distribution that is missing or outside the accepted range; warn of an untested version.
 
     Raises:
         SettingError: for the first such distribution.

@@ -1,4 +1,4 @@
-"""What a rank holds between verl's phases: its shards, their moments once it has stepped, and nothing else."""
+"""Between verl's phases a rank holds its shards, their moments after the first step, and nothing else."""
 
 import gc
 import time
@@ -41,12 +41,12 @@ def _phases(folder, reshard):
         tu.assign_non_tensor(infer, compute_loss=False)
         worker.infer_batch(infer)
 
-    evaluate()  # makes what is kept: position embeddings, and the routes of a sync
+    evaluate()  # allocates cached tensors: position embeddings, and the routes of a sync
     list(worker.engine.get_per_tensor_param()[0])
     before = min(_held(), _held())
 
     def holds(wanted):
-        for _ in range(5):  # gloo's threads let go of a collective's tensors a moment after it has ended
+        for _ in range(5):  # gloo's threads release a collective's tensors a moment after it has ended
             held = _held() - before
             if abs(held - wanted) < little:
                 return
@@ -55,8 +55,8 @@ def _phases(folder, reshard):
 
     inside.clear()
     evaluate()
-    # The root stays gathered after a forward, and without reshard_after_forward all of the model but its experts, which
-    # are computed with where they are.
+    # The root stays gathered after a forward. Without reshard_after_forward the rest does too, except experts, which
+    # are not gathered.
     assert max(inside) - before > (little if reshard else dense)
     holds(0)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Peak memory of a step is what ``engine/planner/memory.py`` says; ``make memory`` has more settings."""
+"""Measured peak memory of a step equals ``engine/planner/memory.py``'s; ``make memory`` has more settings."""
 
 import pytest
 

@@ -293,7 +293,7 @@ def test_timeline_with_lora_has_no_gradients_or_states_of_frozen_weights():
 
     adapted, topology = ModelSizes.built_by(build, FLOAT32), Topology.arrange(4, 2)
     last = {m.when: m for m in timeline(adapted, topology, FLOAT32, Batch(16))}["optimizer"]
-    # Of a layer, on each side: q, k, v, o; the two stacks of 8 experts.
+    # Input plus output size of a layer's q, k, v and o, and of the two stacks of 8 experts.
     linears = (32 + 32) + (32 + 16) + (32 + 16) + (32 + 32)
     experts = 8 * ((32 + 96) + (48 + 32))
     # FSDP pads A [4, in] to 4 rows for 4 ranks: nothing to pad.
@@ -325,8 +325,8 @@ def test_timeline_of_backward_counts_the_copies_of_what_computes_the_experts(ep)
     layer = next(iter(_sizes(FLOAT32).traced.layers.values()))
     by_torch, row = layer.backward * 4096, 2 * 4 * 4096
     assert in_backward["auto"] == in_backward["triton"]
-    # The activation's output, in the place of its gradient, and its input's gradient; no copy of rows, and rows of
-    # gradients only if they were received.
+    # Triton holds the activation's output, in the place of its gradient, and its input's gradient. Rows are not copied,
+    # and rows of gradients exist only if rows were received.
     assert in_backward["torch"] - in_backward["triton"] == by_torch - row * (96 + 48 + (32 if ep > 1 else 0))
     on_a_cpu = max(p.activations for p in timeline(_sizes(FLOAT32), topology, FLOAT32, batch, gloo=True))
     assert on_a_cpu == in_backward["torch"]

@@ -61,7 +61,7 @@ def test_operators_move_what_they_read_and_write_and_views_and_products_nothing(
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_trace_of_fused_norms_and_rotary_counts_what_a_real_forward_saves(monkeypatch):
-    """Outside of the experts, of 24 tokens on a CPU with sdpa, by kernels in Triton's interpreter."""
+    """Count bytes outside of the experts, for 24 tokens on a CPU with sdpa and Triton's interpreter."""
     traced = _layer(torch.float32, True)
     config = Qwen3MoeConfig(**SIZES, attn_implementation="sdpa")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -55,7 +55,7 @@ def _trains_to_the_end(folder, settings):
     assert ours.pop(0) == "packed rows: Qwen3MoeAttention: sdpa once per sequence"
     assert ours == plan.lines() and ours[0] == "plan of Qwen3MoeForCausalLM"
 
-    # The recipe says the same of the command that is printed.
+    # The recipe prints the same for the printed command.
     words = shlex.split(ours[-1].partition(": ")[2])
     assert words[:3] == ["python", "-m", "epfsdp2.recipes.plan"]
     options = parse(words[3:])
@@ -65,12 +65,12 @@ def _trains_to_the_end(folder, settings):
     assert ours[1:5] == format_plan(topology, request.batch, point, traffic)
     assert (request.batch.tokens, request.batch.micro_batches) == (40, 3) and options.gpus * options.nodes == 2
 
-    # What an update needs is planned for the micro-batches that it had.
+    # The plan after an update is for its actual micro-batches.
     seen = Batch(plan._seen.tokens, plan._seen.micro_batches, IMBALANCE)
     assert seen.tokens <= 40 and 1 < seen.micro_batches <= 3
     planned = [both for (both,) in metrics[-1]["memory_max_planned_gib"]]
     assert planned[0] * 2**30 == pytest.approx(plan.peak(seen).total)
-    # On a CPU only pages of the process can be measured, which is another thing: neither a metric nor a line has them.
+    # On a CPU only pages of the process could be measured; neither a metric nor a line has them.
     assert {name for m in metrics for name in m if name.startswith("memory_")} == {"memory_max_planned_gib"}
     assert plan.outcome() is None
 

@@ -1,4 +1,4 @@
-"""Models and installed versions that the checks of a run are shown."""
+"""Fixtures for the checks of a run: a model, and installed versions."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def installs(monkeypatch):
-    """Has a distribution seem to be there in a version."""
+    """Return a function that makes a distribution look installed in a version."""
 
     def install(name, version):
         installed = versions.installed

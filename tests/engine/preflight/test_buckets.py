@@ -1,4 +1,4 @@
-"""Buckets of a weight sync against the tensors that they have to hold and the memory that there is."""
+"""Sizes of a weight sync's buckets, compared with the largest tensor and the free memory."""
 
 import math
 import re
@@ -35,7 +35,7 @@ def test_bucket_smaller_than_the_largest_tensor_as_it_is_sent_is_refused(
         check_run(settings, 2, model, too_small, device="cpu", ipc=False)
     text = paragraph(caught.value, BUCKET, megabytes - 1)
     assert "gate_up_proj" in text and text.endswith(f"{BUCKET}={megabytes}")
-    # Where device memory is shared, what does not fit is sent by itself.
+    # With shared device memory, a tensor larger than a bucket is sent by itself.
     check_run(settings, 2, model, too_small, device="cpu", ipc=True)
 
 
@@ -101,8 +101,8 @@ def test_dev_shm_smaller_than_one_bucket_per_local_rank_is_refused(model, monkey
 
 @pytest.mark.parametrize("wanted, expert_parallel", [("sliced", 1), ("auto", 1), ("sliced", 2)])
 def test_sync_megabytes_below_one_row_are_refused(model, wanted, expert_parallel):
-    # gate_up_proj [2048, 2048, 2048] in bfloat16, in as many parts as a worker has rows of an expert: one row of each
-    # expert is 8 MB, and without expert parallelism it comes from the same rank for both workers.
+    # gate_up_proj [2048, 2048, 2048] in bfloat16: one row of each expert is 8 MB. Without expert parallelism the same
+    # rank sends it to both workers.
     model["override_config"] |= {"num_experts": 2048, "moe_intermediate_size": 1024, "hidden_size": 2048}
     placed, row = rollout(expert_parallel_size=expert_parallel), 16 // expert_parallel
     settings = {"rollout_sync": wanted, "expert_shard_dim": 1}

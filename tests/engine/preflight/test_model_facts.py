@@ -61,7 +61,7 @@ def test_check_training_of_a_model_that_is_not_local_is_skipped_with_a_warning(p
     ]
     with pytest.raises(SettingError, match="number of ranks"):
         check_training(engine(ep_size=3), 8, {"path": path}, device="cpu")
-    # What does not depend on the model is.
+    # Settings that do not depend on the model are still checked.
     with pytest.raises(SettingError, match="needs an accelerator"):
         check_training(engine(), 2, {"path": path}, device="cpu")
 

@@ -1,4 +1,4 @@
-"""Which rollouts rotate as the trainer does where frequencies depend on a sequence's length, and which are refused."""
+"""Rollouts whose rotary embedding differs from the trainer's, because frequencies depend on the length, are refused."""
 
 import pytest
 from hydra import compose, initialize_config_module

@@ -1,4 +1,4 @@
-"""What a rollout can be sent, and how vLLM and SGLang would shard it."""
+"""Sync modes and parallel sizes that vLLM and SGLang can or can't take."""
 
 import copy
 import json
@@ -71,7 +71,7 @@ def test_family_that_vllm_can_not_serve_is_refused_with_vllm_alone(tmp_path, fam
 
 
 def test_class_that_vllm_can_not_run_is_refused_with_the_one_that_it_can(tmp_path):
-    """Phi-3.5-MoE as transformers saves it; published checkpoints name the other."""
+    """Phi-3.5-MoE as transformers saves it; published checkpoints name the other class."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     folder = checkpoint(tmp_path / "phimoe", "phimoe", **sizes)
     given = {"hf_overrides": {"architectures": ["PhimoeForCausalLM"]}}
@@ -234,7 +234,7 @@ def test_rollout_sync_sliced_of_an_unknown_family_or_vllm_is_refused(tmp_path, m
         check_run(engine(), 2, other, rollout(2), device="cpu")
     assert "has no attention" in paragraph(caught.value, TENSOR_PARALLEL, 2)
 
-    # Of a model that is not here yet, what can be judged is.
+    # For a model that is not here yet, settings of the rollout are checked.
     later = {"path": "some-org/not-here", **SDPA}
     check_run(engine(rollout_sync="sliced"), 2, later, rollout(), device="cpu")
     with pytest.raises(SettingError, match="quantization=torchao"):

@@ -1,4 +1,4 @@
-"""What a training worker would refuse is refused in one paragraph that names setting, value, rule and what works."""
+"""Wrong training settings are refused in one paragraph with setting, value, rule and a value that works."""
 
 import pytest
 

@@ -1,10 +1,10 @@
-"""Measured peak memory of a training step, allocation by allocation, and what the planner says of it.
+"""Measured peak memory of a training step, allocation by allocation, and the planner's prediction.
 
 Four ranks on a CPU train a tiny Qwen3-MoE in float32. torch's profiler records every allocation and every release of
-the CPU allocator; the peak of a step is compared with the sum of what has to be there.
+the CPU allocator. The peak of a step is compared with the planner's.
 
-What a thread of gloo's lets go of last, the profiler does not see released: a step looks larger by that, never smaller.
-So each wait for a collective is followed by a moment for these threads, and of two steps the lesser peak is taken.
+The profiler does not see a release by a thread of gloo, so a step can look larger, never smaller. Each wait for a
+collective therefore ends with a pause for these threads, and the smaller peak of two steps counts.
 """
 
 import bisect
@@ -72,7 +72,7 @@ DENSE = {key: size for key, size in MODEL.items() if "experts" not in key and "m
 
 @dataclass(frozen=True)
 class Row:
-    """One setting, and what came out, in bytes on the rank where it is largest."""
+    """One setting, and its results in bytes on the rank with the most."""
 
     ep: int
     fsdp_size: int = -1
@@ -213,13 +213,12 @@ class _Critic:
 def peak_of(profiler: profile, window: str, mapped: Collection[int] = ()) -> tuple[int, int]:
     """Most bytes that were allocated at once in what is recorded as ``window``, and the largest single allocation.
 
-    What was allocated before the profiler began is not counted.
+    Allocations from before the profiler began are not counted.
 
-    Where the last to hold a buffer is a thread of gloo's, the profiler does not see its release. So what is allocated
-    again at its address ends it.
+    The profiler does not see a release by a thread of gloo. A new allocation at the buffer's address ends it instead.
 
     Args:
-        mapped: sizes of files that are mapped, which the profiler takes for allocations; their pages are the system's.
+        mapped: sizes of mapped files, which the profiler counts as allocations; their pages are the system's.
     """
     kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     window = next(e for e in kineto.events() if e.name() == window)

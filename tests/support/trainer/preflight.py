@@ -20,7 +20,7 @@ def paragraph(error: SettingError, setting: str, value: object) -> str:
 
 
 def rollout(tp=2, **settings):
-    """A rollout of verl's that slices can be sent to; keys of ``vllm`` are vLLM's own."""
+    """Return settings of a vLLM rollout that takes slices; keys of ``vllm`` are vLLM's own."""
     vllm = {"worker_extension_cls": EXTENSION, **settings.pop("vllm", {})}
     return {"name": "vllm", "tensor_model_parallel_size": tp, "engine_kwargs": {"vllm": vllm}, **settings}
 

@@ -64,7 +64,7 @@ def _largest(values: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def scales_of(maxima: torch.Tensor) -> torch.Tensor:
-    """Return the scale of each block, FP8's largest value divided into the block's maximum; weight = value * scale."""
+    """Return the scale of each block, its maximum over FP8's largest value; weight = value * scale."""
     return maxima.clamp(LEAST) / torch.finfo(FP8).max
 
 

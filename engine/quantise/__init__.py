@@ -1,1 +1,1 @@
-"""Formats in which a rollout holds weights: FP8 by blocks, FP8 and INT8 by rows, bit for bit as vLLM makes them."""
+"""Quantisation to a rollout's formats, bit for bit as vLLM's: FP8 by blocks, FP8 and INT8 by rows."""

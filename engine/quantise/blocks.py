@@ -1,10 +1,9 @@
-"""FP8 values with one scale for each block of a weight, bit for bit as vLLM makes them of whole weights.
+"""FP8 values with one scale per block of a weight, bit for bit as vLLM quantises whole weights.
 
-A block is square and counted from a weight's first row and column, wherever a shard of it begins. So the largest value
-of a block can be computed in parts, and a part quantised by itself. Source: vLLM ``utils/deep_gemm.py``,
-``per_block_cast_to_fp8``.
+Blocks are square and aligned to the whole weight, not to a shard. So each rank computes its part of a block's maximum
+and quantises its shard alone. Source: vLLM ``utils/deep_gemm.py``, ``per_block_cast_to_fp8``.
 
-A GPU with instructions for FP8 (compute capability 8.9) computes all of it by the kernels in ``triton_blocks.py``.
+A GPU with FP8 instructions (compute capability 8.9) runs the kernels in ``triton_blocks.py`` instead.
 """
 
 import functools
@@ -21,7 +20,7 @@ __all__ = ["FP8", "LEAST", "block_maxima", "blocks_of", "dequantise", "quantise"
 
 FP8 = torch.float8_e4m3fn
 _FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float()
-LEAST = 1e-4  # of a block's largest value, so that a block of zeros has a scale
+LEAST = 1e-4  # lower bound of a block's maximum, because a block of zeros needs a scale above 0
 
 
 @functools.cache
@@ -42,20 +41,20 @@ def blocks_of(held: IndexRange, block: int) -> IndexRange:
 
 
 def block_maxima(values: torch.Tensor, first: Sequence[int], block: int) -> torch.Tensor:
-    """Return the largest absolute value in each block that ``values`` touch, as float32 ``[..., blocks, blocks]``.
+    """Return the largest absolute value of each block that ``values`` touch, as float32 ``[..., blocks, blocks]``.
 
     Args:
-        values: ``[..., rows, columns]`` of a weight; they are rounded to bfloat16.
-        first: number of their first row and first column in the weight.
+        values: ``[..., rows, columns]`` of a weight; rounded to bfloat16.
+        first: index of their first row and first column in the weight.
     """
     if (kernels := _kernels(values.device)) is not None:
         return kernels.block_maxima(values, first, block)
     top, left = (i % block for i in first)
     bottom, right = -(top + values.shape[-2]) % block, -(left + values.shape[-1]) % block
-    # Columns before rows, and largest and smallest instead of absolute values: six times as fast on a CPU.
+    # Reduce columns before rows, and take amax and amin instead of abs: six times as fast on a CPU.
     of_rows = _largest(pad(values, (left, right)) if left or right else values, block)
     of_rows = pad(of_rows, (0, 0, top, bottom)) if top or bottom else of_rows
-    # The largest of rounded values is the largest, rounded.
+    # Rounding is monotonic: round the maximum instead of every value.
     return of_rows.unflatten(-2, (-1, block)).amax(-2).bfloat16().float()
 
 
@@ -65,7 +64,7 @@ def _largest(values: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def scales_of(maxima: torch.Tensor) -> torch.Tensor:
-    """Return the factors by which FP8 values are multiplied to give the weight, of blocks with these maxima."""
+    """Return the scale of each block, its maximum over FP8's largest value; weight = value * scale."""
     return maxima.clamp(LEAST) / torch.finfo(FP8).max
 
 
@@ -74,12 +73,13 @@ def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], b
 
     Args:
         values: ``[..., rows, columns]``.
-        scales: of the blocks that they touch; see ``block_maxima``.
-        into: of the same shape.
+        scales: scales of the blocks that ``values`` touch.
+        first, block: as in ``block_maxima``.
+        into: FP8 tensor of the same shape.
     """
     if (kernels := _kernels(values.device)) is not None:
         return kernels.quantise(values, scales, first, block, into)
-    if values.dim() > 2:  # one matrix at a time, so that only one is in float32
+    if values.dim() > 2:  # one matrix at a time, to hold only one in float32
         for matrix, own, target in zip(values, scales, into, strict=True):
             quantise(matrix, own, first, block, target)
         return
@@ -91,17 +91,17 @@ def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], b
         return
     rounded = torch.empty(min(block, rows), columns, dtype=torch.bfloat16)
     wide = torch.empty(rounded.shape)
-    for i, factors in enumerate(inverse):  # rows of one block, which a CPU's cache holds
+    for i, factors in enumerate(inverse):  # the rows of one block fit into a CPU's cache
         own = slice(max(0, i * block - top), min(rows, (i + 1) * block - top))
         count = own.stop - own.start
         into[own].copy_(wide[:count].copy_(rounded[:count].copy_(values[own])).mul_(factors))
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, block: int, into: torch.Tensor) -> None:
-    """Write whole FP8 values ``[rows, columns]`` times the scales of their blocks, in float32, to ``into``."""
+    """Write a whole FP8 weight ``[rows, columns]``, multiplied by its blocks' scales in float32, to ``into``."""
     rows, columns = values.shape
     spread = scales.repeat_interleave(block, 0)[:rows] if rows > block else scales
-    if values.device.type == "cpu":  # where torch converts them one by one, and looks them up seven times as fast
+    if values.device.type == "cpu":  # a table is seven times as fast as torch's scalar conversion
         wide = _FP8_VALUES.index_select(0, values.view(torch.uint8).flatten().int()).view(rows, columns)
     else:
         wide = values.float()
@@ -109,7 +109,7 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor, block: int, into: tor
 
 
 def round_in_place(values: torch.Tensor, block: int) -> None:
-    """Replace whole matrices ``[..., rows, columns]`` by what a rollout has of them: FP8 values times their scales."""
+    """Replace whole matrices ``[..., rows, columns]`` by their quantised and dequantised values."""
     if (kernels := _kernels(values.device)) is not None:
         return kernels.round_in_place(values, block)
     for matrix in values.flatten(0, -3) if values.dim() > 2 else [values]:

@@ -1,4 +1,4 @@
-"""How the elements of a weight share scales: by blocks, or by rows."""
+"""Quantisation schemes: one scale per block of a weight, or per row."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -10,43 +10,43 @@ from .blocks import FP8, block_maxima, blocks_of, quantise, round_in_place, scal
 from .channels import CHANNEL_DTYPES, quantise_rows, round_rows_in_place, row_maxima, row_scales
 
 Kind = Literal["", "fp8", "int8"]
-"""What weights with one scale for each row, an output channel, are held in."""
+"""Format of weights with one scale per row (output channel), or ''."""
 
 __all__ = ["Blocks", "Channels", "Scheme", "scheme_of"]
 
 
 class Scheme(Protocol):
-    """What quantises a part of a weight by the scales of the whole weight."""
+    """Quantises a part of a weight with the scales of the whole weight."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values."""
+        """Dtype of the quantised values."""
         ...
 
     def sharing(self, held: IndexRange) -> IndexRange:
-        """Return the scales of a range of a weight ``[..., rows, columns]``, in the tensor of its scales."""
+        """Return the range of the scale tensor that covers a range of the weight ``[..., rows, columns]``."""
         ...
 
     def maxima(self, values: torch.Tensor, held: IndexRange) -> torch.Tensor:
-        """Return the largest absolute values of a range, in the shape of its scales."""
+        """Return the largest absolute values of a range, in the shape of ``sharing(held)``."""
         ...
 
     def scales(self, maxima: torch.Tensor) -> torch.Tensor:
-        """Return the scales of whole weights with these maxima, in float32."""
+        """Return float32 scales, given the maxima of the whole weight."""
         ...
 
     def quantise(self, values: torch.Tensor, scales: torch.Tensor, held: IndexRange, into: torch.Tensor) -> None:
-        """Write the values of a range, whose scales these are, to ``into``."""
+        """Write the quantised values of the range ``held`` to ``into``."""
         ...
 
     def round_in_place(self, values: torch.Tensor) -> None:
-        """Replace a whole weight by what a rollout has of it: values times scales."""
+        """Replace a whole weight by its quantised and dequantised values."""
         ...
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """FP8 with one scale for each block of ``size`` rows and columns (``blocks.py``)."""
+    """FP8 with one scale per block of ``size`` rows and columns (``blocks.py``)."""
 
     size: int
     dtype: torch.dtype = FP8
@@ -69,7 +69,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Channels:
-    """FP8 or INT8 with one scale for each row (``channels.py``)."""
+    """FP8 or INT8 with one scale per row (``channels.py``)."""
 
     dtype: torch.dtype
 
@@ -90,5 +90,5 @@ class Channels:
 
 
 def scheme_of(block: int, channels: Kind) -> Scheme:
-    """Return what a rollout holds weights in: ``channels``, or by blocks (``layout/specs.py``, ``Rollout``)."""
+    """Return the scheme of a rollout: per row if ``channels`` is set, else per block (``layout/specs.py``)."""
     return Channels(CHANNEL_DTYPES[channels]) if channels else Blocks(block)

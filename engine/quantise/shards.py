@@ -1,4 +1,4 @@
-"""A rank's shards in FP8 or INT8, with the scales of whole weights."""
+"""Quantise a rank's shards to FP8 or INT8 with the scales of whole weights."""
 
 import bisect
 import itertools
@@ -16,19 +16,18 @@ __all__ = ["QuantisedShards"]
 
 
 class QuantisedShards:
-    """Maps a tensor to this rank's values to send: quantised where it is one of ``weights``, else as they are.
+    """Map a tensor to this rank's values to send: quantised if its name is in ``weights``, else unchanged.
 
-    Scales are of whole weights: the largest values of the elements that share one are reduced over all ranks, so that
-    every rank has all scales, of 4 bytes each. Calling it is collective: all ranks ask for the same tensors in the same
-    order.
+    An all-reduce of the maxima gives every rank the float32 scales of whole weights. A call is collective: all ranks
+    call with the same tensors in the same order.
 
     Args:
-        weights: sharded weights ``[..., rows, columns]`` by name, equal on all ranks.
-        values: returns the local values of a tensor; they are rounded to bfloat16 before they are quantised.
-        scheme: what shares a scale, and the dtype of the values.
-        device: device type of the tensors that the default group's backend sends.
-        limit: bytes of the scales that are reduced in one all-reduce; those of one weight may have more.
-        wait: waits for a collective; raises where another rank has left the sync.
+        weights: sharded weights ``[..., rows, columns]`` by name, the same names on all ranks.
+        values: returns the local values of a tensor; rounded to bfloat16 before quantisation.
+        scheme: the shape of the scales and the dtype of the values.
+        device: device type of the all-reduce, over the default group.
+        limit: bytes of scales per all-reduce; a single weight may exceed it.
+        wait: waits for a collective; raises if another rank has left the sync.
     """
 
     def __init__(
@@ -57,13 +56,13 @@ class QuantisedShards:
 
     @torch.no_grad()
     def scales_of(self, name: str) -> torch.Tensor:
-        """Return all scales of a weight, float32; collective as calling this is."""
+        """Return all float32 scales of a weight; collective."""
         if name in self._missing:
             self._add_scales(name)
         return self._scales[name]
 
     def _add_scales(self, first: str) -> None:
-        """Compute the scales of a weight, and of as many others as the limit allows; collective."""
+        """Compute the scales of ``first``, and of as many other weights as the limit allows; collective."""
         order = [first, *(name for name in self._missing if name != first)]
         ends = list(itertools.accumulate(4 * self._missing[name].numel for name in order))
         whole = {name: self._missing.pop(name) for name in order[: max(1, bisect.bisect(ends, self._limit))]}
@@ -79,7 +78,7 @@ class QuantisedShards:
         self._scales |= {name: self._scheme.scales(grid) for name, grid in grids.items()}
 
     def _parts(self, name: str) -> Iterator[tuple[IndexRange, tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield each range of a weight that this rank holds, its slices in the shard, and those of its scales."""
+        """Yield each range of a weight on this rank, its slices in the shard, and its slices in the scales."""
         ranges = local_ranges(self._weights[name])
         for held in ranges:
             if held.numel:

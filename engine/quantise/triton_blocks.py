@@ -1,4 +1,4 @@
-"""Triton kernels of ``blocks.py``: each program has one block in registers, so that its values are read once."""
+"""Triton kernels of ``blocks.py``: each program keeps one block in registers and reads it once."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ from .blocks import FP8, LEAST
 
 __all__ = ["block_maxima", "quantise", "round_in_place"]
 
-_WARPS = 8  # 64 values in a thread, of a block of 128 x 128
+_WARPS = 8  # 64 values per thread, for a block of 128 x 128
 
 
-# Only builtins of Triton's language, as in ``engine/moe/gemm/triton_rows.py``.
+# Use only builtins of Triton's language, as in ``engine/moe/gemm/triton_rows.py``.
 @triton.jit
 def _larger(a, b):
     return tl.maximum(a, b)
@@ -26,7 +26,7 @@ def _largest(values):
 
 @triton.jit
 def _corner(matrices, top, left, stride, row_stride, column_stride, BLOCK: tl.constexpr):
-    """Where the block of this program begins; before a shard that begins inside of it."""
+    """Return the pointer to this program's block; it lies before the shard if the shard begins inside the block."""
     row, column = tl.program_id(1) * BLOCK - top, tl.program_id(0) * BLOCK - left
     start = tl.program_id(2).to(tl.int64) * stride
     return matrices + start + row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
@@ -55,7 +55,7 @@ def _load(values, rows, columns, top, left, stride, row_stride, column_stride, B
 
 @triton.jit
 def _number():
-    """Number of this program's block in a contiguous tensor of them."""
+    """Return the index of this program's block in a contiguous tensor of blocks."""
     return (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(
         0
     )
@@ -102,7 +102,8 @@ def round_blocks(
     BLOCK: tl.constexpr,
 ):
     block = _load(values, rows, columns, 0, 0, stride, row_stride, column_stride, BLOCK)
-    # As ``blocks.scales_of`` on a GPU, where torch multiplies by the inverse of a number; ``/`` is an approximation.
+    # torch on a GPU divides by a scalar as a product with its inverse, so this matches ``blocks.scales_of`` in bits.
+    # ``/`` is approximate in Triton; div_rn rounds to nearest.
     scale = tl.maximum(_largest(block), LEAST) * INVERSE
     rounded = (block * tl.div_rn(1.0, scale)).to(tl.float8e4nv).to(tl.float32) * scale
     at = _corner(values, 0, 0, stride, row_stride, column_stride, BLOCK) + _offsets(row_stride, column_stride, BLOCK)
@@ -110,7 +111,7 @@ def round_blocks(
 
 
 def block_maxima(values: torch.Tensor, first: Sequence[int], block: int) -> torch.Tensor:
-    """As ``blocks.block_maxima``."""
+    """See ``blocks.block_maxima``."""
     matrices, top, left = _matrices(values), *(i % block for i in first)
     grid = _grid(matrices, top, left, block)
     found = torch.empty(*grid[::-1], dtype=torch.float32, device=values.device)
@@ -120,7 +121,7 @@ def block_maxima(values: torch.Tensor, first: Sequence[int], block: int) -> torc
 
 
 def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], block: int, into: torch.Tensor) -> None:
-    """As ``blocks.quantise``; the columns of ``into`` are contiguous."""
+    """See ``blocks.quantise``; the rows of ``into`` must be contiguous."""
     matrices, out, top, left = _matrices(values), _matrices(into), *(i % block for i in first)
     assert out.stride(2) == 1, "rows of FP8 values are contiguous"
     grid, shape = _grid(matrices, top, left, block), matrices.shape[1:]
@@ -130,7 +131,7 @@ def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], b
 
 
 def round_in_place(values: torch.Tensor, block: int) -> None:
-    """As ``blocks.round_in_place``."""
+    """See ``blocks.round_in_place``."""
     matrices = _matrices(values)
     grid = _grid(matrices, 0, 0, block)
     sizes = *matrices.shape[1:], *matrices.stride()
@@ -138,7 +139,7 @@ def round_in_place(values: torch.Tensor, block: int) -> None:
 
 
 def _matrices(values: torch.Tensor) -> torch.Tensor:
-    """View ``[rows, columns]`` or ``[E, rows, columns]`` as the latter."""
+    """Return a view as ``[E, rows, columns]``; a matrix ``[rows, columns]`` has E = 1."""
     return values[None] if values.dim() == 2 else values
 
 

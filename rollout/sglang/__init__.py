@@ -1,1 +1,1 @@
-"""What knows SGLang: its layout and settings, the adapter beside a trainer rank, and the loader inside a worker."""
+"""Code specific to SGLang: its layout and settings, the adapter beside a trainer rank, the loader inside a worker."""

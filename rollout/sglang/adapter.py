@@ -1,4 +1,4 @@
-"""verl's SGLang server adapter, which sends slices where they are known to be right, and full tensors elsewhere."""
+"""verl's SGLang server adapter: send slices for known layouts, full tensors otherwise."""
 
 import asyncio
 import contextlib
@@ -21,12 +21,12 @@ from .server import SGLANG_LOADER
 
 __all__ = ["Updates", "shared_memory"]
 
-# On a CPU, where memory that a worker maps costs more than messages.
+# Most bytes of a bucket on a CPU, where mapped memory costs a worker more than additional messages.
 _SHM_BYTES = 32 << 20
 
 
 def __getattr__(name: str) -> Any:
-    # Made on first use: verl's adapter imports SGLang, which a process of another rollout may lack.
+    # Create the class on first use: verl's adapter imports SGLang, which may be absent with another rollout.
     if name != "Adapter":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
@@ -38,11 +38,11 @@ def __getattr__(name: str) -> Any:
 
 
 class Updates:
-    """Mix-in for verl's ``ServerAdapter``: each tensor-parallel worker is sent what it keeps, by the rank beside it."""
+    """Mix-in for verl's ``ServerAdapter``: each rank sends its own tensor-parallel worker the slices it keeps."""
 
     timeout_seconds = 300.0  # see ``Server.install``
-    _checked_mode = ""  # of the last sync, whose layout the workers have compared
-    _taken, _taken_at = 0, 0.0  # tensors that verl's own update took of this sync, and when it took the last
+    _checked_mode = ""  # mode of the last sync; workers have compared their layout with its plan
+    _taken, _taken_at = 0, 0.0  # tensors that verl's own update consumed in this sync, and the time of the last
 
     async def update_weights(
         self: Any, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
@@ -50,8 +50,8 @@ class Updates:
         """Send ``weights`` to SGLang's workers. Arguments as in verl's method.
 
         Raises:
-            WeightSyncError: a worker could not load them or did not answer in time, or a rank could not send them; on
-                all ranks of the replica, with its rank and the cause.
+            WeightSyncError: on all ranks of the replica, if a worker failed or did not answer in time, or a rank failed
+                to send. The message has the worker's rank and the cause.
         """
         selected = weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None
         stock = super().update_weights  # type: ignore[misc]
@@ -65,7 +65,7 @@ class Updates:
             try:
                 failed = "SGLang's server did not say where it is"
                 await await_result(self._init_server_adapter(), self.timeout_seconds, failed)
-            except Exception as error:  # the other ranks wait for this one
+            except Exception as error:  # check_plans raises it on all ranks; raising here would hang the others
                 failure = error
             selected.check_plans(failure)
         transfer = await self._send(selected)
@@ -90,8 +90,8 @@ class Updates:
             while True:
                 failure: Exception | None = None
                 try:
-                    header, following, packed = next(stream)  # while the worker loads the bucket before
-                except Exception as error:  # the other ranks of the replica wait for this one
+                    header, following, packed = next(stream)  # the worker loads the previous bucket meanwhile
+                except Exception as error:  # _finish raises it on all ranks; raising here would hang the others
                     failure = error
                 before = time.monotonic()
                 await self._finish(request, memory, failure)
@@ -108,7 +108,7 @@ class Updates:
     def _buckets(
         self: Any, selected: Any, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[Header, torch.Tensor, Any]]:
-        """Yield the header and the memory of each bucket, and what SGLang is sent for it; then empty ones for ever."""
+        """Yield the header, memory and serialized form of each bucket; then empty buckets without end."""
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
@@ -126,7 +126,7 @@ class Updates:
             yield header, memory, MultiprocessingSerializer.serialize([(header.as_text(), memory)])
 
     def _post(self: Any, packed: list[Any]) -> "asyncio.Future[Any] | None":
-        """Pass each worker its bucket; return SGLang's answer on the rank that asks it."""
+        """Send each worker its bucket; return a future of SGLang's answer on the rank with the server, else None."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         if self._engine is None:
@@ -134,7 +134,7 @@ class Updates:
         update = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=packed, load_format=SGLANG_LOADER, flush_cache=False
         )
-        # In a thread, since this one goes on with the next bucket; verl opens a session for each request.
+        # Run the request in a thread while this one fills the next bucket; verl opens a session per request.
         call = self._engine.update_weights_from_tensor(update)
         answer = await_result(call, self.timeout_seconds, "it did not answer")
         return asyncio.get_running_loop().run_in_executor(None, asyncio.run, answer)
@@ -142,22 +142,29 @@ class Updates:
     async def _finish(
         self, request: "asyncio.Future[Any] | None", memory: torch.Tensor | None, failure: Exception | None
     ) -> None:
-        """Wait until the workers have loaded their buckets (``memory``); raise on all ranks of the replica if one has
-        failed, or can't send another bucket (``failure``)."""
+        """Wait until the workers have loaded their buckets.
+
+        Args:
+            memory: this worker's bucket, which begins with its answer.
+            failure: this rank's error while filling the next bucket.
+
+        Raises:
+            WeightSyncError: on all ranks of the replica, if a worker or a rank has failed.
+        """
         text = ""
         try:
             if request is not None:
                 await request
-        except Exception as error:  # the other ranks wait for it
+        except Exception as error:  # _agree raises it on all ranks; raising here would hang the others
             text = f"SGLang did not take the update: {type(error).__name__}: {error}"
-        self._agree(text, failure)  # before that the workers have not answered
+        self._agree(text, failure)  # a barrier too: answers are complete only after the request
         if memory is not None:
             self._agree(answer_of(memory))
 
     def _agreed(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield full tensors for verl's own update, some at a time, after all ranks of the replica have made them.
+        """Yield full tensors for verl's own update in batches, each after all ranks of the replica have produced it.
 
-        verl gathers a bucket from each rank, and would wait for one that has failed before it.
+        verl gathers a bucket from every rank, so a rank that failed alone would hang the others.
         """
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 4
         with contextlib.closing(iter(weights)) as tensors:  # type: ignore[type-var]
@@ -179,7 +186,7 @@ class Updates:
                     yield each
 
     async def _within_time(self, call: Any) -> None:
-        """Await verl's own update; cancel it and raise if it takes no tensor for the time-out."""
+        """Await verl's own update; cancel it and raise if it consumes no tensor within the time-out."""
         update = asyncio.ensure_future(call)
         self._taken, self._taken_at = 0, time.monotonic()
         while not update.done():
@@ -193,7 +200,7 @@ class Updates:
         await update
 
     def _agree(self, text: str, failure: Exception | None = None) -> None:
-        """Raise on all ranks of the replica if a worker has failed, as its ``text`` says, or a rank itself."""
+        """Raise on all ranks of the replica if any worker (``text``) or rank (``failure``) has failed."""
         if failure is not None:
             text = f"its trainer rank failed: {type(failure).__name__}: {failure}"
         if failed := [f"worker {i}: {text}" for i, text in enumerate(self._of_replica(text)) if text]:
@@ -201,7 +208,7 @@ class Updates:
             raise WeightSyncError(f"weight sync failed on trainer rank {rank}: {failed[0]}") from failure
 
     def _of_replica(self: Any, mine: Any) -> list[Any]:
-        """Gather a value from each rank of a replica; raise if one takes no part in twice the time-out."""
+        """Gather a value from each rank of the replica; raise if a rank does not join within twice the time-out."""
         mesh = self.device_mesh["infer_tp"]
         everyone: list[Any] = [None] * mesh.size()
         ready = dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=mesh.get_group(), async_op=True)
@@ -212,7 +219,7 @@ class Updates:
 
 
 def shared_memory(nbytes: int) -> torch.Tensor:
-    """Allocate memory that a worker on the same machine can read and write."""
+    """Allocate ``nbytes`` that a worker on the same machine can map."""
     if get_device_name() == "cpu":
         return torch.zeros(nbytes, dtype=torch.uint8).share_memory_()
     return torch.zeros(nbytes, dtype=torch.uint8, device=get_device_id())

@@ -1,7 +1,7 @@
-"""What a trainer rank and its SGLang worker share: memory for slices, and for the worker's answer.
+"""Buckets shared by a trainer rank and its SGLang worker: memory for slices and for the worker's answer.
 
-A bucket is one uint8 tensor and a header. Its first bytes are the worker's answer: SGLang returns no exception of a
-weight loader, and one that leaves a worker ends the server.
+A bucket is one uint8 tensor and a header. Its first bytes are the worker's answer, because SGLang does not return a
+weight loader's exception: an uncaught one ends the server.
 """
 
 import itertools
@@ -20,12 +20,12 @@ ANSWER_BYTES = 4096
 
 @dataclass
 class Header:
-    """What a bucket holds; goes as the name of its tensor."""
+    """Contents of a bucket; sent as JSON in place of the tensor's name."""
 
     entries: list[Entry] = field(default_factory=list)
-    is_first: bool = False  # of a sync
-    layouts: list[dict[str, str]] | None = None  # planned for each worker; in the first bucket of a first sync
-    verify: bool = False  # in the first bucket, whether checksums come last
+    is_first: bool = False  # first bucket of a sync
+    layouts: list[dict[str, str]] | None = None  # planned layout of each worker, in the first bucket of a first sync
+    verify: bool = False  # whether checksums follow the weights; set in the first bucket
     is_last: bool = False
 
     def as_text(self) -> str:
@@ -39,9 +39,9 @@ class Header:
 def fill(
     tensors: Iterable[tuple[str, torch.Tensor]], buffers: list[torch.Tensor], allocate: Callable[[int], torch.Tensor]
 ) -> Iterator[tuple[Header, torch.Tensor]]:
-    """Copy tensors into two buffers in turn, and yield each that is full with its header.
+    """Copy tensors into two alternating buffers, and yield each full one with its header.
 
-    One that is too small for a tensor is replaced by ``allocate``'s.
+    Replace a buffer that is too small for a tensor by ``allocate(nbytes)``.
     """
     turns = itertools.cycle((0, 1))
 
@@ -55,16 +55,16 @@ def fill(
 
 
 def synchronize(memory: torch.Tensor) -> None:
-    """Wait until the other process may use a bucket: what this one has queued that reads or writes it is done.
+    """Wait for the current stream, so that the other process may use the bucket.
 
-    Not for the whole device: the next round of an exchange is under way on other streams.
+    Synchronizing the device instead would also wait for the next round of the exchange on other streams.
     """
     if memory.device.type != "cpu":
         torch.get_device_module(memory.device).current_stream(memory.device).synchronize()
 
 
 def write_answer(memory: torch.Tensor, text: str) -> None:
-    """Write the worker's answer, cut to what fits; empty where all is well."""
+    """Write the worker's answer, truncated to fit; empty on success."""
     data = text.encode()[: ANSWER_BYTES - 1]
     memory[: len(data) + 1] = torch.tensor([*data, 0], dtype=torch.uint8)
 

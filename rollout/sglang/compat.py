@@ -1,4 +1,4 @@
-"""SGLang 0.5.12's private names: how a worker's kernels store weights, and who keeps which expert."""
+"""SGLang 0.5.12's private names: layouts of a worker's kernels, and its parallel ranks."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from ..layout.specs import Rollout
 
 __all__ = ["changed_layout", "rank_of"]
 
-# Flags of ``UnquantizedFusedMoEMethod``: backends that keep experts in another order, which their shape may not show.
+# Flags of ``UnquantizedFusedMoEMethod``: backends that reorder experts' elements, often without a change of shape.
 _BACKENDS = {
     "use_flashinfer_cutlass": "flashinfer_cutlass (up projections come first)",
     "use_flashinfer_trtllm_moe": "flashinfer_trtllm (rows are shuffled)",
@@ -18,7 +18,7 @@ _RUNNER = "actor_rollout_ref.rollout.engine_kwargs.sglang.moe_runner_backend"
 
 
 def changed_layout(model: Any) -> str:
-    """Say which layer's weights are not in the layout of slices, and what to set; empty if all are."""
+    """Describe the first layer with another layout than slices assume, and a setting to change; empty if none."""
     from sglang.srt.layers.quantization import unquant
 
     plain = (unquant.UnquantizedEmbeddingMethod, unquant.UnquantizedFusedMoEMethod, unquant.UnquantizedLinearMethod)
@@ -37,7 +37,7 @@ def changed_layout(model: Any) -> str:
 
 
 def rank_of() -> tuple[int, int, str]:
-    """Return this worker's tensor-parallel rank, how many there are, and its ``layout_check.rank_entry``."""
+    """Return this worker's tensor-parallel rank, the tensor-parallel size, and its ``layout_check.rank_entry``."""
     from sglang.srt import distributed
 
     rank, size = distributed.get_tensor_model_parallel_rank(), distributed.get_tensor_model_parallel_world_size()

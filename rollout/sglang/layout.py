@@ -1,7 +1,7 @@
-"""How SGLang's layout of a family differs from the common rules of ``rollout/layout/``.
+"""Differences between SGLang's layout of a family and the common rules of ``rollout/layout/``.
 
-Tests compare it with the layout that they trace from SGLang's own loaders (``test_sglang_layout.py``), and a running
-engine after syncs of slices with a fresh one (``test_sglang.py``).
+``test_sglang_layout.py`` compares it with the layout traced from SGLang's own loaders. ``test_sglang.py`` compares an
+engine after syncs of slices with a fresh one.
 """
 
 from ..layout.rules import LATENT_ATTENTION, Family
@@ -15,5 +15,5 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
 }
 
-# SGLang 0.5.12 makes the routers of these without the layer's number, so that it can't say whose routes it recorded.
+# SGLang 0.5.12 builds these families' routers without a layer index, so recorded routes can't be assigned to layers.
 RECORDS_NO_ROUTES = ("mixtral", "olmoe")

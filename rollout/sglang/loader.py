@@ -1,7 +1,7 @@
-"""Loads weights inside SGLang's workers: SGLang calls ``load`` for each bucket of an update that names it.
+"""Load weights inside SGLang's workers: SGLang calls ``load``, the update's ``load_format``, for each bucket.
 
-A unit is copied to its parameter's rows, and nothing is converted; what a family computes from its weights is computed
-again. Elements are counted, and compared with their checksums after the last bucket, as in vLLM's workers.
+A unit is copied into its rows of a parameter without conversion. After the last bucket, elements are counted and
+compared with checksums, as in vLLM's workers, and tensors derived from weights are recomputed.
 """
 
 import traceback
@@ -24,7 +24,7 @@ _STATE = "_epfsdp2_update"
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Load one bucket, ``[(header, memory)]``, and write into it what went wrong; called by SGLang."""
+    """Load one bucket, ``[(header, memory)]``, and write an error's text into its memory; called by SGLang."""
     ((text, memory),) = named_tensors
     try:
         _load(model, Header.of(text), memory)
@@ -39,7 +39,7 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 @torch.no_grad()
 def _load(model: Any, header: Header, memory: torch.Tensor) -> None:
     if not header.entries and not header.is_last:
-        return  # another worker of the replica has more to load
+        return  # an idle bucket, because another worker of the replica still receives tensors
     update: _Update | None = vars(model).pop(_STATE, None)
     if header.is_first:
         update = _Update(model, header.layouts, header.verify)
@@ -62,7 +62,7 @@ def _check(model: Any, layers: list[tuple[str, Any, dict[str, Any]]], layouts: l
 
 
 class _Update:
-    """One update of a worker's model; ``layouts`` are to compare it with, None in later syncs."""
+    """One update of a worker's model; ``layouts`` are the planned ones, None after the first sync."""
 
     def __init__(self, model: Any, layouts: list[dict[str, str]] | None, verify: bool):
         self._model = model
@@ -77,7 +77,7 @@ class _Update:
         self._counts = dict.fromkeys(self._parameters, 0)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load the tensors of a bucket; raise if a name is unknown or was sent twice, or its values do not fit."""
+        """Load a bucket's tensors; raise if a name is unknown or repeated, or a shape does not fit."""
         for name, values in self._received.record(tensors):
             if name in self._names:
                 raise WeightSyncError(f"the tensor {name} was sent twice in one weight sync")
@@ -96,7 +96,7 @@ class _Update:
                 self._placed.add(parameter, part, values.to(target.dtype))
 
     def finish(self) -> None:
-        """Compute what follows from the weights; raise if elements are missing, or differ from those that were sent."""
+        """Recompute derived tensors; raise if elements are missing or differ from their checksums."""
         missing = []
         for parameter, (layer, tensor) in self._parameters.items():
             shape = torch.Size(unpadded_shape(layer, parameter.rpartition(".")[2], tensor))

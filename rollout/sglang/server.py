@@ -1,4 +1,4 @@
-"""SGLang as the trainer sees it: which settings slices can serve, and what has to hold of its sizes."""
+"""SGLang's description for the trainer: settings that slices support, and checks of its sizes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ _NO_TOKENIZER = f"{ROLLOUT}.skip_tokenizer_init"
 _QUANTISES = "SGLang quantises the weights and needs full tensors for that."
 _MOVES = "SGLang stores experts in another order or more than once."
 _CUTS = "it cuts the model in ways that transfer plans do not know."
-# Of SGLang's arguments the values that slices can serve, besides none at all, and why they can serve no other.
+# SGLang's arguments -> the values that slices support besides null, and why they support no other.
 _ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
     "quantization": ((), _QUANTISES),
     "torchao_config": (("",), _QUANTISES),
@@ -41,7 +41,7 @@ _ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
     "attn_cp_size": ((1,), _CUTS),
     "speculative_algorithm": ((), "a draft model would be sent the slices of the model."),
 }
-# Families that need this set besides where SGLang runs on a GPU; on a CPU it is so in any case.
+# Families that need the flag on a GPU, because SGLang may fuse shared experts there; on a CPU it never does.
 _MAY_BE_FUSED, _NO_FUSION = ("deepseek_v3", "glm4_moe"), "disable_shared_experts_fusion"
 
 
@@ -92,8 +92,11 @@ class _SGLang(Server):
             raise SettingError(_NO_TOKENIZER, True, rule, f"{_NO_TOKENIZER}=False")
 
     def check_rotations(self, kind: str, parameters: Mapping[str, Any], most: int, config: Any) -> int:
-        """See ``Server``. SGLang 0.5 chooses longrope's frequencies by the longest sequence under way, and has dynamic
-        NTK's of the longest from the start."""
+        """See ``Server``.
+
+        SGLang 0.5 chooses longrope's frequencies by the longest running sequence. For dynamic NTK it always uses the
+        frequencies of the longest possible one.
+        """
         limit = config.get("max_model_len") or most
         if kind == "dynamic":
             if "alpha" not in parameters and parameters["factor"] != 1:
@@ -110,7 +113,10 @@ class _SGLang(Server):
 
 
 def _check_sizes(config: Any) -> None:
-    """Reject sizes among SGLang's arguments, which win over verl's own, by which verl finds each rank's worker."""
+    """Reject sizes among SGLang's arguments that differ from verl's.
+
+    SGLang's win, but verl finds each rank's worker by its own.
+    """
     tp, dp = size_of(config, "tensor_model_parallel_size"), size_of(config, "data_parallel_size")
     for name, own, size in (
         ("tp_size", "tensor_model_parallel_size", tp * dp),

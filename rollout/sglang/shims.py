@@ -1,4 +1,4 @@
-"""Shims for SGLang 0.5.12 without a GPU, and for its routes of experts; ``test_sglang.py`` tells when they can go."""
+"""Shims for SGLang 0.5.12 on a CPU and for its recorded routes; ``test_sglang.py`` fails once they can go."""
 
 import sys
 from importlib.util import find_spec
@@ -12,10 +12,10 @@ _MOVED = "sglang.srt.layers.moe.routed_experts_capturer"
 
 
 def install() -> None:
-    """Bring the routes of experts that SGLang records (``enable_return_routed_experts``) to verl.
+    """Make the experts' routes that SGLang records (``enable_return_routed_experts``) readable for verl.
 
-    The function that decodes them was moved, and verl 0.9.1 imports it by its old name. They are kept in pinned memory,
-    which torch allocates only where there is a device. SGLang calls this in each of its processes, as a plug-in
+    verl 0.9.1 imports their decoder from a module that SGLang has since moved. SGLang keeps them in pinned memory,
+    which torch can't allocate without a device. SGLang calls this in each of its processes, as a plug-in
     (``sglang.srt.plugins`` in ``pyproject.toml``).
     """
     try:
@@ -35,10 +35,10 @@ def install() -> None:
 
 
 def send_from_cpu() -> None:
-    """Let verl's adapter send tensors that are on the CPU; no-op on a machine with a GPU.
+    """Let verl's adapter send CPU tensors; no-op on a machine with a GPU.
 
-    SGLang puts the UUID of a tensor's GPU into what torch pickles of it (IndexError). A tensor's file descriptors can't
-    be passed to a process that was not started by this one, so its memory is shared by name.
+    SGLang adds the UUID of a tensor's GPU to its pickled form, which raises IndexError on a CPU. Memory is shared by
+    name, because file descriptors can't be passed to a process that this one did not start.
     """
     from verl.utils.device import get_device_name
 
@@ -46,6 +46,6 @@ def send_from_cpu() -> None:
         return
     from sglang.srt.utils import patch_torch
 
-    # torch's own, which SGLang keeps there later, when it patches torch.
+    # Restore torch's own function. SGLang stores it under this name only when it patches torch, so look it up late.
     patch_torch._reduce_tensor_modified = lambda tensor: patch_torch.reductions._reduce_tensor_original(tensor)
     torch.multiprocessing.set_sharing_strategy("file_system")

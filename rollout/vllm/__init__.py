@@ -1,1 +1,1 @@
-"""What knows vLLM: its layout and settings, the adapter beside a trainer rank, and what loads weights in a worker."""
+"""Code specific to vLLM: its layout and settings, the adapter beside a trainer rank, the reload inside a worker."""

@@ -47,7 +47,7 @@ class Updates:
         if wire_format != "named_tensors":
             return await super().update_weights(weights, global_steps, wire_format=wire_format, **kwargs)  # type: ignore[misc]
 
-        # What the worker loads one after the other; another engine's weights are sent unchanged.
+        # Stages load one after the other (model, then adapters). Weights of verl's other engines have none.
         ours = hasattr(weights, "stages")
         for stage, arguments in weights.stages(self.config, self.rollout_rank) if ours else [(None, {})]:
             await self._update(stage, weights, {**kwargs, **arguments})
@@ -60,7 +60,7 @@ class Updates:
                 await await_result(server.set_global_steps.remote(global_steps), limit, failed)
 
     async def _update(self: Any, selected: Any, weights: Any, kwargs: dict[str, Any]) -> None:
-        """Have the worker receive and load one stage, and send it."""
+        """Send one stage, while the worker receives and loads it."""
         kwargs["use_shm"] = self.use_shm
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
         is_ours = has_our_extension(self.config)  # verl's takes neither of these arguments

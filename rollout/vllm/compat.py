@@ -29,8 +29,8 @@ initialize_layerwise_reload = _find(f"{_RELOAD}:initialize_layerwise_reload")
 finalize_layerwise_reload = _find(f"{_RELOAD}:finalize_layerwise_reload")
 get_layer_tensors = _find(f"{_RELOAD}.utils:get_layer_tensors")
 
-# Tensors that a reload never puts on meta, and those of them that no loader fills. Up to 0.26 vLLM had one set for both
-# (a bias went to meta and was waited for like a weight), so both names mean that set there.
+# Tensors that a reload never puts on meta, and the subset that no loader fills. vLLM up to 0.26 has one set for both,
+# because there a bias goes to meta and counts like a weight.
 SKIP_TENSORS = _find(f"{_RELOAD}.meta:SKIP_TENSORS")
 SKIP_LOAD_TENSORS = _find(f"{_RELOAD}.meta:SKIP_LOAD_TENSORS", f"{_RELOAD}.meta:SKIP_TENSORS")
 

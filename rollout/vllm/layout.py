@@ -1,4 +1,4 @@
-"""How vLLM cuts the weights of each family, in which of its releases, and under which names it takes them.
+"""vLLM's layout of each family: shards and names of its weights, and the releases that have it.
 
 The common rules are in ``rollout/layout/``. Tests compare the result with the layout that they trace from vLLM's own
 loaders (``tests/support/rollout/loader_trace.py``).
@@ -98,8 +98,8 @@ _FAMILIES = {
     "phimoe": Family(((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe."))),
     **dict.fromkeys(("glm4v_moe", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER)),
 }
-# vLLM before 0.27 runs these by transformers' code and fuses nothing of it. Of K-EXAONE and Solar Open it keeps shared
-# experts whole, which transformers' plan of tensor parallelism does not name.
+# vLLM before 0.27 runs these families with transformers' code and fuses nothing. Shared experts of K-EXAONE and Solar
+# Open stay whole, because transformers' tensor-parallel plan does not name them.
 _APART = named_rules((r"\.(?:self_attn\.(q|k|v)_proj\.(?:weight|bias)|(gate|up)_proj\.weight)", rules.columns))
 _WHOLE_SHARED = named_rules((r"\.(shared_experts)\..*", rules.replicated))
 _BEFORE_0_27 = {
@@ -107,19 +107,19 @@ _BEFORE_0_27 = {
     **dict.fromkeys(("exaone_moe", "solar_open"), Family(rules=(*_WHOLE_SHARED, *_APART))),
 }
 NOT_SPREAD = frozenset({"dbrx"})
-"""Families whose loader in vLLM puts all experts into each worker, so that expert parallelism can't be."""
+"""Families without expert parallelism: their loader in vLLM puts all experts into each worker."""
 
 
 def _quantised(but: str) -> re.Pattern[str]:
-    """Match the experts and linears of a layer, except where the name has ``but`` in it."""
+    """Return a pattern of the experts and linears of a layer, except names that contain ``but``."""
     linears = r"\w+_proj(?:_with_mqa)?|(?:input|output)_linear|indexer\.wq_b|linear_attn\.in_proj_\w+"
     return re.compile(rf"\.layers\.\d+\.(?!.*{but})(?:.*\.)?(?:experts\.(?:gate_up|down)_proj|(?:{linears})\.weight)$")
 
 
-# The weights that vLLM quantises, of families in which they were compared. Left out: those whose experts it holds
-# transposed (gpt_oss, llama4), those with a vision tower, nemotron_h, whose experts the CPU build lacks, those whose
-# router verl has it quantise (lfm2_moe, phimoe), and dbrx, whose experts are quantised in one kind and not in another.
-# The names that a worker has are compared before the first sync.
+# Families whose quantised weights were compared with vLLM's. Left out are families with transposed experts (gpt_oss,
+# llama4) or a vision tower, and nemotron_h, whose experts the CPU build lacks. In lfm2_moe and phimoe verl's setting
+# also quantises the router. In dbrx only one of the two formats quantises the experts.
+# The first sync compares the names with a worker's.
 _FP8 = (
     *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "gemma3_text"),
     *("gemma4_text", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "granitemoe", "granitemoehybrid", "granitemoeshared"),
@@ -132,18 +132,18 @@ FP8_FAMILIES: dict[str, re.Pattern[str]] = {
     "jamba": _quantised(but=r"mamba\."),
 }
 # The vLLM releases that have the layout above, for families where not all do. vLLM 0.29 dropped its own model of
-# hunyuan_v1_moe and runs transformers' instead. vLLM 0.24 can load neither a gpt_oss that is not quantised, nor
-# granitemoeshared, nor Laguna's correction bias, nor a Qwen3.5 without its vision tower, and its CPU build can't run
-# one with it. The CPU build of 0.29 has no experts without a gate (nemotron_h).
+# hunyuan_v1_moe and runs transformers' instead. vLLM 0.24 can't load granitemoeshared, Laguna's correction bias, or
+# an unquantised gpt_oss. It can't load Qwen3.5 without its vision tower, and its CPU build can't run the tower.
+# The CPU build of 0.29 has no experts without a gate (nemotron_h).
 _SINCE_0_27 = ("gpt_oss", "granitemoeshared", "laguna", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
 _RELEASES = {"hunyuan_v1_moe": "<0.29", "nemotron_h": "<0.28", **dict.fromkeys(_SINCE_0_27, ">=0.27")}
 
 CLASSES = {"phimoe": "PhiMoEForCausalLM"}
-"""Families that vLLM knows by the class that their published checkpoints name. For the one that transformers writes it
-starts transformers' code, which it can't run: 0.24 finds no bias of the head, later ones end at the first token."""
+"""Families that vLLM implements only under the class name of published checkpoints. Under transformers' class name it
+starts transformers' code and fails: 0.24 finds no bias of the head, later ones stop at the first token."""
 
 CLASS_OF_SLICES = {"exaone_moe": ("<0.27", "ExaoneMoeForCausalLM")}
-"""Families that these vLLM releases implement twice, and the class name of the one whose layout is known."""
+"""Families that these vLLM releases implement twice -> the releases, and the class name with the known layout."""
 
 _FLAT = "vLLM's class reads the flat config of the published code, which transformers' class does not have."
 _STATELESS = (
@@ -154,11 +154,11 @@ NOT_SERVED = {
     "ernie4_5_vl_moe": ("==0.27.*", _FLAT, "moe_num_experts"),
     "minimax": (">=0.23", _STATELESS, ""),
 }
-"""Families that vLLM can't start with or computes otherwise than transformers -> in which releases, why, and what
-an override of the config that vLLM reads has to name."""
+"""Families that vLLM can't start or computes differently from transformers -> the releases, the reason, and the config
+key whose override (hf_overrides) makes it work."""
 
 WHOLE = {"mistral4": ("<0.28", "vLLM runs transformers' class, whose plan for tensor parallelism has no attention.")}
-"""Families that vLLM can't shard, in which of its releases, and why."""
+"""Families that vLLM can't shard -> the releases and the reason."""
 
 
 @cache
@@ -170,8 +170,8 @@ def _families(is_latent: bool) -> dict[str, Family]:
 
 
 def families() -> dict[str, Family]:
-    """Return how the installed vLLM differs from the common rules, by family (``model_type``)."""
-    # vLLM fuses the first projections for its latent attention, which this variable turns off.
+    """Return the installed vLLM's differences from the common rules, by family (``model_type``)."""
+    # vLLM fuses the first projections only for its latent attention kernel, which this variable disables.
     return _families(not int(os.environ.get("VLLM_MLA_DISABLE", "0")))
 
 
@@ -182,7 +182,7 @@ def known_families() -> frozenset[str]:
 
 
 def check_sizes(rollout: Rollout, model: Any) -> None:
-    """Check what vLLM itself asserts of a tensor-parallel size.
+    """Check the tensor-parallel size by vLLM's own assertions.
 
     Sources: ``ModelConfig.verify_with_parallel_config``, ``FusedMoEConfig.__post_init__``, the attention and experts
     of ``models/qwen3_moe.py``, ``VocabParallelEmbedding``.

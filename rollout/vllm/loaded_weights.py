@@ -1,4 +1,4 @@
-"""Reads back the weights that a running vLLM model computes with, where its kernels' layout is known here.
+"""Read back the weights that a running vLLM model computes with, for kernels with a known layout.
 
 vLLM's objects are recognized by their attributes.
 """
@@ -16,11 +16,11 @@ __all__ = ["expert_tensors", "running_weights"]
 
 logger = logging.getLogger("epfsdp2")
 
-# Kernels that compute with w13_weight and w2_weight as vLLM's loader leaves them, and those that want the up projection
-# above the gate (vllm/model_executor/layers/fused_moe/oracle/unquantized.py, 0.24 to 0.32).
+# Kernels that keep the loader's w13_weight and w2_weight, and kernels with the up projection above the gate. Source:
+# vllm/model_executor/layers/fused_moe/oracle/unquantized.py, 0.24 to 0.32.
 _PLAIN_EXPERT_BACKENDS = ("TRITON", "BATCHED_TRITON", "NONE")
 _SWAPPED_EXPERT_BACKENDS = ("FLASHINFER_CUTLASS",)
-# What layers have whose weight vLLM's CPU build has packed.
+# Attributes of a layer whose weight vLLM's CPU build has packed.
 _PACKED = ("cpu_linear", "_cpu_unpacked_conv_weight")
 
 
@@ -28,8 +28,9 @@ def running_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     """Yield ``(name, tensor)`` of parameters and persistent buffers of this rank's part of the model.
 
     Names are vLLM's, with experts at ``<moe>.experts.w13_weight`` ``[E, 2 I / tp, D]`` and ``...w2_weight``
-    ``[E, D, I / tp]`` whatever the version calls the module in between. Weights that vLLM's CPU build packs are left
-    out, and with a warning those of GPU kernels whose layout is not known here, such as FlashInfer's TRT-LLM blocks.
+    ``[E, D, I / tp]`` in every version, whatever module is in between. Weights that vLLM's CPU build packs are left
+    out. Weights of GPU kernels with an unknown layout, such as FlashInfer's TRT-LLM blocks, are left out with a
+    warning.
     """
     for name, layer in model.named_modules():
         is_packed = any(hasattr(layer, mark) for mark in _PACKED)
@@ -68,7 +69,7 @@ def _experts(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def expert_tensors(layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors of experts by name, given both weights as they were loaded, without a kernel's padding."""
+    """Return the experts' tensors by name, without a kernel's padding, given both weights in the loader's layout."""
     size, padded = layer.moe_config.intermediate_size_per_partition, w2.shape[2]
     if size != padded:
         w13, w2 = torch.cat([w13[:, :size], w13[:, padded : padded + size]], dim=1), w2[:, :, :size]

@@ -1,8 +1,8 @@
 """A layer-wise reload of the models in a vLLM worker that checks that every element is received.
 
-vLLM's (``vllm/model_executor/model_loader/reload``) collects a layer's tensors until they are complete, processes the
-layer as at start-up and copies the result into the memory that kernels and CUDA graphs use. It only warns of missing
-elements, and loaders silently skip unknown names. This one counts what each call of a loader brings, and also loads
+vLLM's reload (``vllm/model_executor/model_loader/reload``) collects a layer's tensors and processes the complete layer
+as at start-up. It then copies the result into the memory that kernels and CUDA graphs use. It only warns of missing
+elements, and loaders silently skip unknown names. This reload counts the elements of each loader call, and also loads
 units of a worker's parameters (``layout/slice_names.py``).
 """
 
@@ -28,13 +28,13 @@ __all__ = ["Reload"]
 
 
 class LayerRecord:
-    """The elements that one layer, on meta in the checkpoint's layout, expects and has received."""
+    """Counts of elements that one layer, on meta in the checkpoint's layout, expects and has received."""
 
     def __init__(self, name: str, layer: Any):
         self.name, self.layer, self.info = name, layer, get_layerwise_info(layer)
         self.kernel_parameters = {id(parameter) for parameter in self.info.kernel_tensors[0].values()}
         parameters = {own: parameter for own, parameter in layer._parameters.items() if parameter is not None}
-        # By a tensor's name: its shape without padding, the elements to come, those that came, memory of its units.
+        # By a tensor's name: shape without padding, elements expected, elements received, memory of its units.
         self.shapes = {own: unpadded_shape(layer, own, parameter) for own, parameter in parameters.items()}
         self.expected = {own: math.prod(shape) for own, shape in self.shapes.items() if own not in SKIP_LOAD_TENSORS}
         self.received = Counter[str]()
@@ -42,7 +42,7 @@ class LayerRecord:
         self._last, self._counted = "", 0
 
     def count_call(self, own: str) -> None:
-        """Count a call for this tensor. vLLM counts one after it is listed, so this adds the elements of the last."""
+        """Add the elements of the previous call, and start this one: vLLM counts a call's elements after listing it."""
         if self._last:
             self.received[self._last] += self.info.load_numel - self._counted
         self._last, self._counted = own, self.info.load_numel
@@ -92,13 +92,13 @@ class Reload:
         self._owners: dict[str, tuple[LayerRecord, str]] = {}
         self._excluded_modules: set[str] = set()
         self._kernels: list[tuple[Any, Any]] = []
-        # Of each layer: its buffers, the names of those that are not persistent, and copies of those to restore.
+        # Per layer: its buffers, names of the non-persistent ones, and copies of the buffers to restore.
         self._buffers: list[tuple[torch.nn.Module, dict[str, Any], set[str], dict[str, torch.Tensor]]] = []
         self._buffer_shapes: dict[str, torch.Size] = {}
         self._received_buffers: dict[str, torch.Tensor] = {}
         self._names: set[str] = set()
         self._unused: list[str] = []
-        # Name of the tensor that a model has taken last; at which names, and with which storages, loaders were called.
+        # Name of the tensor that a model's loader read last; names and storages with which loaders were called.
         self.offered, self.used = "", set[str | int]()
 
     def start(self) -> None:
@@ -179,7 +179,7 @@ class Reload:
         """Process the remaining layers and end the reload.
 
         Raises:
-            WeightSyncError: a layer did not receive every element, no parameter took a tensor, or a slice was lost.
+            WeightSyncError: a layer lacks elements, no parameter took a tensor, or a loaded slice is lost or changed.
         """
         tied = self._check()
         self._finalize()
@@ -218,8 +218,8 @@ class Reload:
             layer._non_persistent_buffers_set = non_persistent
 
     def _save_buffers(self, layer: torch.nn.Module) -> None:
-        # vLLM overwrites a buffer that no loader filled with uninitialized memory, and versions before 0.27 lose track
-        # of non-persistent buffers and of those that are views of parameters (which are not in `renewed`).
+        # vLLM overwrites a buffer that no loader filled with uninitialized memory. Versions before 0.27 also lose
+        # non-persistent buffers and views of parameters (which are not in `renewed`).
         buffers = {name: buffer for name, buffer in layer._buffers.items() if buffer is not None}
         has_parameters = any(parameter is not None for parameter in layer._parameters.values())
         renewed = get_layerwise_info(layer).restore_metadata[1] if has_parameters else {}
@@ -227,7 +227,7 @@ class Reload:
         self._buffers.append((layer, buffers, set(layer._non_persistent_buffers_set), saved))
 
     def _check(self) -> list[LayerRecord]:
-        """Raise unless all is complete and used; return the layers that share all parameters with complete layers."""
+        """Raise unless layers are complete and tensors used; return layers tied to complete ones in all parameters."""
         complete = {p for record in self._layers if record.is_complete for p in record.kernel_parameters}
         tied, missing = [], []
         for record in self._layers:
@@ -270,8 +270,8 @@ class Reload:
 def _memory_for_units(record: LayerRecord, own: str) -> torch.Tensor:
     """Return memory that collects the units of a parameter until its layer is complete, with zeros for padding rows.
 
-    It is the running parameter's if that has the same layout and dtype and shares no memory: vLLM processes the
-    complete layer into new memory, or in place, and only then copies it into the running parameters.
+    Return the running parameter's own memory if it has the same layout and dtype and shares no storage. This is safe,
+    because vLLM copies a layer into running parameters only after it has processed it, in place or into new memory.
     """
     target, info = getattr(record.layer, own), record.info
     memory = target.data
@@ -292,7 +292,7 @@ def _memory_for_units(record: LayerRecord, own: str) -> torch.Tensor:
 
 
 def _process(record: LayerRecord) -> None:
-    """Have vLLM process a layer whose units are complete; its loaders would sum up all layers' tensors in each call."""
+    """Process a layer whose units are complete by vLLM's function; its loaders would count all layers in each call."""
     compat.materialize_layer(record.layer, record.info)
     for own, memory in record.units.items():
         getattr(record.layer, own).data = memory

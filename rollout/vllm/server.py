@@ -1,4 +1,4 @@
-"""vLLM as the trainer sees it: which settings slices can serve, and what vLLM would refuse or compute wrong."""
+"""vLLM's description for the trainer: settings that slices support, and settings that vLLM refuses or miscomputes."""
 
 import json
 import re
@@ -28,7 +28,7 @@ _BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 _TP, _EP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_size"
 # From here on mla_attention.py copies into W_UV and W_UK_T (replace_parameter, vllm#48251); in 0.24 it assigns them.
 _KEEPS_LATENT_MATRICES = ">=0.27.1"
-# What vLLM's kinds of quantisation call the layers that they leave alone, and what vLLM fuses layers to.
+# Keys of unquantised layers in the configs of vLLM's quantisations, and vLLM's names of fused layers.
 _IGNORED = ("ignored_layers", "modules_to_not_convert", "ignore")
 _FUSED = ("qkv_proj", "gate_up_proj")
 
@@ -124,7 +124,7 @@ VLLM = _Vllm("vllm", "vLLM")
 
 
 def _compressed_kind(config: Any) -> tuple[Channels, str]:
-    """Return what vLLM's ``quantization_config`` has weights held in, or "" and why slices can't serve it."""
+    """Return the format of vLLM's ``quantization_config``, or "" and the reason why slices can't serve it."""
     if isinstance(config, str) and "_per_" in config:  # of vLLM's own
         return "", "each worker quantises what it has fused and cut, in parameters that are in bfloat16 until then."
     if not isinstance(config, Mapping) or config.get("quant_method") != _COMPRESSED:
@@ -153,12 +153,12 @@ def _tower(vllm: Mapping[str, Any]) -> Tower:
 
 
 def has_our_extension(config: Any) -> bool:
-    """Tell whether vLLM's workers run this package's extension, the only one that can load slices."""
+    """Whether vLLM's workers run this package's extension, the only one that can load slices."""
     return _arguments(config).get("worker_extension_cls") == EXTENSION
 
 
 def _overridden(config: Any) -> Mapping[str, Any]:
-    """Return what the user overrides of the model's config for vLLM, given as a mapping or as JSON."""
+    """Return the user's overrides of the model's config for vLLM, given as a mapping or as JSON."""
     overrides = _arguments(config).get("hf_overrides") or {}
     return json.loads(overrides) if isinstance(overrides, str) else overrides
 
@@ -245,7 +245,7 @@ def _check_family(config: Any, rollout: Any, requested: str) -> None:
 
 
 def _check_ignored(quantization: Any, model: nn.Module) -> None:
-    """Check that layers which vLLM is not to quantise are there; it takes any names, and quantises what they miss."""
+    """Check that ignored layers exist, because vLLM accepts any names and would quantise a misspelt layer."""
     modules = dict(model.named_modules())
     for key in _IGNORED if isinstance(quantization, Mapping) else ():
         for name in quantization.get(key) or ():

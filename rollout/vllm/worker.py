@@ -1,8 +1,8 @@
 """verl's vLLM worker extension that receives and loads the weights of a sync inside a vLLM worker process.
 
-verl's own calls ``model.load_weights`` in place and post-processes the model again, which is correct only where a
-kernel's layout equals the checkpoint's: vLLM's CPU build drops what it packed, and several GPU kernels permute. This
-one uses vLLM's layer-wise reload (``reload.py``). Select it with ``engine_kwargs.vllm.worker_extension_cls``.
+verl's extension calls ``model.load_weights`` in place and post-processes the model again. This is correct only if a
+kernel keeps the checkpoint's layout: vLLM's CPU build drops packed weights, and several GPU kernels permute them. This
+extension uses vLLM's layer-wise reload (``reload.py``). Select it with ``engine_kwargs.vllm.worker_extension_cls``.
 """
 
 import logging
@@ -37,7 +37,7 @@ _Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 class WeightSyncExtension(vLLMColocateWorkerExtension):
     """verl's worker extension with a checked layer-wise reload; see the module's docstring.
 
-    Models that are quantised, or trained so, are passed on to verl's class, unless their weights come quantised.
+    verl's class loads models that are quantised or trained so, unless the received weights are quantised already.
     """
 
     device: torch.device | None  # set by vLLM's worker
@@ -63,7 +63,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             sync_timeout_seconds: longest wait for one message, longer than a gather between two buckets.
             verify: whether to compare the sender's checksums, which come last, with the received tensors, and slices
                 with the weights that the model then computes with.
-            is_quantised: whether values and scales come, as the model's parameters hold them.
+            is_quantised: whether quantised values and scales are received, in the layout of the model's parameters.
 
         Raises:
             WeightSyncError: the sender stopped sending, a layer did not receive every element, no parameter took a

@@ -1,4 +1,4 @@
-"""Which runs may compute with the weights of their rollout, and which setting is named where one may not."""
+"""Runs that may compute with their rollout's weights, and the setting that refuses the others."""
 
 import pytest
 from hydra import compose, initialize_config_module

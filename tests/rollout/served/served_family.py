@@ -1,4 +1,4 @@
-"""How a family is served to a test: the tiny model, vLLM's settings, and the sizes that families share."""
+"""A family as tests serve it: the tiny model, vLLM's settings, and the sizes that families share."""
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -41,17 +41,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Served:
-    """How a family's model is made and served.
+    """A family's tiny model and vLLM's settings for it.
 
     Args:
-        family: the model. Its matrices aren't square (hidden is neither the experts' size nor twice it), its vocabulary
-            is one that vLLM pads, and the sizes of its experts are multiples of 32 (the CPU kernel's rows).
-        dtype: what vLLM runs it in.
-        settings: of vLLM's engine, that its CPU build needs for this family.
-        environment: the same.
+        family: the model. No matrix is square: hidden is neither the experts' size nor twice it. vLLM pads its
+            vocabulary. The sizes of its experts are multiples of 32, the CPU kernel's rows.
+        dtype: vLLM's.
+        settings: vLLM's engine settings that its CPU build needs for this family.
+        environment: environment variables, likewise.
         broken: release of vLLM -> why it can't run this family by itself, without any sync.
-        mute: release of vLLM whose CPU build loads the family, but can't compute with it -> why: parameters alone are
-            compared, and in every release where the engine is one that never computes.
+        mute: release of vLLM whose CPU build loads the family and can't compute with it -> why. Parameters alone are
+            compared then, and in every release with the engine that never computes.
     """
 
     family: Family
@@ -133,7 +133,7 @@ MLA = {
 }
 LOCAL = {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2}
 DENSE = {"intermediate_size": 160}
-# What Granite 4 calls its Mamba layers; any other name makes layers of attention.
+# Granite 4's name of its Mamba layers; any other name makes layers of attention.
 MAMBA2_LAYER = transformers.GraniteMoeHybridConfig(num_hidden_layers=1).layer_types[0]
 MAMBA2 = {
     "mamba_n_heads": 4,

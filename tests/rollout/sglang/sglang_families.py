@@ -1,4 +1,4 @@
-"""What differs in the tiny models of the families (``families.py``) where SGLang serves them, on a CPU."""
+"""Differences of the families' tiny models (``families.py``) when SGLang serves them on a CPU."""
 
 from typing import Any
 

@@ -84,7 +84,7 @@ def test_sglang_routes_shim_is_needed_to_keep_routes_on_the_cpu_and_for_verl_to_
 
 
 def _run(folders, tp, *options):
-    """What ``tests.support.rollout.sglang_engine`` says."""
+    """Return the output of ``tests.support.rollout.sglang_engine``."""
     words = [sys.executable, "-m", "tests.support.rollout.sglang_engine", "--tp", str(tp), *options, *map(str, folders)]
     environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
     environment["PYTHONPATH"] = str(ROOT)

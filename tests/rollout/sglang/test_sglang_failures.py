@@ -60,7 +60,7 @@ class _Server:
 
 
 class _Weights:
-    """Of one worker: tensors of a bucket each, whose generator notes that it was closed.
+    """One worker's tensors, a bucket each; the generator records that it was closed.
 
     Args:
         fails_at: number of the tensor that this rank can't make; None for none.

@@ -98,8 +98,8 @@ def _synchronised(folder):
         assert [name for name in as_loaded if changed[name] == as_loaded[name] and "norm" not in name] == []
         plain = list(_plain(first).items())
         again = load(plain[:40], plain[40:])
-        # The CPU build packs FP8 weights into their own shape, which verl takes for one that needs no packing again:
-        # here they stay as they were quantised.
+        # The CPU build packs FP8 weights into their own shape. verl takes it for one that needs no packing again,
+        # so here they stay as they were quantised.
         assert {name for name in as_loaded if again[name] != as_loaded[name]} == {
             name for name, param in model.named_parameters() if param.dtype == torch.float8_e4m3fn
         }

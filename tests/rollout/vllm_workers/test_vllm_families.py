@@ -50,7 +50,7 @@ def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> No
         kept = [(t, part) for t in tensor_specs(model) for part in target_slices(t, rollout, rank, heads)]
         needed = sum(part.block.numel * t.itemsize for t, part in kept if part.form != "zeros")
         assert exchange.plan.needed[rank] == needed
-        # What is short comes whole.
+        # Short tensors come whole.
         assert needed - exchange.plan.sent[rank, rank] <= exchange.traffic.received < 1.1 * needed + (1 << 17)
 
 
@@ -64,7 +64,7 @@ def _matches_fresh_engines(start_engine, folder, family, *args, **options):
     if not known(family):
         pytest.skip(f"how the installed vLLM shards {family} is not known")
     SERVED[family].skip_where_broken()
-    # What vLLM's environment decides of its layout, the trainer reads in its own.
+    # The trainer reads the environment that decides vLLM's layout in its own.
     environment = {name: value for name, value in SERVED[family].environment.items() if name.startswith("VLLM_")}
     with mock.patch.dict(os.environ, environment):
         _compare(start_engine, folder, family, *args, **options)

@@ -59,7 +59,7 @@ def _send(folders, handles, held, wrong):
 
 
 def _synced(engine, folders, held, wrong=""):
-    """What each worker then holds, by name."""
+    """Return the tensors of each worker after the syncs, by name."""
     calls = []
     for _ in folders:
         calls.append(

@@ -34,5 +34,5 @@ def save_in_hub_cache(
 
 
 def use_hub_cache(cache: Path, offline: bool = True) -> None:
-    """Have this process use a cache, as HF_HUB_CACHE and HF_HUB_OFFLINE do at a start."""
+    """Make this process use a cache, as HF_HUB_CACHE and HF_HUB_OFFLINE do at its start."""
     hub.HF_HUB_CACHE, hub.HF_HUB_OFFLINE = str(cache), offline

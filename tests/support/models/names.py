@@ -6,5 +6,5 @@ __all__ = ["send_stacks"]
 
 
 def send_stacks() -> None:
-    """Have this process send experts as stacks, as to vLLM since 0.27, whichever is installed."""
+    """Make this process send experts as stacks, as to vLLM since 0.27, whichever is installed."""
     names._takes_stacks = lambda: True

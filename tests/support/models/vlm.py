@@ -91,7 +91,7 @@ VLMS: dict[str, tuple[str, dict[str, Any]]] = {
                 first_k_dense_replace=1,
                 n_group=2,
                 topk_group=1,
-                # Of a key's bias attention sees next to nothing, and its gradient is rounding errors for the most part.
+                # A key's bias hardly changes attention, so most of its gradient is rounding errors.
                 attention_bias=False,
                 rope_parameters=_MROPE,
             ),
@@ -139,7 +139,7 @@ def save_processor(folder: Path, vocab_size: int, patch_size: int) -> None:
 
 
 def processor_config(folder: Path, patch_size: int, chat_template: str | None = None) -> None:
-    """What a ``Qwen3VLProcessor`` is loaded from, beside its tokenizer: images of one to four by four tokens."""
+    """Save the config of a ``Qwen3VLProcessor`` beside its tokenizer: images of one to four by four tokens."""
     patches = {"patch_size": patch_size, "temporal_patch_size": 2, "merge_size": 2}
     spread = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     token = (2 * patch_size) ** 2

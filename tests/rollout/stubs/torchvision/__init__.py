@@ -1,7 +1,7 @@
 """Stands in for torchvision where it is not installed.
 
-vLLM's classes of Qwen3-VL and Qwen3.5 import the image processors, which import torchvision. What these call for images
-is here (``transforms.v2.functional``); the rest can be imported, and does nothing.
+vLLM's classes of Qwen3-VL and Qwen3.5 import the image processors, which import torchvision. The functions that
+these call for images are in ``transforms.v2.functional``. The rest can be imported, and does nothing.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What transformers' image processors call of ``torchvision.transforms.v2.functional``, in torch."""
+"""The part of ``torchvision.transforms.v2.functional`` that transformers' image processors call, in torch."""
 
 from enum import Enum
 

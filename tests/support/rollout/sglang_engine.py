@@ -3,8 +3,8 @@
     python -m tests.support.rollout.sglang_engine [--tp TP] [--ep] [--dtype DTYPE] [--generates] FOLDER...
 
 starts an engine on the first folder's model and updates it by slices of each other folder's. It prints a JSON list of
-the workers' tensors after each update, or after the start with one folder, and with ``--generates`` their outputs. After
-updates it prints the answers to updates that can't be loaded.
+the workers' tensors after each update, or after the start with one folder, and with ``--generates`` their outputs.
+After updates it prints the answers to updates that can't be loaded.
 """
 
 import argparse

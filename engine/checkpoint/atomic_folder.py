@@ -44,7 +44,7 @@ _CHUNK = 16 << 20
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged or does not fit; names the folder and the first files or tensors that are wrong."""
+    """A checkpoint is damaged or does not fit; the message names the folder and the first faulty files or tensors."""
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def atomic_dir_all_ranks(
 ) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``folder`` once all ranks have left the block; collective.
 
-    Code in the block that may fail on one rank alone has to run inside ``raise_on_all_ranks``.
+    Run code that may fail on one rank alone inside ``raise_on_all_ranks``, because the other ranks would wait for it.
 
     Args:
         device: device type of the tensors that the group's backend sends.
@@ -86,7 +86,7 @@ def atomic_dir_all_ranks(
 
 @contextlib.contextmanager
 def atomic_checkpoint_dir(folder: Path) -> Iterator[Path]:
-    """Do what ``atomic_dir_all_ranks`` does, manifest included, in one process without a group."""
+    """Yield a temporary folder that replaces ``folder``, with a manifest; one process, no group."""
     with atomic_dir(folder) as partial:
         yield partial
         _write_manifest(partial, {name: file_facts(partial / name, sync=True) for name in file_names(partial)})
@@ -107,10 +107,10 @@ def atomic_dir(folder: Path) -> Iterator[Path]:
 
 
 def complete_dir(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Make ``partial_dir(folder)``, into which all of these files were written, the folder.
+    """Write the manifest of ``partial_dir(folder)`` and rename it to ``folder``.
 
     Args:
-        files: size and checksum of each by its name (``file_facts``).
+        files: name of each file written -> its size and checksum (``file_facts``).
     """
     partial = partial_dir(folder)
     _write_manifest(partial, files)
@@ -118,11 +118,11 @@ def complete_dir(folder: Path, files: dict[str, dict[str, int]]) -> None:
 
 
 def verify_all_ranks(folder: Path, device: torch.device | str = "cpu") -> None:
-    """Compare every file with the manifest, each rank a part of the files; collective.
+    """Verify every file against the manifest, each rank a part of the files; collective.
 
     Raises:
-        CheckpointError: on every rank: there is no checkpoint, it has another format, or files are missing, truncated
-            or damaged.
+        CheckpointError: on every rank, if there is no checkpoint, it has another format, or files are missing,
+            truncated or damaged.
     """
     with raise_on_all_ranks(device):
         if dist.get_rank() == 0 and not folder.exists() and (partial_dir(folder) / MANIFEST).is_file():
@@ -135,12 +135,12 @@ def verify_all_ranks(folder: Path, device: torch.device | str = "cpu") -> None:
 
 
 def verify_files(folder: Path) -> None:
-    """Do what ``verify_all_ranks`` does in one process, for all files."""
+    """Verify every file against the manifest, in one process."""
     _raise_for(folder, _faults(folder, _manifest(folder)["files"]))
 
 
 def verify_sizes(folder: Path) -> None:
-    """Compare every file's size with the manifest, in one process; as fast as a listing of the folder."""
+    """Verify every file's size against the manifest, in one process; as fast as listing the folder."""
     wrong = []
     for name, facts in _manifest(folder)["files"].items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else 0
@@ -150,10 +150,10 @@ def verify_sizes(folder: Path) -> None:
 
 
 def copy_files(folder: Path, out: Path, *ignored: str) -> None:
-    """Copy the files of a folder, but for those of these patterns.
+    """Copy a folder's files, except those that match the ``ignored`` patterns.
 
     Raises:
-        CheckpointError: one is a link to a file outside of the folder, whose content would be copied as the folder's.
+        CheckpointError: a file links outside the folder, so foreign content would be copied.
     """
     own = folder.resolve()
     linked = [str(path) for path in folder.rglob("*") if path.is_symlink() and not path.resolve().is_relative_to(own)]
@@ -197,7 +197,7 @@ def _faults(folder: Path, files: dict[str, dict[str, int]]) -> list[str]:
 
 
 def _fault(path: Path, facts: dict[str, int]) -> str:
-    """Return what is wrong with a file; empty if nothing is."""
+    """Return the first difference between a file and its manifest entry; empty if there is none."""
     try:
         if not path.is_file():
             return "missing"
@@ -210,7 +210,7 @@ def _fault(path: Path, facts: dict[str, int]) -> str:
 
 
 def file_facts(path: Path, sync: bool = False) -> dict[str, int]:
-    """Return size and checksum of a file; with ``sync`` it has reached the disk when this returns."""
+    """Return size and checksum of a file; with ``sync``, flush it to the disk first."""
     checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -225,7 +225,7 @@ def _write_manifest(partial: Path, files: dict[str, dict[str, int]]) -> None:
 
 
 def _replace(partial: Path, folder: Path) -> None:
-    """Rename ``partial`` to ``folder``; at each moment one of them is a complete folder."""
+    """Rename ``partial`` to ``folder``; at any moment at least one complete folder exists."""
     if folder.exists():
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
@@ -256,7 +256,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def partial_dir(folder: Path) -> Path:
-    """Return the name under which a folder is written."""
+    """Return the temporary path under which a folder is written."""
     return folder.with_name(folder.name + ".partial")
 
 

@@ -1,4 +1,4 @@
-"""Run jobs in a background thread, one at a time, with a process group of their own, on copies in the host's memory."""
+"""Run jobs in a background thread, one at a time, with their own process group, on copies in host memory."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ __all__ = ["Background", "copied_to_host"]
 logger = logging.getLogger("epfsdp2")
 
 _STAGING_BYTES = 64 << 20
-_MOST_THREADS, _LEAST_BYTES = 4, 1 << 20  # of a rank; of a thread's part
+_MOST_THREADS, _LEAST_BYTES = 4, 1 << 20  # threads per rank; bytes per thread
 
 
 class Background:
@@ -69,21 +69,21 @@ class Background:
 def copied_to_host(
     tensors: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Copy tensors, sharded ones too, to memory of the host that is not pinned; waits until it is done.
+    """Copy tensors and shards to pageable host memory; return when the copies are complete.
 
     Several threads copy, because a Ray actor has ``OMP_NUM_THREADS=1``. From an accelerator the tensors go through two
     pinned buffers, one of which is filled while the other is emptied. A copy straight to pageable memory has a fraction
-    of the bandwidth. To pin all of the memory would keep it: torch's host allocator rounds blocks up to powers of two
-    and does not return them (``ATen/core/CachingHostAllocator.h``, 2.13).
+    of the bandwidth. Pinning all of it would waste memory: torch's host allocator rounds blocks up to powers of two
+    and never frees them (``ATen/core/CachingHostAllocator.h``, 2.13).
 
     Args:
-        kept: earlier copies that nobody reads any more. Those that fit are written over, because the first write to
-            new memory costs several times as much; the others are removed from it.
+        kept: earlier copies that are no longer read. Those that fit are overwritten, because the first write to new
+            memory is several times slower. The others are removed from the dict.
     """
     kept = {} if kept is None else kept
     for name, copy in list(kept.items()):
         if name not in tensors or _layout(copy) != _layout(tensors[name]):
-            del kept[name]  # before others are allocated
+            del kept[name]  # frees its memory before new copies are allocated
     copies = {
         name: kept[name] if name in kept else torch.empty_like(tensor.detach(), device="cpu")
         for name, tensor in tensors.items()
@@ -105,7 +105,7 @@ def copied_to_host(
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what two tensors agree in if one can hold a copy of the other."""
+    """Return the layout, equal for two tensors if one can hold a copy of the other."""
     placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
     return tensor.shape, tensor.dtype, local_tensor(tensor).shape, placed
 
@@ -115,7 +115,7 @@ def _on_host(tensor: torch.Tensor) -> bool:
 
 
 class _Threads(ThreadPoolExecutor):
-    """Copies within the host's memory: one thread copies some GB/s, a few what the memory's bandwidth allows."""
+    """Copies within host memory: one thread reaches some GB/s, a few threads the memory's bandwidth."""
 
     def __init__(self) -> None:
         ranks = int(os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
@@ -123,7 +123,7 @@ class _Threads(ThreadPoolExecutor):
         super().__init__(self._count, "copies to the host")
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy bytes, of one dim, and wait for it."""
+        """Copy 1-D bytes; blocks."""
         size = max(_LEAST_BYTES, -(-target.numel() // self._count))
         if size >= target.numel():
             target.copy_(source)
@@ -145,7 +145,7 @@ class _Staging:
         self._stream, self._turn, self._threads = module.current_stream(device), 0, threads
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Start to copy bytes, of one dim."""
+        """Start copying 1-D bytes."""
         parts = (tensor.split(self._buffers[0].numel()) for tensor in (target, source))
         for part, values in zip(*parts, strict=True):
             self._empty(self._turn)
@@ -155,7 +155,7 @@ class _Staging:
             self._turn = 1 - self._turn
 
     def finish(self) -> None:
-        """Wait for what was started last."""
+        """Wait for the last copies."""
         for turn in (self._turn, 1 - self._turn):
             self._empty(turn)
 

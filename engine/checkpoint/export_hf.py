@@ -30,7 +30,7 @@ FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """A tensor of the checkpoint, stored in dtype ``stored`` and to be written in ``dtype``.
+    """A tensor of the checkpoint, stored in dtype ``stored`` and written in ``dtype``.
 
     Args:
         adapter: the adapter to merge into it.
@@ -64,7 +64,7 @@ class _StoredTensor:
 
 @dataclass(frozen=True)
 class _Adapter:
-    """The tensors of an adapter, and how they are merged (``lora.merge.merged``)."""
+    """The tensors of an adapter, and the arguments of ``lora.merge.merged``."""
 
     a: _StoredTensor
     b: _StoredTensor
@@ -82,8 +82,8 @@ class Base:
     """Frozen weights that a checkpoint does not have.
 
     Args:
-        read: reads one by its name in the model.
-        dtypes: the dtype in which the run kept each.
+        read: reads a full tensor by its name in the model.
+        dtypes: name -> dtype in the run.
     """
 
     read: Callable[[str], torch.Tensor]
@@ -92,7 +92,7 @@ class Base:
 
 @dataclass(frozen=True)
 class _ConvertedGroup:
-    """Tensors of the model that are converted together, mostly one; all are in memory at once."""
+    """Tensors of the model that are converted together, mostly one; held in memory at once."""
 
     members: list[_StoredTensor]
 
@@ -118,10 +118,10 @@ def write_hf_weights(
         model: determines the names and the layout; its own values are not read.
         stored: the tensors of the checkpoint (``stored_tensors``).
         dtypes: name of each tensor -> the dtype to write, None for the stored one.
-        file_bytes: size of a file at most, unless one tensor is larger.
+        file_bytes: largest size of a file, unless one tensor is larger.
         targets: weights with adapters in the checkpoint, which are merged; None without adapters.
-        base: of what the checkpoint does not have.
-        share: rank and number of the ranks that each write some of the files; all write the index.
+        base: frozen weights that the checkpoint lacks.
+        share: rank and number of writing ranks. Each writes some of the files, and all write the index.
         progress: show a progress bar.
 
     Raises:
@@ -141,7 +141,7 @@ def write_hf_weights(
 
 
 def reader(stored: Mapping[str, StoredTensor]) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads one of the model's full tensors in a checkpoint by its name."""
+    """Return a function that reads a full tensor of the checkpoint by its name in the model."""
     names = [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
     known = {tensor.name: tensor for tensor in _stored(None, stored, dict.fromkeys(names))}
     return lambda name: known[name].read()
@@ -150,7 +150,7 @@ def reader(stored: Mapping[str, StoredTensor]) -> Callable[[str], torch.Tensor]:
 def _with_adapters(
     stored: Mapping[str, StoredTensor], tensors: list[_StoredTensor], targets: Mapping[str, Target]
 ) -> list[_StoredTensor]:
-    """Merge the adapters of tensors into them, and replace those that were trained as a whole."""
+    """Merge adapters into their tensors, and replace tensors that were trained in full."""
     ends = (A, B, MAGNITUDE, SAVED)
     beside = [t.name + end for t in tensors for end in ends if MODEL + t.name + end in stored]
     found = {tensor.name: tensor for tensor in _stored(None, stored, dict.fromkeys(beside))}

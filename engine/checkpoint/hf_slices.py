@@ -1,8 +1,8 @@
 """Find where the elements of a parameter are in the tensors of a Hugging Face checkpoint.
 
 transformers' converters make a parameter from whole tensors of a checkpoint. Run in reverse on the coordinates of the
-parameter's elements, they tell where each element is in which tensor. So a rank reads from each tensor only the
-elements of its own shard.
+parameter's elements, they give the tensor and the position of each element. So a rank reads only the elements of its
+own shard.
 """
 
 import math
@@ -27,7 +27,7 @@ class SliceCopy:
 
     Args:
         source: the slices of the tensor.
-        order: the dims of the read values that are kept, in the order of the parameter's dims.
+        order: the dims of the read values to keep, in the order of the parameter's dims.
         target: the slices of the range's values.
     """
 
@@ -36,7 +36,7 @@ class SliceCopy:
     target: tuple[slice | int, ...]
 
     def of_expert(self, expert: int, rows: int) -> "SliceCopy":
-        """Return the copy of an expert whose rows are after those of the experts before it; this is the first one's."""
+        """Return the copy for an expert of a tensor that concatenates experts of ``rows`` rows; this is expert 0's."""
         first = self.source[0]
         moved = slice(first.start + expert * rows, first.stop + expert * rows)
         return replace(self, source=(moved, *self.source[1:]))
@@ -51,16 +51,16 @@ class SliceCopy:
 
 @dataclass(frozen=True)
 class CheckpointSlice:
-    """One tensor of a checkpoint as a strided slice of a parameter: each of its dims runs along one of the parameter's.
+    """One tensor of a checkpoint as a strided slice of a parameter: each of its dims runs along one parameter dim.
 
     Args:
-        name: its name in the checkpoint; for tensors of single experts, that of the first expert.
+        name: its name in the checkpoint; for tensors of single experts, the first expert's.
         shape: its shape; for a stack of experts, the first size is the number of experts that ``SliceFinder`` probed.
         dims: the parameter's dim that each dim runs along; None for a dim of size 1.
-        steps: the stride along each of these, in elements of the parameter.
+        steps: the stride along each of ``dims``, in elements of the parameter.
         at: the index in the parameter of the tensor's first element.
-        rows: of each expert, in a tensor that has the rows of all experts one after the other; then all else describes
-            those of the first. 0 elsewhere.
+        rows: rows per expert in a tensor that concatenates the rows of all experts, else 0. With ``rows``, all other
+            fields describe the first expert.
     """
 
     name: str
@@ -131,20 +131,20 @@ class SliceFinder:
 
         Args:
             shape: the shape of the whole parameter.
-            is_stack: whether its first dim counts experts. Then only the first two experts are probed, and of the
-                tensors of single experts only those of the first are returned.
-            converter: what makes the parameter; answers are shared among those of one converter.
+            is_stack: whether its first dim counts experts. Then only the first two experts are probed, and tensors of
+                single experts are returned for the first alone.
+            converter: the parameter's converter; parameters of one converter share cached results.
 
         Returns:
-            None if the parameter is no mere rearrangement of elements (values are computed, or a dim is split over
+            None if the parameter does more than rearrange elements (values are computed, or one dim is split into
             two), or shares a tensor with another parameter.
         """
         if len(converted_together(self._model, name)) > 1:
             return None
         probed = (min(2, shape[0]), *shape[1:]) if is_stack else tuple(shape)
         parts = revert(self._model, name, torch.empty(probed, device="meta"))
-        # The converter itself says that this parameter is the probed one moved by name: the same tensors, in the same
-        # order and memory layout.
+        # The key has the converted tensors' order and memory layout, so a cached result fits only a parameter that
+        # the converter treats like the probed one.
         layout = tuple((_unnumbered(n), t.shape, t.stride(), t.storage_offset()) for n, t in parts.items())
         key = (converter, _unnumbered(name), tuple(shape), is_stack, layout)
         if key not in self._probed:
@@ -169,14 +169,14 @@ def _slices_of(model: Any, name: str, probed: tuple[int, ...], is_stack: bool) -
 
 
 def _probe(model: Any, name: str, probed: tuple[int, ...], parts: int = 1) -> list[CheckpointSlice] | None:
-    """Describe the tensors of a checkpoint that come from a parameter; None if they are no slices of it.
+    """Describe the checkpoint tensors that come from a parameter; None if they are not slices of it.
 
     Args:
-        parts: into which the first dim of each is divided, e.g. the rows of as many experts; as a dim of its own.
+        parts: number of equal parts (e.g. experts) to split each tensor's first dim into, as a dim of its own.
     """
     found: dict[str, list[_Line | None]] = {}
     for dim, size in enumerate(probed):
-        # The index along the dim of each element; without memory, as it repeats along the others.
+        # Each element's index along ``dim``, expanded along the other dims without memory.
         places = torch.arange(size, dtype=_PLACES).view([-1 if d == dim else 1 for d in range(len(probed))])
         for tensor, values in revert(model, name, places.expand(probed)).items():
             found.setdefault(tensor, []).append(_as_line(values, size, parts))
@@ -188,7 +188,7 @@ def _probe(model: Any, name: str, probed: tuple[int, ...], parts: int = 1) -> li
 
 @dataclass(frozen=True)
 class _Line:
-    """Indices along one dim of a parameter, of the elements of a tensor: ``at``, and a step more along ``dim``."""
+    """Indices of a tensor's elements along one parameter dim: ``at``, increasing by a step along ``dim``."""
 
     shape: torch.Size
     at: int
@@ -197,7 +197,7 @@ class _Line:
 
 
 def _as_line(places: torch.Tensor, size: int, parts: int) -> _Line | None:
-    """Describe the indices; None if they are others than those of a line, or beyond the parameter's ``size``."""
+    """Describe the indices as a line; None if they are irregular or beyond the parameter's ``size``."""
     if places.dtype != _PLACES or not places.numel():
         return None
     if parts > 1:
@@ -220,7 +220,7 @@ def _as_line(places: torch.Tensor, size: int, parts: int) -> _Line | None:
 
 
 def _as_slice(name: str, lines: Sequence[_Line | None], dims: int) -> CheckpointSlice | None:
-    """Describe a tensor by the indices along each of a parameter's dims."""
+    """Build the slice of a tensor from its lines, one per parameter dim."""
     known = [line for line in lines if line is not None]
     if len(known) != dims or len({line.shape for line in known}) != 1:
         return None

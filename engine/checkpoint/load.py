@@ -1,8 +1,8 @@
 """Load this rank's shards from Hugging Face safetensors.
 
-A rank never reads a whole tensor of which it needs a part: it opens the files and reads the rows and columns of its own
-shards, expert by expert if the checkpoint stores them so (``hf_slices.py``). The first replica of the model reads, and
-broadcasts to the others. Names and layouts come from transformers' own weight converters (``core_model_loading.py``).
+A rank reads only the rows and columns of its own shards, expert by expert if the checkpoint stores single experts
+(``hf_slices.py``). The first replica of the model reads, and broadcasts to the others. Names and layouts come from
+transformers' own weight converters (``core_model_loading.py``).
 """
 
 import copy
@@ -39,8 +39,8 @@ class _Target:
     """A tensor to fill.
 
     Args:
-        slices: the checkpoint's slices of it, each with its keys, one per expert or a single one; None if a converter
-            has to make it from whole tensors.
+        slices: the checkpoint's slices of it, each with its keys (one per expert, or one). None if a converter has to
+            compute it from whole tensors.
         copies: other tensors of the checkpoint that the model ties to this one.
     """
 
@@ -52,11 +52,11 @@ class _Target:
 
 @dataclass(frozen=True)
 class Matched:
-    """What of a checkpoint fills what of a model, as found by names and shapes alone (``match_weights``).
+    """The match of a checkpoint's tensors with a model's, by names and shapes alone (``match_weights``).
 
     Args:
-        initialized: names of what ``initialize`` fills, and whether the checkpoint has it in the model's shape.
-        unused: names of the checkpoint's tensors that have no place.
+        initialized: name of each tensor that ``initialize`` fills -> whether the checkpoint has it in that shape.
+        unused: names of the checkpoint's tensors that fill nothing.
     """
 
     files: CheckpointFiles
@@ -74,21 +74,21 @@ def match_weights(
     initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
     may_be_unused: str = r"(?!)",
 ) -> Matched:
-    """Find which tensors of a checkpoint fill those of a sharded model, and read none; collective.
+    """Match a checkpoint's tensors with those of a sharded model, without reading them; collective.
 
-    The model's shards may be on the meta device still: otherwise a config with larger sizes than the checkpoint's would
-    have a rank allocate them before it is refused.
+    The model's shards may still be on the meta device. So a config with larger sizes than the checkpoint's is refused
+    before a rank allocates them.
 
     Args:
         initialize: called with name, local tensor and whether the checkpoint has it in the model's shape. It fills the
-            tensor, unless it is on the meta device, and returns True; or it returns False, and the tensor is read, or
+            tensor, unless that is on the meta device, and returns True. If it returns False, the tensor is read, or
             reported as missing or misshaped.
-        may_be_unused: a pattern to search in names, for tensors that the checkpoint may have and the model not; those
-            that the model's class ignores are allowed anyway.
+        may_be_unused: a pattern to search in names, for tensors that only the checkpoint may have. Those that the
+            model's class ignores are always allowed.
 
     Raises:
         ValueError: with the first tensors that are missing, unknown, of another shape or there twice, and their files.
-        RankMismatchError: it is so on some ranks alone.
+        RankMismatchError: only some ranks found such tensors.
     """
     with raise_on_all_ranks(meshes.dense.device_type), torch.no_grad():
         return _match(model, files, initialize, may_be_unused)
@@ -98,11 +98,11 @@ def load_weights(model: nn.Module, matched: Matched, meshes: Meshes, progress: b
     """Fill the parameters and persistent buffers of a sharded, materialised model from a checkpoint; collective.
 
     Args:
-        matched: of this model; its ``initialize`` is called again for what it fills.
+        matched: the match of this model; its ``initialize`` is called again for each tensor that it fills.
         progress: show a progress bar.
 
     Returns:
-        Names of the tensors in the checkpoint that are not read.
+        Names of the checkpoint's tensors that are not read.
 
     Raises:
         SettingError: the config ties two tensors that differ in the checkpoint.
@@ -123,7 +123,7 @@ def load_weights(model: nn.Module, matched: Matched, meshes: Meshes, progress: b
 
 
 def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads one of a model's full tensors by its name, as transformers' converters make it.
+    """Return a function that reads a full tensor by its name in the model, through transformers' converters.
 
     Args:
         model: on the meta device, not sharded.
@@ -142,13 +142,13 @@ def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], t
 
 
 def verify_experts(model: nn.Module, matched: Matched, count: int = 2) -> list[str]:
-    """Compare a few of this rank's experts with what transformers' converter makes from whole tensors.
+    """Compare a few of this rank's experts with the output of transformers' converter on whole tensors.
 
     Args:
-        count: number of experts; each is taken from another stack, far apart in the model.
+        count: number of experts, each of another stack, spread over the model.
 
     Returns:
-        ``<stack>[<expert>]`` of each expert that was compared.
+        ``<stack>[<expert>]`` of each compared expert.
 
     Raises:
         ValueError: an expert differs from the checkpoint.
@@ -219,12 +219,12 @@ def _match(
 
 
 def _check_tied(matched: Matched, reads: bool, model: nn.Module, device: torch.device | str) -> None:
-    """Check that tensors which the model ties are equal in the checkpoint, where it has several; collective.
+    """Check that tied tensors are equal where the checkpoint has several of them; collective.
 
-    ``from_pretrained`` unties those that differ, and vLLM reads one of them alone. Each rank compares its own shard.
+    ``from_pretrained`` unties tensors that differ, while vLLM reads only one. Each rank compares its own shard.
 
     Args:
-        reads: whether this rank is of the first replica.
+        reads: whether this rank belongs to the first replica.
 
     Raises:
         SettingError: on all ranks, with the first tensors that differ.
@@ -251,7 +251,7 @@ def _check_tied(matched: Matched, reads: bool, model: nn.Module, device: torch.d
 
 
 def _fits(target: torch.Tensor, source: Source | None, files: CheckpointFiles) -> bool:
-    """Return whether the checkpoint has the tensor; without a converter, whether in its shape."""
+    """Return whether the checkpoint has the tensor; without a converter, also in the same shape."""
     if source is None or source.converter is not None:
         return source is not None
     return files.shape(source.keys[-1][1]) == tuple(target.shape)
@@ -284,7 +284,7 @@ def _slices_of(
 
 
 def _is_unconverted(target: torch.Tensor, source: Source, files: CheckpointFiles) -> bool:
-    """Return whether the tensor has the target's shape already and the converter only transposes those that don't."""
+    """Return whether the tensor has the target's shape already, so that its converter, a transpose, does nothing."""
     operations = source.converter.operations if source.converter is not None else []
     lenient = all(
         isinstance(operation, Transpose) and getattr(operation, "check_dims", False) for operation in operations
@@ -293,7 +293,7 @@ def _is_unconverted(target: torch.Tensor, source: Source, files: CheckpointFiles
 
 
 def _faults(target: _Target, tensor: torch.Tensor, files: CheckpointFiles) -> list[str]:
-    """List the checkpoint's tensors that have a wrong shape."""
+    """List the checkpoint's tensors of a wrong shape."""
     wrong = []
     for piece, keys in target.slices or ():
         shape = piece.expected(tensor.shape[0] if is_expert_parameter(tensor) else None)
@@ -334,7 +334,7 @@ def _fill(target: _Target, tensor: torch.Tensor, model: nn.Module, files: Checkp
 def _parts_in(
     piece: CheckpointSlice, keys: list[str], held: IndexRange, local: torch.Tensor, files: CheckpointFiles
 ) -> Iterator[tuple[str, SliceCopy, torch.Tensor]]:
-    """Yield what to read for a range: the key, the part of its tensor, and where in the range's values it belongs."""
+    """Yield key, copy and target view of each read that fills a range."""
     if len(keys) == 1 and not piece.rows:
         part = piece.copy_into(held, files.shape(keys[0]))
         if part is not None:
@@ -348,8 +348,8 @@ def _parts_in(
 
 
 def _copy_of_first_replica(local: torch.Tensor, meshes: Meshes) -> None:
-    """Receive what the first replica has read; collective."""
-    sent = local.detach().to(meshes.dense.device_type)  # shards may be on the CPU, which the backend can't send from
+    """Broadcast the first replica's values; collective."""
+    sent = local.detach().to(meshes.dense.device_type)  # the backend can't send shards from the CPU
     dist.broadcast(sent, group=meshes.dense.get_group("dp_replicate"), group_src=0)
     if sent.data_ptr() != local.data_ptr():
         local.detach().copy_(sent)
@@ -358,7 +358,7 @@ def _copy_of_first_replica(local: torch.Tensor, meshes: Meshes) -> None:
 def _convert(
     name: str, target: torch.Tensor, source: Source, index: tuple[slice, ...], model: nn.Module, files: CheckpointFiles
 ) -> torch.Tensor:
-    """Run transformers' converter; only on the experts of ``index`` if the checkpoint stores them one by one."""
+    """Run transformers' converter, only on the experts of ``index`` if the checkpoint stores single experts."""
     by_pattern = source.by_pattern()
     one_by_one = any(len(keys) > 1 for keys in by_pattern.values())
     owned = index[0] if one_by_one else slice(None)

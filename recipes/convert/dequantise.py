@@ -2,8 +2,8 @@
 
     python -m epfsdp2.recipes.dequantise gpt-oss-20b gpt-oss-20b-bf16
 
-The conversion runs in one process without a GPU, with one tensor in memory at a time. Plain tensors are copied unchanged.
-So are the folder's small files, tokenizer and generation config among them. The config loses its entries about
+The conversion runs in one process without a GPU, with one tensor in memory at a time. Plain tensors are copied
+unchanged, like the folder's small files, tokenizer and generation config among them. The config loses its entries about
 quantisation. ``quantised_weights.py`` has the formats.
 """
 

@@ -71,7 +71,7 @@ def export(
     """Write the model of a checkpoint to ``out``.
 
     Args:
-        dtype: of floating-point tensors, except those that the model's class keeps in float32; None for the trained one.
+        dtype: of floating-point tensors, except those that the model's class keeps in float32; None: as trained.
         base: folder of the adapters' base model; None for the folder that the run used.
 
     Raises:

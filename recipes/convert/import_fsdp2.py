@@ -3,12 +3,12 @@
     python -m epfsdp2.recipes.import_fsdp2 before/global_step_100/actor after/global_step_100/actor
 
 Weights, optimizer state, schedule and torch's random state are converted bit for bit. verl's files are pickles; torch's
-restricted unpickler reads them, so no code in them is run. The import needs one process without a GPU, and has one whole
-tensor in memory at a time. verl saves the tokenizer as transformers writes it, and omits a generation config that
+restricted unpickler reads them, so no code in them is run. The import needs one process without a GPU, and has one
+whole tensor in memory at a time. verl saves the tokenizer as transformers writes it, and omits a generation config that
 transformers calls invalid; ``--base`` copies these files from the base model.
 
-For ``trainer.resume_mode=auto``, ``after/latest_checkpointed_iteration.txt`` has to contain ``100``. The position in the
-data, ``global_step_100/data.pt``, has the same format for every engine and can be copied.
+For ``trainer.resume_mode=auto``, ``after/latest_checkpointed_iteration.txt`` has to contain ``100``. The position in
+the data, ``global_step_100/data.pt``, has the same format for every engine and can be copied.
 """
 
 import argparse
@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m epfsdp2.recipes.import_fsdp2",
         description="Write a checkpoint of verl's fsdp2 engine as one of epfsdp2, to resume from.",
-        epilog="trainer.resume_mode=auto resumes from the step in latest_checkpointed_iteration.txt, beside the folders "
-        "global_step_<n>.",
+        epilog="trainer.resume_mode=auto resumes from the step in latest_checkpointed_iteration.txt, beside the "
+        "folders global_step_<n>.",
     )
     parser.add_argument("checkpoint", type=Path, help="folder of a role, e.g. .../global_step_100/actor")
     parser.add_argument("out", type=Path, help="folder to write, e.g. .../global_step_100/actor; must not exist")

@@ -57,7 +57,7 @@ def run_on_ray(words: Sequence[str], cpu_ranks: int, seconds: float, out: Path |
         seconds: time limit of a rank.
 
     Raises:
-        SettingError: the cluster has no free GPU, does not start the actors, or has nodes with different numbers of GPUs.
+        SettingError: the cluster has no free GPU, does not start the actors, or its nodes differ in free GPUs.
     """
     import ray
 

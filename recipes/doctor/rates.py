@@ -22,8 +22,8 @@ from .links import card_of
 
 __all__ = ["judge_experts", "judge_rates", "measure_experts", "measure_rates"]
 
-# recipes.plan multiplies published rates by shares that were fitted on an H100. That GPU reached 798 of 989 TFLOP/s in a
-# large product and 2,970 of 3,350 GB/s in a copy (benchmarks/results/gpu.md).
+# recipes.plan multiplies published rates by shares that were fitted on an H100. That GPU reached 798 of 989 TFLOP/s in
+# a large product and 2,970 of 3,350 GB/s in a copy (benchmarks/results/gpu.md).
 _TFLOPS_PUBLISHED, _HBM_PUBLISHED = 989 / 798, 3350 / 2970
 _MATRIX_SHARE, _MEMORY_SHARE, _EXPERTS_SHARE = 0.65, 0.75, 0.4  # of the published rates
 _GAIN = 0.97  # a setting is proposed if the time with it is below this share of the time without

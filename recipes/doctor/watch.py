@@ -1,8 +1,8 @@
 """End all ranks when one exceeds the time limit of a check, and name the ranks that hang, with their stacks.
 
 Ranks meet in a store, because a collective that hangs would block a meeting by collectives. A thread on each rank polls
-its own deadline and the others'. A call that holds the GIL blocks that thread too; then ``faulthandler``, which needs no
-GIL, writes the stack to stderr.
+its own deadline and the others'. A call that holds the GIL blocks that thread too; then ``faulthandler``, which needs
+no GIL, writes the stack to stderr.
 """
 
 import faulthandler

@@ -3,8 +3,8 @@
     python -m epfsdp2.recipes.gpu.run qwen3_30b_a3b_8gpu grpo [more overrides]
     python -m epfsdp2.recipes.gpu.run --print gpt_oss_120b_32gpu ppo
 
-The command is ``python -m verl.trainer.main_ppo engine=epfsdp2 engine.ep_size=N ...``; start it on the head node of a Ray
-cluster, or on the one node. A later override wins, so the command line can change everything in a recipe.
+The command is ``python -m verl.trainer.main_ppo engine=epfsdp2 engine.ep_size=N ...``; start it on the head node of a
+Ray cluster, or on the one node. A later override wins, so the command line can change everything in a recipe.
 """
 
 import argparse

@@ -57,8 +57,8 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tup
     """Write a quantised checkpoint to ``out`` in bfloat16.
 
     Returns:
-        The number of weights that were quantised; and the names of other files and of scales of activations, which are
-        left out, with a star for each number in names of scales.
+        The number of weights that were quantised; and the names left out. These are other files of the folder, and
+        scales of activations, with a star for each number.
 
     Raises:
         QuantisationError: it is not quantised, or in an unknown format, or has a weight both quantised and plain.

@@ -1,4 +1,4 @@
-"""``python -m epfsdp2.recipes.dequantise``; ``convert/dequantise.py`` has it."""
+"""``python -m epfsdp2.recipes.dequantise`` runs ``convert/dequantise.py``."""
 
 from .convert.dequantise import main
 

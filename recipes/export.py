@@ -1,4 +1,4 @@
-"""``python -m epfsdp2.recipes.export``; ``convert/export.py`` has it."""
+"""``python -m epfsdp2.recipes.export`` runs ``convert/export.py``."""
 
 from .convert.export import main
 

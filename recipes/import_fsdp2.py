@@ -1,4 +1,4 @@
-"""``python -m epfsdp2.recipes.import_fsdp2``; ``convert/import_fsdp2.py`` has it."""
+"""``python -m epfsdp2.recipes.import_fsdp2`` runs ``convert/import_fsdp2.py``."""
 
 from .convert.import_fsdp2 import main
 

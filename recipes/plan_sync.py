@@ -1,4 +1,4 @@
-"""``python -m epfsdp2.recipes.plan_sync``; ``plan/sync.py`` has it."""
+"""``python -m epfsdp2.recipes.plan_sync`` runs ``plan/sync.py``."""
 
 from .plan.sync import main, parse
 

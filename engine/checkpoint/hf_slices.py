@@ -116,8 +116,8 @@ class CheckpointSlice:
 class SliceFinder:
     """Finds the tensors of the family's checkpoints that parameters of a model are made of.
 
-    What a converter does depends on itself and the shape alone. So it is probed once for all layers: of a parameter
-    that differs in the numbers of its name only, the answer has other names.
+    A converter's result depends on itself and the shape alone, so it is probed once for all layers. Parameters whose
+    names differ in numbers only get the same answer with other names.
     """
 
     def __init__(self, model: Any):
@@ -136,15 +136,15 @@ class SliceFinder:
             converter: the parameter's converter; parameters of one converter share cached results.
 
         Returns:
-            None if the parameter does more than rearrange elements (values are computed, or one dim is split into
-            two), or shares a tensor with another parameter.
+            None if the converter computes values or splits a dim into two, or if the parameter shares a tensor with
+            another one.
         """
         if len(converted_together(self._model, name)) > 1:
             return None
         probed = (min(2, shape[0]), *shape[1:]) if is_stack else tuple(shape)
         parts = revert(self._model, name, torch.empty(probed, device="meta"))
-        # The key has the converted tensors' order and memory layout, so a cached result fits only a parameter that
-        # the converter treats like the probed one.
+        # The key has the converted tensors' order and memory layout, so a cached result fits only parameters that
+        # convert like the probed one.
         layout = tuple((_unnumbered(n), t.shape, t.stride(), t.storage_offset()) for n, t in parts.items())
         key = (converter, _unnumbered(name), tuple(shape), is_stack, layout)
         if key not in self._probed:

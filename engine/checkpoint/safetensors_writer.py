@@ -1,7 +1,7 @@
 """Write safetensors files tensor by tensor, so that only one has to be in memory.
 
-The format (https://huggingface.co/docs/safetensors) is: the length of a JSON header in eight bytes, the header with
-dtype, shape and offsets of each tensor, then the tensors.
+The format (https://huggingface.co/docs/safetensors): the length of a JSON header in eight bytes, the header, the
+tensors. The header has dtype, shape and offsets of each tensor.
 """
 
 import json

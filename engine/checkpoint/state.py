@@ -111,7 +111,7 @@ class Snapshot:
         with_base: bool = True,
         parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> "Snapshot":
-        """Take what ``contents`` names as it is now; tensors are not copied. Collective where the base is left out.
+        """Snapshot the parts that ``contents`` names, without copying tensors. Collective where the base is left out.
 
         Args:
             parameters: the model's, sharded, by name; by default what it has now, gathered while it computes.

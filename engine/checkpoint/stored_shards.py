@@ -2,7 +2,7 @@
 
 A rank writes what it holds to a file of its own. The file's header says where each shard lies in the whole tensor, in
 the format of torch's ``HuggingFaceStorageWriter``, whose reader takes these files. There is no ``.metadata``, which
-would be a pickle, and no plan of all ranks, which one of them would have to make: with 1,024 ranks that takes minutes.
+would be a pickle. There is no plan of all ranks, because one rank would make it: with 1,024 ranks that takes minutes.
 A whole tensor has as many elements as its shards together, so that what a rank allocates for it is what the files hold.
 """
 
@@ -43,7 +43,7 @@ __all__ = [
 
 SHARDS, HF, STATE = "dist_ckpt", "huggingface", "trainer_state.json"
 MODEL, OPTIMIZER = "model.", "optimizer."  # prefixes of names in SHARDS
-# Of the format (torch/distributed/checkpoint/_hf_utils.py): the metadata's keys, and that of a shard's place.
+# The format's keys of metadata and of a shard's offsets (torch/distributed/checkpoint/_hf_utils.py).
 _PLACES, _VERSION, _OFFSET = "DCP_SHARDING_INFO", {"DCP_VERSION": "1.0"}, "saved_offsets"
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -69,7 +69,7 @@ class StoredTensor:
 def first_held(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """Return the tensors whose shards a rank writes: of ranks with the same shard, the first.
 
-    Of tensors that several replicas hold, each replica writes as many.
+    Replicas share the writing: each writes an equal number of the tensors that all hold.
     """
     return {name: t for i, (name, t) in enumerate(tensors.items()) if is_first_holder(t, rank, replica=i)}
 
@@ -80,8 +80,8 @@ def shard_files(
     """Return the files that a rank writes, by their names: its range of each tensor, and the values, views.
 
     Args:
-        number: of the rank's file, from 1 to ``ranks``. A rank that holds two ranges of a tensor, gate and up that are
-            each sharded, writes the second to another file, because a safetensors file has one entry of a name.
+        number: of the rank's file, from 1 to ``ranks``. A rank with two ranges of a tensor (gate and up, each sharded)
+            writes the second to another file, because a safetensors file has unique names.
     """
     files: dict[str, dict[str, tuple[IndexRange, torch.Tensor]]] = {}
     for name, tensor in tensors.items():

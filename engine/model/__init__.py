@@ -1,1 +1,1 @@
-"""What is known of a Hugging Face model: how it is built without weights, its layers, its names in a checkpoint."""
+"""Facts of a Hugging Face model: its build without weights, its layers, its names in a checkpoint."""

@@ -1,6 +1,6 @@
-"""What is known of single families of models, by ``model_type`` or by class; all else here depends on no family.
+"""Facts of single families of models, by ``model_type`` or by class; all else here depends on no family.
 
-What a server makes of a family is in its ``layout.py`` (``rollout/``).
+A server's layout of a family is in the server's ``layout.py`` (``rollout/``).
 """
 
 __all__ = [

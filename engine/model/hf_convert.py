@@ -1,8 +1,8 @@
 """Run transformers' weight converters in reverse, one parameter at a time.
 
 Most tensors of a checkpoint come from one parameter. Some converters make several parameters at once, from tensors
-that they share or only count together: in ERNIE 4.5-VL text and vision experts are one list in a checkpoint, and two
-stacks in the model. Such parameters are *converted together*.
+that they share or only count together. ERNIE 4.5-VL has text and vision experts in one list of a checkpoint, and in two
+stacks of the model. Such parameters are *converted together*.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def revert(model: Any, name: str, values: torch.Tensor) -> dict[str, torch.Tenso
         values: the parameter's values, or those of some experts of a stack.
 
     Returns:
-        Views of ``values`` where the layouts allow it. Those of some experts have the names of the first experts.
+        Views of ``values`` where the layouts allow it. Some experts get the names of the first experts.
     """
     others = {n: torch.empty(s, device="meta") for n, s in _converted_with(model, name).items() if n != name}
     parts = revert_weight_conversion(model, {name: values, **others})

@@ -94,8 +94,8 @@ def as_checkpoint(
 
     Args:
         tensors: full tensors under their names in the model.
-        waiting: holds copies of tensors that are converted together with others which have not come yet; pass the same
-            dict to all calls that share a model's tensors.
+        waiting: copies of tensors that are converted together with later ones. Pass the same dict to all calls that
+            share a model's tensors.
 
     Returns:
         Views where the layouts allow it, e.g. one matrix per expert of a stack.

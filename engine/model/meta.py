@@ -171,8 +171,8 @@ def check_initialized(model: nn.Module, device: torch.device | str = "cpu") -> N
 def check_no_kernels(config: PretrainedConfig, path: str, setting: str = "--model") -> None:
     """Check that a config, as it was read from a file, asks for no code of the hub.
 
-    In transformers a file's ``_attn_implementation`` or ``_experts_implementation`` with a slash names a repository of
-    kernels, which is downloaded and imported, whatever ``trust_remote_code`` says; the file's wins over an argument.
+    A file's ``_attn_implementation`` or ``_experts_implementation`` with a slash names a repository of kernels.
+    transformers downloads and imports it, whatever ``trust_remote_code`` is. The file's value wins over an argument.
 
     Raises:
         SettingError: it does.

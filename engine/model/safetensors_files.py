@@ -1,9 +1,8 @@
 """Open safetensors files that anybody may have written: each fault is one error, with the file's name.
 
-safetensors itself compares the header with the file: it refuses headers over 100 MB, tensors that overlap, leave gaps
-or end outside of the file, and sizes that are not those of shape and dtype. So what is read has at most the file's
-size. Beyond that, a tensor that the header names twice is refused here (safetensors takes the last), and one whose
-shape or dtype torch does not have.
+safetensors itself compares the header with the file. It refuses headers over 100 MB, tensors that overlap, leave gaps
+or end outside of the file, and sizes that contradict shape and dtype. So a read has at most the file's size. A tensor
+that the header names twice (safetensors takes the last), or with a shape or dtype that torch lacks, is refused here.
 """
 
 import json

@@ -1,14 +1,13 @@
 """Keep vision towers in step: in a micro-batch either all ranks run the tower or none does.
 
 The tower is sharded too, so its forward and backward are collectives, and a rank whose samples have no image has to
-take part. It runs the tower on the smallest image possible and adds the output times zero to the input embeddings,
-which leaves them unchanged and makes the tower's gradient on this rank zero. The ranks find out once per batch, that is
-per optimizer step, whether any of them has images: if none has, no tower runs and its parameters have no gradient, as
-in one process.
+take part. It runs the tower on the smallest image possible and adds the output times zero to the input embeddings.
+They stay unchanged, and the tower's gradient on this rank is zero. Once per optimizer step the ranks agree whether any
+of them has images. If none has, no tower runs and its parameters have no gradient, as in one process.
 
-Nothing here depends on a family. It needs images that are rows of patches with a grid (``pixel_values``,
-``image_grid_thw``) and the method ``get_image_features``, which every transformers model with images has; the same for
-videos.
+Nothing here depends on a family. It needs images as rows of patches with a grid (``pixel_values``,
+``image_grid_thw``) and the method ``get_image_features``, which every transformers model with images has. Videos
+likewise.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -103,7 +102,7 @@ class VisionTowerSync:
 
         Args:
             inputs: the arguments of the model's forward. Position ids ``(1, T)`` become ``(4, 1, T)`` if the model has
-                several rows of positions: some such models separate packed sequences only by the first of four rows.
+                several rows of positions, because some models separate packed sequences only by the first of four.
         """
         self._missing = [kind for kind, width in self._widths.items() if width and inputs.get(kind) is None]
         inputs.pop("images_seqlens", None)  # verl counts FLOPs by it

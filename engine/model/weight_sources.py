@@ -71,7 +71,7 @@ def list_numbers(keys: Sequence[str]) -> list[int] | None:
 def match_sources(model: nn.Module, keys: Iterable[str]) -> dict[str, Source]:
     """Map each of a model's names, and each name that it does not have, to the checkpoint's tensors of that name.
 
-    Of tied weights the checkpoint may have any: what they are tied to is then made of that, as by ``from_pretrained``.
+    A checkpoint may have any one of tied weights; all of them load it, as in ``from_pretrained``.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]

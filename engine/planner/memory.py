@@ -14,7 +14,7 @@ computes with: of experts its own over ``ep``, gathered over ``ep_fsdp``. "Ahead
   last parameter's gradient.
 
 In backward there are also the gradients of the finished stages, and the saved tensors of the others. A unit on a single
-rank has FSDP's copies on a GPU. On a CPU it has no buffer: shards in its compute dtype are its weights, and its
+rank has FSDP's copies on a GPU. On a CPU it has no buffer: shards in its compute dtype are its weights. Its
 gradients are packed only with replicas or offloading (``fsdp/single_rank.py``). With ``keep_casts`` the cast weights of
 all such units stay at every point of forward and backward. Weights that are not freed after the forward stay until the
 backward, and are not gathered again. With several micro-batches all gradients exist from the second on. A tensor that

@@ -1,1 +1,1 @@
-"""Converts checkpoints: of a run for transformers, of verl's fsdp2 engine for this one, quantised ones to bfloat16."""
+"""Convert checkpoints: a run's to Hugging Face, verl's fsdp2 to this engine's, quantised ones to bfloat16."""

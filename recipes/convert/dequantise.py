@@ -1,10 +1,10 @@
-"""A quantised Hugging Face checkpoint as one in bfloat16, which can be trained.
+"""Convert a quantised Hugging Face checkpoint to bfloat16, which can be trained.
 
     python -m epfsdp2.recipes.dequantise gpt-oss-20b gpt-oss-20b-bf16
 
-Runs in one process without a GPU and holds one tensor at a time. Tensors that are not quantised are copied unchanged,
-and so are the folder's small files, tokenizer and generation config among them, and the config except for its entries
-about quantisation. ``quantised_weights.py`` has the formats.
+The conversion runs in one process without a GPU, with one tensor in memory at a time. Plain tensors are copied
+unchanged, like the folder's small files, tokenizer and generation config among them. The config loses its entries about
+quantisation. ``quantised_weights.py`` has the formats.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("checkpoint", type=Path, help="folder of the quantised checkpoint (hf download fetches one)")
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
-    parser.add_argument("--file-gigabytes", type=float, default=FILE_BYTES / 1e9, help="size of a file, at most")
+    parser.add_argument("--file-gigabytes", type=float, default=FILE_BYTES / 1e9, help="largest size of a file")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True, stderr=True)
     try:
@@ -57,13 +57,13 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tup
     """Write a quantised checkpoint to ``out`` in bfloat16.
 
     Returns:
-        The number of weights that were quantised; and what is not in ``out``: files that are no part of the checkpoint,
-        and scales of activations, with a star for each number in their names.
+        The number of weights that were quantised; and the names left out. These are other files of the folder, and
+        scales of activations, with a star for each number.
 
     Raises:
-        QuantisationError: it is not quantised, or in a way that is not known, or has a weight quantised and plain.
+        QuantisationError: it is not quantised, or in an unknown format, or has a weight both quantised and plain.
         SettingError: the checkpoint is not complete.
-        FileExistsError: ``out`` is there already.
+        FileExistsError: ``out`` exists.
     """
     files = open_checkpoint(checkpoint)
     check_files(files)
@@ -85,10 +85,10 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tup
 
 
 def _quantisation(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the config says of the quantisation.
+    """Return the ``quantization_config``.
 
     Raises:
-        QuantisationError: nothing, or a method that is not known.
+        QuantisationError: there is none, or its method is unknown.
     """
     found = quantisation_of(config)
     if found is None:
@@ -101,7 +101,7 @@ def _quantisation(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config, and those inside of it, without their quantisation and with bfloat16 as dtype."""
+    """Return a config, nested ones included, without quantisation and with bfloat16 as dtype."""
     plain: dict[str, Any] = {}
     for name, value in config.items():
         if name in ("dtype", "torch_dtype"):

@@ -1,12 +1,12 @@
-"""A checkpoint of a run as a Hugging Face model.
+"""Export a checkpoint of a run as a Hugging Face model.
 
     python -m epfsdp2.recipes.export checkpoints/global_step_100/actor my-model
 
-Runs in one process without a GPU and holds one of the model's tensors at a time. Names and layout are those of the
-family's own checkpoints, so transformers and vLLM load the result; the values are the trained ones, bit for bit.
-Config, generation config, tokenizer and custom code are those in the checkpoint's ``huggingface`` folder. Low-rank
-adapters are merged into the weights that they adapt. A checkpoint without the frozen weights (engine.save_frozen_base)
-takes them from the model that they were trained on, whose values are compared.
+The export runs in one process without a GPU, with one tensor in memory at a time. Names and layout match the family's
+own checkpoints, so transformers and vLLM load the result; the values are the trained ones, bit for bit. Config,
+generation config, tokenizer and custom code come from the checkpoint's ``huggingface`` folder. LoRA adapters are merged
+into their weights. If the checkpoint lacks the frozen weights (engine.save_frozen_base), they are read from the base
+model and compared by checksum.
 """
 
 import argparse
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("checkpoint", type=Path, help="folder of a role, e.g. .../global_step_100/actor")
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
-    parser.add_argument("--dtype", choices=_DTYPES, default="trained", help="what to store; trained: as it is")
-    parser.add_argument("--file-gigabytes", type=float, default=FILE_BYTES / 1e9, help="size of a file, at most")
-    parser.add_argument("--base", type=Path, help="folder of the model that adapters were trained on, if it has moved")
+    parser.add_argument("--dtype", choices=_DTYPES, default="trained", help="dtype to store; trained: unchanged")
+    parser.add_argument("--file-gigabytes", type=float, default=FILE_BYTES / 1e9, help="largest size of a file")
+    parser.add_argument("--base", type=Path, help="folder of the adapters' base model, if it has moved")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True, stderr=True)
     try:
@@ -71,12 +71,12 @@ def export(
     """Write the model of a checkpoint to ``out``.
 
     Args:
-        dtype: of floating-point tensors, but for those that the model's class keeps in float32; as trained by default.
-        base: folder of the model that adapters were trained on, where it is not where it was.
+        dtype: of floating-point tensors, except those that the model's class keeps in float32; None: as trained.
+        base: folder of the adapters' base model; None for the folder that the run used.
 
     Raises:
-        CheckpointError: the checkpoint is not complete, or holds no model, or the base's values are others.
-        FileExistsError: ``out`` is there already.
+        CheckpointError: the checkpoint is not complete or holds no model, or the base model's values differ.
+        FileExistsError: ``out`` exists.
     """
     verify_files(checkpoint)
     if out.exists():
@@ -105,7 +105,7 @@ def export(
 
 
 def _frozen_base(checkpoint: Path, model: nn.Module, folder: Path | None) -> Base:
-    """Return what reads the frozen weights, from the model's own checkpoint, and compares them with the run's."""
+    """Return a reader of the frozen weights from the base model's checkpoint, which compares checksums."""
     saved = json.loads((checkpoint / BASE).read_text())
     path = Path(saved["model"]) if folder is None else folder
     if not path.is_dir():

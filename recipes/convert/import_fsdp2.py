@@ -1,14 +1,14 @@
-"""A checkpoint of verl's own fsdp2 engine as one of this engine, to train on from it with expert parallelism.
+"""Convert a checkpoint of verl's own fsdp2 engine to this engine's format, to resume with expert parallelism.
 
     python -m epfsdp2.recipes.import_fsdp2 before/global_step_100/actor after/global_step_100/actor
 
-Weights, optimizer state, schedule and torch's random state are taken over, bit for bit. What verl wrote are pickles,
-and only torch's restricted unpickler reads them: nothing in them is run. The import takes one process without a GPU,
-and has one whole tensor in memory at a time. verl's checkpoint has its tokenizer as transformers writes it, and no
-generation config that transformers finds invalid; ``--base`` copies these files from the model that was trained.
+Weights, optimizer state, schedule and torch's random state are converted bit for bit. verl's files are pickles; torch's
+restricted unpickler reads them, so no code in them is run. The import needs one process without a GPU, and has one
+whole tensor in memory at a time. verl saves the tokenizer as transformers writes it, and omits a generation config that
+transformers calls invalid; ``--base`` copies these files from the base model.
 
-To resume with ``trainer.resume_mode=auto``, ``after/latest_checkpointed_iteration.txt`` has to say ``100``. The place
-in the data, ``global_step_100/data.pt``, is verl's own for every engine and can be copied.
+For ``trainer.resume_mode=auto``, ``after/latest_checkpointed_iteration.txt`` has to contain ``100``. The position in
+the data, ``global_step_100/data.pt``, has the same format for every engine and can be copied.
 """
 
 import argparse
@@ -46,8 +46,8 @@ from ...engine.topology.dtensor import checkpoint_tensors
 __all__ = ["import_fsdp2", "main"]
 
 _CONFIG = "fsdp_config.json"
-_KINDS = ("model", "optim", "extra_state")  # what verl's files of a rank begin with
-# Of numpy's random state, which lies beside torch's; numpy 1 has another path for the first.
+_KINDS = ("model", "optim", "extra_state")  # prefixes of verl's files of a rank
+# Globals in numpy's random state, which is saved beside torch's; numpy 1 has another path for the first.
 _RECONSTRUCT = np.zeros(0).__reduce__()[0]
 _NUMPY: list[Any] = [
     (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
@@ -62,14 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m epfsdp2.recipes.import_fsdp2",
         description="Write a checkpoint of verl's fsdp2 engine as one of epfsdp2, to resume from.",
-        epilog="trainer.resume_mode=auto takes the step that latest_checkpointed_iteration.txt, beside the folders "
-        "global_step_<n>, says.",
+        epilog="trainer.resume_mode=auto resumes from the step in latest_checkpointed_iteration.txt, beside the "
+        "folders global_step_<n>.",
     )
     parser.add_argument("checkpoint", type=Path, help="folder of a role, e.g. .../global_step_100/actor")
     parser.add_argument("out", type=Path, help="folder to write, e.g. .../global_step_100/actor; must not exist")
-    parser.add_argument("--step", type=int, help="the trainer's step; by default that of the folder's global_step_<n>")
-    parser.add_argument("--optimizer", help="class of the optimizer; files of Adam and AdamW tell it themselves")
-    parser.add_argument("--base", type=Path, help="folder of model.path, for tokenizer and generation config as there")
+    parser.add_argument("--step", type=int, help="the trainer's step; default: n of the folder global_step_<n>")
+    parser.add_argument("--optimizer", help="class of the optimizer; not needed for Adam and AdamW")
+    parser.add_argument("--base", type=Path, help="folder of model.path, to copy tokenizer and generation config from")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True, stderr=True)
     try:
@@ -86,21 +86,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def import_fsdp2(
     checkpoint: Path, out: Path, step: int | None = None, optimizer: str | None = None, base: Path | None = None
 ) -> list[str]:
-    """Write verl's checkpoint of a role to ``out``, whole or not at all.
+    """Convert verl's checkpoint of a role to ``out``, atomically.
 
     Args:
-        step: the trainer's; None for that of the folders' names.
-        optimizer: name of the class whose state it is; None if it is Adam or AdamW, whose files say so.
-        base: folder of the model that was trained, whose small files replace those that verl wrote.
+        step: the trainer's step; None to parse it from the folders' names.
+        optimizer: class name of the optimizer; None for Adam or AdamW, which the files identify.
+        base: folder of the base model, whose small files replace verl's.
 
     Returns:
-        What the checkpoint was saved without, and ``out`` is without then.
+        Contents that the checkpoint was saved without, so ``out`` lacks them too.
 
     Raises:
-        CheckpointError: it is no complete checkpoint of fsdp2, files are damaged or hold what is not to be run, or its
-            tensors are not those of the model that its ``huggingface`` folder describes.
-        FileExistsError: ``out`` is there already.
-        ValueError: no step is given, or the model is none that this engine shards.
+        CheckpointError: it is no complete checkpoint of fsdp2, or files are damaged or contain code, or tensors don't
+            fit the model in its ``huggingface`` folder.
+        FileExistsError: ``out`` exists.
+        ValueError: the step is unknown, or this engine does not support the model.
     """
     if out.exists():
         raise FileExistsError(f"{out} is there already.")
@@ -143,7 +143,7 @@ def import_fsdp2(
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in the pieces that ranks hold, in the order in which they are joined along ``dim``."""
+    """A tensor as the ranks' pieces, in order along ``dim``."""
 
     pieces: Sequence[torch.Tensor]
     dim: int
@@ -158,10 +158,10 @@ class _Stored:
 
 
 def _rank_files(checkpoint: Path) -> dict[str, list[Path]]:
-    """Return the files of what was saved, by kind, in the order of ranks.
+    """Return the checkpoint's files by kind, in the order of ranks.
 
     Raises:
-        CheckpointError: some are missing, or they are not of fsdp2.
+        CheckpointError: files are missing, or were not written by fsdp2.
     """
     path = checkpoint / _CONFIG
     if not path.is_file():
@@ -198,10 +198,10 @@ def _global_step(*folders: Path) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a state dict of ``torch.save``; its tensors stay in the file until they are used.
+    """Load a state dict of ``torch.save``; its tensors are memory-mapped.
 
     Raises:
-        CheckpointError: the file is damaged, or holds anything but tensors and plain values.
+        CheckpointError: the file is damaged, or contains more than tensors and plain values.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -225,7 +225,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_word_of_groups() -> Iterator[None]:
-    """Suppress torch's warning for each file that there are no process groups, which nothing here needs."""
+    """Suppress torch's warning per file that there is no process group; none is needed."""
     logger = logging.getLogger("torch.distributed.device_mesh")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -238,10 +238,10 @@ def _without_word_of_groups() -> Iterator[None]:
 def _model(
     checkpoint: Path, files: Sequence[Path], of_ranks: Sequence[Mapping[str, Any]], model: nn.Module
 ) -> Iterator[tuple[str, _Stored]]:
-    """Return the model's tensors by name, a tied one once.
+    """Return the stored tensors by the model's names; tied parameters appear once.
 
     Raises:
-        CheckpointError: they are not the model's.
+        CheckpointError: names, shapes or tied values don't fit the model.
     """
     if adapters := [name for name in of_ranks[0] if "lora_" in name]:
         raise CheckpointError(f"{files[0]} holds LoRA adapters, which have other names here: {listed(adapters)}.")
@@ -267,13 +267,13 @@ def _optimizer(
     order: Sequence[str],
     algorithm: str | None,
 ) -> tuple[list[dict[str, Any]], dict[str, _Stored]]:
-    """Return the groups as ``MultiOptimizer.state_dict`` has them, and the state as ``<parameter>.<key>``.
+    """Return groups in the format of ``MultiOptimizer.state_dict``, and state by ``<parameter>.<key>``.
 
     Args:
-        order: the parameters as verl's model has them one after the other, which its optimizer numbers.
+        order: parameters in the order of verl's model; the optimizer's state refers to them by number.
 
     Raises:
-        CheckpointError: the state is of other parameters than the model's.
+        CheckpointError: the state does not fit the model's parameters.
     """
     groups = _entry(files[0], of_ranks[0], "param_groups")
     parameters = dict(model.named_parameters())
@@ -294,7 +294,7 @@ def _optimizer(
         for path, state in zip(files, of_ranks, strict=True)
     ]
     moments = _joined(files, flat)
-    # But for numbers, such as the count of steps, state has an entry per element.
+    # Every state except scalars, such as the step count, has the parameter's shape.
     per_element = {name: moment for name, moment in moments.items() if moment.shape}
     pairs = {name: (moment, parameters[name.rpartition(".")[0]]) for name, moment in per_element.items()}
     _raise_for(checkpoint, files, _misshapen(pairs))
@@ -303,24 +303,24 @@ def _optimizer(
 
 
 def _algorithm(path: Path, options: Mapping[str, Any]) -> str:
-    """Tell Adam's groups from AdamW's; both have these two options, and no other optimizer of torch has."""
+    """Return Adam or AdamW: no other optimizer of torch has both of these options."""
     if not {"amsgrad", "decoupled_weight_decay"} <= options.keys():
         raise CheckpointError(f"{path} does not say whose state it is: give the optimizer's class as --optimizer.")
     return "AdamW" if options["decoupled_weight_decay"] else "Adam"
 
 
 def _parts(model: nn.Module) -> dict[str, list[str]]:
-    """Return the parameters' names of each optimizer that ``build_multi_optimizer`` makes."""
+    """Return the parameters' names by optimizer of ``build_multi_optimizer``."""
     experts = {f"{info.fqn}.{name}" for info in find_experts(model) for name in info.ep_dims}
     names = [name for name, _ in model.named_parameters()]
     return {"dense": [n for n in names if n not in experts], "experts": [n for n in names if n in experts]}
 
 
 def _joined(files: Sequence[Path], of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, _Stored]:
-    """Join the tensors that the ranks hold in pieces.
+    """Return each tensor with the pieces of all ranks.
 
     Raises:
-        CheckpointError: the ranks' files do not fit together.
+        CheckpointError: the ranks' files don't fit together.
     """
     for path, state in zip(files, of_ranks, strict=True):
         if state.keys() != of_ranks[0].keys():
@@ -336,7 +336,7 @@ def _stored(files: Sequence[Path], name: str, of_ranks: Sequence[Any]) -> _Store
     first = of_ranks[0]
     if any(type(tensor) is not type(first) or not isinstance(tensor, torch.Tensor) for tensor in of_ranks):
         raise CheckpointError(f"{name} is no tensor in some of {files[0].name} to {files[-1].name}.")
-    if not isinstance(first, DTensor):  # a buffer or a count of steps, which every rank has
+    if not isinstance(first, DTensor):  # a buffer or a step count, replicated
         for path, tensor in zip(files, of_ranks, strict=True):
             if not torch.equal(tensor, first):
                 raise CheckpointError(f"{name} in {path} is another one than in {files[0].name}.")
@@ -347,7 +347,7 @@ def _stored(files: Sequence[Path], name: str, of_ranks: Sequence[Any]) -> _Store
     dim, shape = placement.dim, tuple(first.shape)
     pieces = [tensor.to_local().detach() for tensor in of_ranks]
     held = sum(piece.shape[dim] for piece in pieces)
-    copies = max(held // shape[dim], 1) if replicated else 1  # verl counts ranks replica by replica
+    copies = max(held // shape[dim], 1) if replicated else 1  # verl numbers ranks replica by replica
     pieces = pieces[: len(pieces) // copies]
     if held != copies * shape[dim] or sum(piece.shape[dim] for piece in pieces) != shape[dim]:
         raise CheckpointError(f"{name} is {shape}, the pieces in {files[0].name} to {files[-1].name} are not.")
@@ -377,6 +377,6 @@ def _entry(path: Path, state: Mapping[str, Any], key: str) -> Any:
 
 
 def _random_state(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return torch's random state of a rank, of the CPU and of its device, under the device's name in verl's files."""
+    """Return a rank's random state of CPU and device; verl's files have the latter under the device's name."""
     device = [state for name, state in saved.items() if name not in ("cpu", "numpy", "random")]
     return {"cpu": saved["cpu"], **({"device": device[0]} if device else {})}

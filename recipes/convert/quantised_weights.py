@@ -1,6 +1,6 @@
-"""Weights of quantised checkpoints: how they are stored, and their values.
+"""Find and dequantise the weights of quantised checkpoints.
 
-A format is recognised by the tensors that belong to a weight:
+A weight's format is recognised by its tensors:
 
 | format | stored as |
 |---|---|
@@ -26,9 +26,9 @@ from ...engine.errors import listed
 __all__ = ["OF_ACTIVATIONS", "QuantisationError", "QuantisedWeight", "find_quantised", "unpack_fp4", "unpack_int32"]
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-_CHUNK = 1 << 24  # elements that are computed together, in float32
+_CHUNK = 1 << 24  # elements in float32 at once
 _ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
-# What a weight's own name ends with -> the endings of its scales, and of a scale of the whole tensor.
+# Ending of a weight's values -> endings of its scales, and of the scale of the whole tensor.
 _SCALES = {
     "weight": (("weight_scale_inv", "weight_scale", "scale"), ("weight_scale_2",)),
     "weight_packed": (("weight_scale",), ("weight_global_scale",)),
@@ -40,7 +40,7 @@ _UNKNOWN = re.compile(r"(^|\.)(weight_zero_point|weight_g_idx|qweight|qzeros)$")
 
 
 class QuantisationError(ValueError):
-    """A checkpoint's weights are stored in a way that is not known, or its tensors do not fit together."""
+    """A checkpoint's format is unknown, or its tensors do not fit together."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class QuantisedWeight:
     """A weight as a quantised checkpoint stores it.
 
     Args:
-        name: of the weight in a checkpoint that is not quantised.
-        shape: of the weight.
-        values, scales: keys of what is stored.
+        name: of the weight in a plain checkpoint.
+        shape: of the dequantised weight.
+        values, scales: keys of the stored tensors.
         global_scale: key of the scale of the whole tensor; None without one.
         block: ``(rows, columns)`` that share a scale.
-        bits: of a value that is packed with others, 4 for FP4 and INT4; 0 if values are not packed.
+        bits: of a packed value, 4 for FP4 and INT4; 0 for values that are not packed.
     """
 
     name: str
@@ -65,13 +65,13 @@ class QuantisedWeight:
     bits: int = 0
 
     def dequantised(self, files: CheckpointFiles, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values as ``dtype``, rounded once from float32; only this tensor is held."""
+        """Return the values in ``dtype``, rounded once from float32; the computation runs in chunks."""
         scales = _as_float(files.read(self.scales))
         if scales.dim() == 1:
             scales = scales.unsqueeze(-1)
         if self.global_scale is not None:
             whole = files.read(self.global_scale).float()
-            # compressed-tensors stores the factor that the scales were multiplied by, ModelOpt its inverse.
+            # compressed-tensors stores the factor that scales were multiplied by, ModelOpt its inverse.
             scales = scales / whole if self.global_scale.endswith("weight_global_scale") else scales * whole
         found = torch.empty(self.shape, dtype=dtype)
         is_transposed = self.values.endswith("_blocks")
@@ -106,13 +106,13 @@ class QuantisedWeight:
 
 
 def find_quantised(files: CheckpointFiles, config: Mapping[str, Any]) -> tuple[list[QuantisedWeight], set[str]]:
-    """Return the quantised weights of a checkpoint, and the keys of scales, which a plain one lacks.
+    """Return the quantised weights of a checkpoint, and the keys of scales, which a plain checkpoint lacks.
 
     Args:
         config: the checkpoint's ``quantization_config``.
 
     Raises:
-        QuantisationError: weights are quantised in a way that is not known, or lack their scales.
+        QuantisationError: the format is unknown, or weights lack their scales.
     """
     keys = files.file_of.keys()
     unknown = sorted(key for key in keys if _UNKNOWN.search(key))
@@ -137,7 +137,7 @@ def find_quantised(files: CheckpointFiles, config: Mapping[str, Any]) -> tuple[l
 
 
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of E2M1 numbers, of which a byte has two, the first in its lower half.
+    """Return the float32 values of E2M1 numbers, packed two to a byte, the first in the low half.
 
     Args:
         packed: one-byte integers ``[..., N]``; the result is ``[..., 2 N]``.
@@ -147,7 +147,7 @@ def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """Return the signed integers of ``bits`` bits that 32-bit integers hold, the first in the lowest bits.
+    """Return the signed ``bits``-bit integers packed in 32-bit integers, the first in the lowest bits.
 
     Args:
         packed: int32 ``[..., N]``; the result is int32 ``[..., columns]``.
@@ -220,7 +220,7 @@ def _is_quantised(key: str, files: CheckpointFiles) -> bool:
 
 
 def _as_float(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales in float32; bytes are exponents of two, with a bias of 127 (E8M0)."""
+    """Return scales in float32; uint8 scales are exponents of two with a bias of 127 (E8M0)."""
     return scales.view(torch.float8_e8m0fnu).float() if scales.dtype == torch.uint8 else scales.float()
 
 

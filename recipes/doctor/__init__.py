@@ -1,1 +1,1 @@
-"""Checks on a cluster that collectives, kernels, memory and disks work there, and measures what the plan needs."""
+"""Check collectives, kernels, memory and disks of a cluster, and measure the rates that the plan needs."""

@@ -1,4 +1,4 @@
-"""The parts of a check: the ranks that take part, what each measures, and the rows that this becomes."""
+"""The parts of a check: its ranks, their measurements, and the rows of the table."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from ...engine.errors import first_of
 __all__ = ["NEEDS_A_GPU", "Check", "Ranks", "Row", "rate_row", "verdict_of"]
 
 NEEDS_A_GPU = "needs a GPU for each rank"
-_BEHIND = 0.85  # of the median: a rank below it is named
+_BEHIND = 0.85  # of the median; slower ranks are named
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Row:
     """A line of the table.
 
     Args:
-        wanted: the condition that the value is compared with; empty where there is none.
-        verdict: ``wrong`` is a failure; ``low`` is a rate or an amount below what such machines reach; empty where
-            nothing is wanted.
-        settings: for the command line of a run, each with its reason in parentheses.
+        wanted: condition that the value is compared with; '' for none.
+        verdict: ``wrong`` is a failure; ``low`` is a rate or an amount below the usual of such machines; '' without a
+            condition.
+        settings: overrides for a run, each with its reason in parentheses.
         cluster: fields of ``recipes/plan/roofline.py``'s ``Cluster``, in its units.
     """
 
@@ -45,9 +45,9 @@ class Ranks:
     Args:
         per_node: ranks of each node.
         device: ``cuda`` or ``cpu``.
-        shares_gpu: ranks of a node share a GPU: gloo joins them, and no rate of a GPU is measured.
-        folder: on the disk that checkpoints are written to.
-        note: says what this rank does next, for the report of one that hangs.
+        shares_gpu: whether ranks of a node share a GPU; then the backend is gloo, and no GPU rates are measured.
+        folder: on the disk for checkpoints.
+        note: records this rank's next operation, for the report if it hangs.
     """
 
     rank: int
@@ -64,17 +64,17 @@ class Ranks:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether each rank has a GPU of its own, so that rates are a GPU's."""
+        """Whether each rank has a GPU of its own, so that measured rates are a GPU's."""
         return self.device == "cuda" and not self.shares_gpu
 
     @cached_property
     def inside(self) -> dist.ProcessGroup:
-        """The ranks of this node, as a group of its own, as ``ep`` has one; collective at its first use."""
+        """The group of this node's ranks, like an ``ep`` group; collective at its first use."""
         return dist.new_subgroups_by_enumeration(torch.arange(self.world).view(-1, self.per_node).tolist())[0]
 
     @cached_property
     def between(self) -> dist.ProcessGroup:
-        """The ranks with this one's place on each node; collective at its first use."""
+        """The group of the ranks with this local rank on each node; collective at its first use."""
         return dist.new_subgroups_by_enumeration(torch.arange(self.world).view(-1, self.per_node).T.tolist())[0]
 
     def synchronize(self) -> None:
@@ -82,7 +82,7 @@ class Ranks:
             torch.cuda.synchronize()
 
     def seconds_of(self, call: Callable[[], object]) -> float:
-        """Return the mean time of several calls, after some that compile, connect and choose."""
+        """Return the mean seconds of several calls, after warm-up (compilation, connections, autotuning)."""
         for _ in range(3 if self.has_gpus else 1):
             call()
         self.synchronize()
@@ -96,12 +96,12 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Check:
-    """One entry of the doctor's list.
+    """A check of the doctor.
 
     Args:
-        seconds: limit, on every rank.
-        measure: runs on every rank; collective. Returns what ``json`` writes.
-        judge: makes rows of what all ranks measured, on rank 0.
+        seconds: time limit on every rank.
+        measure: runs on every rank; collective. The result has to be JSON-serialisable.
+        judge: turns the measurements of all ranks into rows, on rank 0.
     """
 
     seconds: float
@@ -112,11 +112,11 @@ class Check:
 def rate_row(
     what: str, rates: Sequence[float], unit: str, wanted: float | None = None, field_of_cluster: str | None = None
 ) -> Row:
-    """Make a row of the ranks' rates, of which the lowest counts; it names those that are far below the median.
+    """Return a row with the lowest of the ranks' rates, and the ranks that are far below the median.
 
     Args:
-        wanted: the least rate that is right; None where nothing is known of such hardware.
-        field_of_cluster: takes the lowest rate.
+        wanted: smallest right rate; None for unknown hardware.
+        field_of_cluster: field of ``Cluster`` that the lowest rate goes to.
     """
     lowest, middle = min(rates), sorted(rates)[len(rates) // 2]
     behind = [str(rank) for rank, rate in enumerate(rates) if rate < _BEHIND * middle]
@@ -127,10 +127,10 @@ def rate_row(
 
 
 def _short(value: float) -> str:
-    """Format with three digits that count, and without an exponent where there are up to six."""
+    """Format with three significant digits, without an exponent below a million."""
     return f"{float(f'{value:.3g}'):g}"
 
 
 def verdict_of(value: float, wanted: float | None) -> Literal["right", "low", ""]:
-    """Compare an amount with the least that is wanted; None where nothing is."""
+    """Compare an amount with the smallest right one; None for no condition."""
     return "" if wanted is None else "right" if value >= wanted else "low"

@@ -1,4 +1,4 @@
-"""Check what this engine will do on a cluster, with a limit on everything.
+"""Check a cluster for this engine, with a time limit on every check.
 
     torchrun --nproc-per-node 8 -m epfsdp2.recipes.doctor --out machine.json
 
@@ -44,11 +44,11 @@ CHECKS = {
     "experts": Check(120.0, measure_experts, judge_experts),
     "receiver": Check(90.0, measure_receiver, judge_receiver),
 }
-"""By name, in the order in which they run. On GPUs gradients and experts compile kernels first."""
+"""By name, in the order of execution. On GPUs, gradients and experts compile kernels first."""
 _WIDTH = 118
-_START_SECONDS = 60.0  # for all ranks to come, and to have found each other
+_START_SECONDS = 60.0  # for all ranks to start and to connect
 _LEAVE_SECONDS = 20.0
-_COLLECTIVE_SECONDS = 600.0  # of the group: the watch comes first
+_COLLECTIVE_SECONDS = 600.0  # time-out of the group; longer than any check, so the watch acts first
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -59,11 +59,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=list(CHECKS), metavar="CHECK", help=f"of {', '.join(CHECKS)}")
-    add("--folder", type=Path, default=Path("."), help="on the disk of checkpoints, which is written to and read from")
-    add("--limit", type=float, default=1.0, help="factor of the time limits")
-    add("--out", type=Path, metavar="FILE", help="write what recipes.plan reads by --machine FILE")
-    add("--ray", action="store_true", help="start the ranks in the Ray cluster of this machine, one for each GPU")
-    add("--ranks", type=int, default=0, help="with --ray: ranks on CPUs instead")
+    add(
+        "--folder",
+        type=Path,
+        default=Path("."),
+        help="folder on the disk for checkpoints; the check writes and reads a file there",
+    )
+    add("--limit", type=float, default=1.0, help="factor on all time limits")
+    add("--out", type=Path, metavar="FILE", help="write the figures for recipes.plan --machine FILE")
+    add("--ray", action="store_true", help="start a rank on each GPU of this machine's Ray cluster")
+    add("--ranks", type=int, default=0, help="with --ray: this many ranks, on CPUs")
     options = parser.parse_args(arguments)
     if options.limit <= 0:
         parser.error(f"--limit is {options.limit}; it has to be positive")
@@ -71,12 +76,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this rank's part, or with ``--ray`` all; return 0 where nothing was wrong, else 1."""
+    """Run this rank, or with ``--ray`` all; return 0 if nothing is wrong, 1 if something is, 2 for a wrong setting."""
     options = parse(arguments)
     if options.ray:
         return _run_on_ray(options)
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
-        os.environ.setdefault(name, str(value))  # of one rank, where nobody launched several
+        os.environ.setdefault(name, str(value))  # a single rank, if started without a launcher
     warnings.filterwarnings("ignore", category=FutureWarning)
     disable_progress_bar()
     rows: list[Row] = []
@@ -90,14 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks = _start(options, watch, store, rank, world)
         for name in options.only or CHECKS:
             rows += _run(name, CHECKS[name], options.limit, ranks, watch)
-        if rank == 0:  # before others end, which ends this rank where torchrun finds that they failed
+        if rank == 0:  # now, because torchrun kills this rank as soon as another one fails
             report(rows, world, options.out)
         watch.begin("end", options.limit * _START_SECONDS)
         is_wrong = watch.meet(None, lambda _: any(row.verdict == "wrong" for row in rows))
         dist.destroy_process_group()
         watch.end()
     store.set(f"left/{rank}", "")
-    if rank == 0:  # which may have the store that the others read
+    if rank == 0:  # it may host the store, which the others still read
         store.wait([f"left/{rank}" for rank in range(world)], timedelta(seconds=_LEAVE_SECONDS))
     return int(is_wrong)
 
@@ -114,7 +119,7 @@ def _run_on_ray(options: argparse.Namespace) -> int:
 
 
 def _start(options: argparse.Namespace, watch: Watch, store: dist.Store, rank: int, world: int) -> Ranks:
-    """Find the other ranks and join them; collective."""
+    """Choose device and backend, and initialize the process group; collective."""
     watch.begin("start", options.limit * _START_SECONDS)
     place, per_node = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device, gpu = "cpu", ""
@@ -139,7 +144,7 @@ def _start(options: argparse.Namespace, watch: Watch, store: dist.Store, rank: i
 
 
 def _run(name: str, check: Check, limit: float, ranks: Ranks, watch: Watch) -> list[Row]:
-    """Run a check and return its rows on rank 0; collective. Ranks that raise give a row, and all go on."""
+    """Run a check and return its rows on rank 0; collective. An exception becomes a row, and the checks continue."""
     watch.begin(name, limit * check.seconds)
     done: dict[str, Any] = {}
     try:
@@ -163,7 +168,7 @@ def _run(name: str, check: Check, limit: float, ranks: Ranks, watch: Watch) -> l
 
 
 def report(rows: Sequence[Row], world: int, out: Path | None) -> None:
-    """Print the table and the settings; write the machine to ``out``."""
+    """Print the table and the settings; write the cluster's figures to ``out``."""
     console = Console(highlight=False, width=_WIDTH)
     table = Table("what", "measured", "wanted", "", box=None, pad_edge=False)
     styles = {"right": "green", "low": "yellow", "wrong": "red"}

@@ -1,4 +1,4 @@
-"""The versions that are installed, a GPU's and a node's memory, and the disk."""
+"""Check installed versions, memory of GPU and node, and the disk."""
 
 import os
 import platform
@@ -19,9 +19,9 @@ __all__ = ["judge_disk", "judge_memory", "judge_versions", "measure_disk", "meas
 _PACKAGES = ("torch", "transformers", "triton", "verl", "ray", "vllm", "sglang")
 _GIB = 1 << 30
 _FREE = 0.9  # of a GPU's memory
-_PINNED = 10.0  # GB/s between pinned memory and a GPU: half of what PCIe 4.0 reaches
-_DISK = 0.5  # GB/s of a node
-_CHECKPOINT = 366  # GB of Qwen3-30B-A3B with AdamW's states in float32
+_PINNED = 10.0  # GB/s between pinned memory and a GPU: half of PCIe 4.0's rate
+_DISK = 0.5  # GB/s per node
+_CHECKPOINT = 366  # GB: Qwen3-30B-A3B with AdamW's states, float32
 
 
 def measure_versions(ranks: Ranks) -> dict[str, str]:
@@ -51,7 +51,7 @@ def judge_versions(found: list[dict[str, str]], ranks: Ranks) -> Iterator[Row]:
 
 
 def measure_memory(ranks: Ranks) -> dict[str, float]:
-    """Return GiB of host memory and of a GPU's, and GB/s between it and pinned memory, all ranks at once."""
+    """Return GiB of host and GPU memory, and GB/s between GPU and pinned memory; all ranks copy at once."""
     shared = os.statvfs("/dev/shm")
     found = {
         "host": psutil.virtual_memory().available / _GIB,
@@ -84,7 +84,7 @@ def judge_memory(found: list[dict[str, float]], ranks: Ranks) -> Iterator[Row]:
 
 
 def measure_disk(ranks: Ranks) -> dict[str, float]:
-    """Return GB/s of writing a file until it is on the disk, and of reading it back, on one rank of each node."""
+    """Return GB/s of writing a file (with fsync) and of reading it back, on one rank of each node."""
     if ranks.rank % ranks.per_node:
         return {}
     nbytes = _GIB if ranks.has_gpus else 1 << 25
@@ -97,7 +97,7 @@ def measure_disk(ranks: Ranks) -> dict[str, float]:
             os.fsync(file.fileno())
             written = time.perf_counter() - began
         with path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else it is read from memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # or the page cache serves the read
             began = time.perf_counter()
             while file.read(len(data)):
                 pass

@@ -1,4 +1,4 @@
-"""Rates of collectives within a node and between nodes, beside the rates of the hardware."""
+"""Measure collectives within a node and between nodes, and compare them with the hardware's rates."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,13 +12,13 @@ from .check import Ranks, Row, rate_row
 
 __all__ = ["Card", "card_of", "judge_links", "measure_links", "network_rate"]
 
-_SHARE = 0.6  # of the links' rate, which large messages should reach
+_SHARE = 0.6  # of the links' rate; large messages should reach it
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
 class Card:
-    """Published rates of a GPU: GB/s to its node in a direction, TFLOP/s of bfloat16 products, GB/s of its memory."""
+    """Published rates of a GPU: GB/s to its node in one direction, bfloat16 TFLOP/s, GB/s of its memory."""
 
     links: float
     tflops: float
@@ -34,13 +34,13 @@ _CARDS = {
 
 
 def card_of(device: str) -> Card | None:
-    """Return the published rates of this rank's GPU; None where they are not known here."""
+    """Return the published rates of this rank's GPU; None for an unknown one."""
     name = torch.cuda.get_device_name() if device == "cuda" else ""
     return next((card for known, card in _CARDS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 def network_rate(folder: Path = _INFINIBAND) -> float:
-    """Return the GB/s of this node's active InfiniBand and RoCE ports together, as the kernel has them; 0 for none."""
+    """Return the total GB/s of this node's active InfiniBand and RoCE ports, from sysfs; 0 without any."""
     gigabits = 0.0
     for port in folder.glob("*/ports/*"):
         if "ACTIVE" in (port / "state").read_text():
@@ -49,7 +49,7 @@ def network_rate(folder: Path = _INFINIBAND) -> float:
 
 
 def measure_links(ranks: Ranks) -> dict[str, float]:
-    """Return the GB/s that this rank receives from others in each collective; all ranks are at it together."""
+    """Return the GB/s that this rank receives from others in each collective; all groups run it at once."""
     elements = 1 << (27 if ranks.has_gpus else 18)  # 256 MiB in bfloat16
     rates = {}
     for where, size in (("inside", ranks.per_node), ("between", ranks.nodes)):

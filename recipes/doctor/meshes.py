@@ -1,4 +1,4 @@
-"""Gradients of a small model on every mesh of these ranks beside one process's, and its weights in a sync."""
+"""Compare a small model's gradients on every mesh with one process's, and its weights after a sync."""
 
 import tempfile
 from collections.abc import Iterator
@@ -25,15 +25,15 @@ from .check import Ranks, Row, verdict_of
 
 __all__ = ["judge_gradients", "judge_sync", "measure_gradients", "measure_sync", "topologies"]
 
-_RELATIVE = 1e-5  # of a gradient in float32
-_MOST_MESHES = 12  # each with up to four communicators, which keep memory of a GPU
-_TOKENS = 16  # of a sequence
-_QWEN3_30B = 435  # parameters that a worker of Qwen3-30B-A3B is sent (benchmarks/results/scale.md)
-_MILLISECONDS = 0.5  # of a parameter in a sync; a core of a server takes 0.12
+_RELATIVE = 1e-5  # largest relative error of a float32 gradient
+_MOST_MESHES = 12  # each creates up to four communicators, which hold GPU memory
+_TOKENS = 16  # per sequence
+_QWEN3_30B = 435  # parameters that a worker of Qwen3-30B-A3B receives (benchmarks/results/scale.md)
+_MILLISECONDS = 0.5  # per parameter in a sync; a server's core needs 0.12
 
 
 def topologies(world: int) -> list[Topology]:
-    """Return meshes with every ``ep``, then with two replicas too, then with ``etp`` of 2; at most 12."""
+    """Return meshes with every ``ep``: plain, with two replicas, with ``etp`` = 2, with both; at most 12."""
     found = [
         Topology.arrange(world, ep, world // replicas, etp)
         for etp, replicas in ((1, 1), (1, 2), (2, 1), (2, 2))
@@ -45,7 +45,7 @@ def topologies(world: int) -> list[Topology]:
 
 
 def _save_model(folder: Path, world: int, layers: int) -> nn.Module:
-    """Save a Qwen3-MoE with a number of experts that ``world`` divides; return it as transformers computes it."""
+    """Save a Qwen3-MoE whose number of experts ``world`` divides; return transformers' own model of it."""
     experts = world * -(-8 // world)
     sizes = {"num_experts": experts, "moe_intermediate_size": 32, "num_hidden_layers": layers}
     build_model(build_tokenizer(), seed=0, **sizes).save_pretrained(folder)
@@ -69,9 +69,9 @@ def _loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def measure_gradients(ranks: Ranks) -> dict[str, float]:
-    """Return by mesh the largest relative error of this rank's shards of gradients, and of the gradient norm."""
+    """Return, by mesh, the largest relative error of this rank's gradient shards and of the gradient norm."""
     ids = torch.randint(32, (2 * ranks.world, _TOKENS), generator=torch.Generator().manual_seed(1)).to(ranks.device)
-    ids[:2] = 1  # all tokens of rank 0 take the same experts, so that others get none of them
+    ids[:2] = 1  # all tokens of rank 0 choose the same experts, so some experts get no rows
     own, errors = ids[2 * ranks.rank : 2 * ranks.rank + 2], {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -92,7 +92,7 @@ def measure_gradients(ranks: Ranks) -> dict[str, float]:
                 for held, values in local_pieces(cast(torch.Tensor, param.grad))
             ]
             found.append((clip_grad_norm_(model.parameters(), None, meshes) / norm - 1).abs().to(norm.device))
-            errors[mesh] = torch.stack(found).max().item()  # NaN if one is
+            errors[mesh] = torch.stack(found).max().item()  # NaN if any error is
     return errors
 
 
@@ -107,7 +107,7 @@ def judge_gradients(found: list[dict[str, float]], ranks: Ranks) -> Iterator[Row
 
 
 def measure_sync(ranks: Ranks) -> dict[str, Any]:
-    """Compare the weights that a sync brings in full, and time one that brings workers their parameters."""
+    """Compare the weights of a full sync with the model's, and time a sync of the workers' parameters."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plain = _save_model(folder, ranks.world, layers=12 if ranks.has_gpus else 2)

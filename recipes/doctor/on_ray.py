@@ -1,4 +1,4 @@
-"""Starts the ranks in a Ray cluster: an actor on each GPU runs the command of one rank."""
+"""Start the ranks in a Ray cluster: an actor on each GPU runs the command of one rank."""
 
 import os
 import socket
@@ -15,27 +15,27 @@ from ...engine.errors import SettingError
 __all__ = ["free_port", "run_on_ray"]
 
 _PLACE_SECONDS = 120.0  # for Ray to start the actors
-_TAIL = 2000  # characters of what a rank that failed wrote
+_TAIL = 2000  # characters of a failed rank's stderr
 
 
 def free_port() -> int:
-    """Return a port of this machine that nothing listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as found:
         found.bind(("", 0))
         return found.getsockname()[1]
 
 
 class _Place:
-    """A rank's place in the cluster."""
+    """Actor that runs one rank."""
 
     def node(self) -> tuple[str, str, int]:
-        """Return the node's id and address, and a free port of it."""
+        """Return the id, the address and a free port of the actor's node."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
 
     def run(self, words: Sequence[str], environment: Mapping[str, str], seconds: float) -> tuple[int, str, str, str]:
-        """Run one rank in a process; return its status, what it printed, its errors, and the file of the machine."""
+        """Run one rank in a process; return its status, stdout, stderr, and the text of its ``--out`` file."""
         with TemporaryDirectory() as folder:
             out = Path(folder) / "machine.json"
             command = [sys.executable, "-m", "epfsdp2.recipes.doctor", *words, "--out", str(out)]
@@ -49,15 +49,15 @@ class _Place:
 
 
 def run_on_ray(words: Sequence[str], cpu_ranks: int, seconds: float, out: Path | None) -> int:
-    """Run the command's ranks, print what rank 0 printed, and return the highest status.
+    """Run the ranks, print the output of rank 0, and return the highest status.
 
     Args:
         words: options of each rank.
-        cpu_ranks: how many, where no GPUs are meant.
-        seconds: limit of a rank.
+        cpu_ranks: number of ranks on CPUs; 0 for one on each GPU.
+        seconds: time limit of a rank.
 
     Raises:
-        SettingError: the cluster has no free GPU, does not start the actors, or its nodes have different numbers.
+        SettingError: the cluster has no free GPU, does not start the actors, or its nodes differ in free GPUs.
     """
     import ray
 
@@ -76,7 +76,7 @@ def run_on_ray(words: Sequence[str], cpu_ranks: int, seconds: float, out: Path |
     if len(set(sizes.values())) > 1:
         rule = f"its nodes have {sorted(sizes.values())} free GPUs, and all need as many."
         raise SettingError("--ray", True, rule, "a cluster on which nothing else runs")
-    order = sorted(range(world), key=lambda i: nodes[i][0])  # ranks of a node are neighbours
+    order = sorted(range(world), key=lambda i: nodes[i][0])  # so ranks of a node are neighbours
     per_node, (_, address, port) = world // len(sizes), nodes[order[0]]
     running = []
     for rank, i in enumerate(order):

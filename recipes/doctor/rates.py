@@ -1,4 +1,4 @@
-"""Rates of a GPU: matrix products, memory, attention, and the experts' layer alone, exchanged, beside a collective."""
+"""Measure a GPU: matrix products, memory, attention; an experts' layer alone, exchanged, beside an all-gather."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -22,21 +22,21 @@ from .links import card_of
 
 __all__ = ["judge_experts", "judge_rates", "measure_experts", "measure_rates"]
 
-# recipes.plan multiplies published rates by shares that were fitted on an H100. That one reached 798 of 989 TFLOP/s in
-# a large product, and 2,970 of 3,350 GB/s in a copy (benchmarks/results/gpu.md).
+# recipes.plan multiplies published rates by shares that were fitted on an H100. That GPU reached 798 of 989 TFLOP/s in
+# a large product and 2,970 of 3,350 GB/s in a copy (benchmarks/results/gpu.md).
 _TFLOPS_PUBLISHED, _HBM_PUBLISHED = 989 / 798, 3350 / 2970
 _MATRIX_SHARE, _MEMORY_SHARE, _EXPERTS_SHARE = 0.65, 0.75, 0.4  # of the published rates
-_GAIN = 0.97  # of the time without a setting: it is proposed where it takes less
+_GAIN = 0.97  # a setting is proposed if the time with it is below this share of the time without
 _CHUNKS, _SMS = (2, 4), (8, 16, 24)
-_DEFAULT_SMS = 16  # of engine.communication_sms on a GPU
-_ATTENTION_ERROR = 1e-2  # of bfloat16
+_DEFAULT_SMS = 16  # engine.communication_sms on a GPU
+_ATTENTION_ERROR = 1e-2  # relative, in bfloat16
 
 
 # -- one GPU ----------------------------------------------------------------------------------------------------------
 
 
 def measure_rates(ranks: Ranks) -> dict[str, float]:
-    """Return TFLOP/s of a large product, GB/s of a copy, and seconds of attention; nothing without a GPU."""
+    """Return TFLOP/s of a large product, GB/s of a copy, and seconds of attention; {} without a GPU."""
     if not ranks.has_gpus:
         return {}
     size = 8192
@@ -49,7 +49,7 @@ def measure_rates(ranks: Ranks) -> dict[str, float]:
 
 
 def _flash_attention_3(ranks: Ranks) -> dict[str, float]:
-    """Return seconds of causal attention over 4,096 tokens by SDPA and by FlashAttention 3, and their difference."""
+    """Return seconds of causal attention over 4,096 tokens, by SDPA and FlashAttention 3, and their relative error."""
     from flash_attn_interface import flash_attn_func
 
     q, k, v = (torch.randn(1, 4096, 32, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -88,7 +88,7 @@ def judge_rates(found: list[dict[str, float]], ranks: Ranks) -> Iterator[Row]:
 
 
 class _Layer:
-    """The experts of this rank, forward and backward on tokens of its own, as Qwen3-30B-A3B has them in a layer."""
+    """Experts and tokens of this rank; on a GPU with the sizes of a layer of Qwen3-30B-A3B at 16 experts a rank."""
 
     def __init__(self, ranks: Ranks):
         self.tokens, hidden, inner, here, top_k = (8192, 2048, 768, 16, 8) if ranks.has_gpus else (64, 64, 32, 4, 2)
@@ -108,7 +108,7 @@ class _Layer:
         self.leaves = [self.x, self.weights.requires_grad_(), *self.module.parameters()]
 
     def step(self, group: dist.ProcessGroup | None, exchange: TokenExchange | None = None) -> Callable[[], None]:
-        """Return a forward and backward; without a group every token stays on its rank."""
+        """Return a function of a forward and backward; without a group every token stays on its rank."""
         experts = self.experts if group is not None else self.experts % self.here
         runtime = ExpertsRuntime(self.all if group is not None else self.here, group, self.backend, exchange)
 
@@ -122,17 +122,17 @@ class _Layer:
         return run
 
     def exchanged(self, exchange: Callable[..., torch.Tensor], group: dist.ProcessGroup, **more: Any) -> Callable:
-        """Return a step whose tokens another exchange than the synchronous all-to-all brings."""
+        """Return a step that uses ``exchange`` in place of the synchronous all-to-all."""
         sums = backend_named(self.backend)
         return self.step(group, functools.partial(exchange, num_experts=self.all, group=group, backend=sums, **more))
 
 
 def measure_experts(ranks: Ranks) -> dict[str, Any]:
-    """Return seconds of a forward and backward by how tokens come to experts, and beside an all-gather of weights.
+    """Measure a forward and backward with each token exchange, and beside an all-gather of weights.
 
     Returns:
-        ``seconds``: by name; ``beside``: by the number of SMs that the experts' GEMMs leave, on GPUs; ``flops`` of a
-        step; ``deepep``: why it is not among them.
+        ``seconds``: by exchange; ``beside``: seconds by the number of SMs that the GEMMs leave, on GPUs; ``flops`` of a
+        step; ``deepep``: the reason if DeepEP was not measured.
     """
     layer = _Layer(ranks)
     steps = {"alone": layer.step(None)}
@@ -154,7 +154,7 @@ def measure_experts(ranks: Ranks) -> dict[str, Any]:
 
 
 def _beside_gather(ranks: Ranks, step: Callable[[], None]) -> dict[str, float]:
-    """Return seconds of a step while all ranks gather 256 MiB, as FSDP does, by the SMs that GEMMs leave."""
+    """Return seconds of a step during an all-gather of 256 MiB over all ranks, by the SMs that the GEMMs leave."""
     whole = torch.zeros((1 << 28) // ranks.world * ranks.world, dtype=torch.uint8, device="cuda")
     part = whole[: len(whole) // ranks.world].clone()
 
@@ -166,7 +166,7 @@ def _beside_gather(ranks: Ranks, step: Callable[[], None]) -> dict[str, float]:
     seconds = {}
     for sms in (0, *_SMS):
         ranks.note(f"experts beside an all-gather, {sms} SMs left")
-        leave_sms(sms)  # 0 changes nothing, so it comes first
+        leave_sms(sms)  # 0 changes nothing, so it has to be first
         seconds[str(sms)] = ranks.seconds_of(both)
     return seconds
 

@@ -1,4 +1,4 @@
-"""A GPU's memory mapped by another process, as a rollout's worker maps the buckets of a weight sync."""
+"""Map a GPU's memory in another process, as a rollout worker maps the buckets of a weight sync."""
 
 import queue
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from .check import Ranks, Row
 
 __all__ = ["judge_receiver", "measure_receiver"]
 
-_SECONDS = 60.0  # for a process that imports torch, on a node whose ranks all start one
+_SECONDS = 60.0  # every rank of a node starts a process that imports torch
 
 
 def _receive(tensors: Any, answers: Any) -> None:
-    """Answer with the sum of a tensor that arrives by its address, until None arrives."""
+    """Answer each received tensor with its sum, until None arrives."""
     while (tensor := tensors.get(timeout=_SECONDS)) is not None:
         answers.put(tensor.double().sum().item())
         del tensor
 
 
 def measure_receiver(ranks: Ranks) -> dict[str, Any]:
-    """Send a tensor to a process of this rank, by CUDA IPC or shared memory."""
+    """Send a tensor to a child process by CUDA IPC or shared memory, and compare the sum that it returns."""
     spawn = mp.get_context("spawn")
     tensors, answers = spawn.Queue(), spawn.Queue()
     process = spawn.Process(target=_receive, args=(tensors, answers), daemon=True)
@@ -31,7 +31,7 @@ def measure_receiver(ranks: Ranks) -> dict[str, Any]:
     tensors.put(values)
     try:
         total = answers.get(timeout=_SECONDS)
-    except queue.Empty:  # it has printed why
+    except queue.Empty:  # the process has printed its error
         process.kill()
         total = None
     tensors.put(None)

@@ -1,8 +1,8 @@
-"""Ends all ranks when one does not end a check in time, and names those that hang, with their stacks.
+"""End all ranks when one exceeds the time limit of a check, and name the ranks that hang, with their stacks.
 
-Ranks meet in a store and not in a collective, so that a collective that hangs can't keep them from it. A thread on each
-rank waits for its deadline and for the others'. A call that holds Python's lock stops that thread too; then
-``faulthandler``, which needs no lock, writes the stack to stderr.
+Ranks meet in a store, because a collective that hangs would block a meeting by collectives. A thread on each rank polls
+its own deadline and the others'. A call that holds the GIL blocks that thread too; then ``faulthandler``, which needs
+no GIL, writes the stack to stderr.
 """
 
 import faulthandler
@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 __all__ = ["Watch", "hanging"]
 
-_LATER = 2.0  # seconds after the limit
+_LATER = 2.0  # seconds after the limit at which faulthandler writes the stack
 _ANSWER_SECONDS = 5.0  # for the stacks of all ranks
 _OVER, _SAID = "over", "said"
-_FRAMES = 6  # innermost ones that are shown
+_FRAMES = 6  # innermost frames of a printed stack
 _WAITS = ("wait(", "synchronize(", "barrier(", "all_to_all", "all_gather", "all_reduce", ".item()", ".tolist()")
 
 
@@ -31,12 +31,12 @@ class Watch:
     """The deadline of this rank's check, and its meetings with the other ranks.
 
     Args:
-        say: prints, on rank 0, what has become of a check in which ranks hang.
+        say: prints the report of a check that hangs, on rank 0.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, say: Callable[[str], None]):
         self._store, self._rank, self._world, self._say = store, rank, world, say
-        # A connection of its own: the other waits in the store while ranks make groups.
+        # The thread needs its own connection: the main one blocks while ranks create groups.
         self._own: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._thread_watched = threading.get_ident()
         self._check, self._noted, self._deadline, self._limit = "", "", float("inf"), 0.0
@@ -50,7 +50,7 @@ class Watch:
     def __exit__(self, *raised: object) -> None:
         self.end()
         self._closed.set()
-        self._thread.join()  # one that is in the store when the interpreter ends would abort the process
+        self._thread.join()  # or the process aborts if the interpreter exits during a call to the store
 
     def begin(self, check: str, seconds: float) -> None:
         self._check, self._noted, self._limit = check, "", seconds
@@ -62,11 +62,11 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
     def note(self, text: str) -> None:
-        """Say what this rank does next."""
+        """Record this rank's next operation, for the report if it hangs."""
         self._noted = text
 
     def meet(self, mine: Any, answer: Callable[[list[Any]], Any] = lambda everyones: None) -> Any:
-        """Give rank 0 what ``json`` writes, and return on every rank its answer to what all gave."""
+        """Gather ``mine`` (JSON-serialisable) on rank 0, and return ``answer`` of the gathered list on every rank."""
         self._store.set(f"{self._check}/{self._rank}", json.dumps(mine))
         if self._rank == 0:
             keys = [f"{self._check}/{rank}" for rank in range(self._world)]
@@ -87,7 +87,7 @@ class Watch:
                 if self._closed.wait(0.1):
                     return
             self._stop()
-        except Exception as error:  # whoever had the store is gone
+        except Exception as error:  # the rank that hosts the store is gone
             print(f"rank {self._rank}, {self._check}: {error}\n{self._stack()}", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -118,7 +118,7 @@ class Watch:
         return there
 
     def _stack(self) -> str:
-        """Return the innermost frames of the watched thread, the innermost last."""
+        """Return the state and the innermost frames of the watched thread, the innermost last."""
         frame = sys._current_frames()[self._thread_watched]
         frames = traceback.extract_stack(frame)[-_FRAMES:]
         lines = [f"    {'/'.join(Path(f.filename).parts[-3:])}:{f.lineno} {f.name}: {f.line}" for f in frames]
@@ -132,7 +132,7 @@ def _is_wait(line: str | None) -> bool:
 
 
 def hanging(stacks: Mapping[int, str]) -> str:
-    """Group ranks with the same stack: those that failed or hang first, then those that wait, the fewest first."""
+    """Group ranks by stack: failed and hanging ranks before waiting ones, smaller groups first."""
     ranks: dict[str, list[str]] = {}
     for rank, stack in stacks.items():
         ranks.setdefault(stack, []).append(str(rank))

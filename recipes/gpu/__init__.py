@@ -1,1 +1,1 @@
-"""Recipes for GPU clusters: overrides of one command, and nothing else."""
+"""Recipes for GPU clusters: lists of overrides of verl's command."""

@@ -1,10 +1,10 @@
-"""Run a GPU recipe: put its overrides together, print the command, and become it.
+"""Run a GPU recipe: join its overrides, print the command, and exec it.
 
     python -m epfsdp2.recipes.gpu.run qwen3_30b_a3b_8gpu grpo [more overrides]
     python -m epfsdp2.recipes.gpu.run --print gpt_oss_120b_32gpu ppo
 
-What runs is ``python -m verl.trainer.main_ppo engine=epfsdp2 engine.ep_size=N ...``; start it on the head node of a Ray
-cluster, or on the one node. A later override wins, so everything in a recipe can be changed on the command line.
+The command is ``python -m verl.trainer.main_ppo engine=epfsdp2 engine.ep_size=N ...``; start it on the head node of a
+Ray cluster, or on the one node. A later override wins, so the command line can change everything in a recipe.
 """
 
 import argparse
@@ -20,7 +20,7 @@ __all__ = ["ALGORITHMS", "CLUSTERS", "command", "main", "overrides"]
 
 ALGORITHMS = ("grpo", "ppo")
 _HERE = Path(__file__).parent
-# A recipe is common.yaml, one algorithm and one of these.
+# A recipe is one of these, common.yaml and one algorithm.
 CLUSTERS = tuple(sorted(p.stem for p in _HERE.glob("*.yaml") if p.stem not in (*ALGORITHMS, "common")))
 
 
@@ -36,12 +36,12 @@ def overrides(cluster: str, algorithm: str) -> list[str]:
 
 
 def command(cluster: str, algorithm: str, more: Sequence[str] = ()) -> list[str]:
-    """Return the words of the command line, without the interpreter."""
+    """Return the arguments of the Python interpreter."""
     return ["-m", "verl.trainer.main_ppo", *overrides(cluster, algorithm), *more]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the command and replace this process by it."""
+    """Print the command, then replace this process by it."""
     parser = argparse.ArgumentParser(prog="epfsdp2.recipes.gpu.run", description=__doc__.splitlines()[0])
     parser.add_argument("--print", action="store_true", dest="only_print", help="print the command and stop")
     parser.add_argument("cluster", choices=CLUSTERS)

@@ -1,1 +1,1 @@
-"""Plans whether a model fits a cluster, with which settings, and what a step and a weight sync cost."""
+"""Predict the memory, step time and weight-sync time of a model on a cluster, and recommend settings."""

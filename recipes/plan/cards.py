@@ -1,4 +1,4 @@
-"""Sizes of models without weights: from a folder's config, as published, or from the hub's ``config.json``."""
+"""Configs of models, without weights: from a folder, from the cards below, or from the hub."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from ...engine.model.meta import check_no_kernels
 
 __all__ = ["CARDS", "MODEL_HELP", "config_of"]
 
-_SECONDS = 5.0  # for the hub to answer
-# The first published model of a family is what its config has by default; these are the differences.
+_SECONDS = 5.0  # time-out of the request to the hub
+# Differences from the defaults of transformers' config class, which are the family's first published model.
 CARDS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {"model_type": "qwen3_moe", "num_hidden_layers": 48, "head_dim": 128, "num_experts": 128},
     "Qwen3-235B-A22B": {
@@ -61,7 +61,7 @@ def config_of(model: str) -> PretrainedConfig:
     """Return the config of a folder, of a card, or of a model on the hub, tried in this order.
 
     Raises:
-        SettingError: there is none, or it asks for code.
+        SettingError: no config is found, or it needs kernels from the hub.
     """
     config = _config_of(model)
     check_no_kernels(config, model)
@@ -83,7 +83,7 @@ def _config_of(model: str) -> PretrainedConfig:
 
 
 def _of_the_hub(model: str, works: str) -> PretrainedConfig:
-    """Make one request to the hub, whose own client would repeat one that fails for half a minute."""
+    """Return the config on the hub, by one request: the hub's own client retries a failed one for half a minute."""
     cached = try_to_load_from_cache(model, "config.json")
     if isinstance(cached, str):
         return AutoConfig.from_pretrained(Path(cached).parent, trust_remote_code=False)

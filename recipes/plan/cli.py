@@ -1,9 +1,9 @@
-"""Whether a model fits a cluster, and with which settings, before one is rented.
+"""Predict whether a model fits a cluster, and with which settings.
 
     python -m epfsdp2.recipes.plan --model Qwen3-30B-A3B --nodes 2 --gpus 8 --gib 80 --tokens 16384 --sequences 4
 
-recommends a mesh, lists the ten best with what they need and the least time of a step, and says why the next does not
-fit. ``--all`` lists every legal mesh with its memory by part and its traffic. It needs no GPU and no weights.
+recommends a mesh, lists the ten fastest with their memory and step time, and explains why the next does not fit.
+``--all`` lists every legal mesh with its memory by part and its traffic. No GPU and no weights are needed.
 """
 
 import argparse
@@ -49,36 +49,41 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", required=True, help=MODEL_HELP)
-    add("--external-lib", help="model.external_lib, a module that registers the model's class or its experts' block")
+    add("--external-lib", help="model.external_lib: a module that registers the model's class or its experts' block")
     add("--nodes", type=int, default=1, help="nodes of the cluster")
-    add("--gpus", type=int, default=8, help="GPUs of a node")
+    add("--gpus", type=int, default=8, help="GPUs per node")
     add(
         "--machine",
         type=Path,
         metavar="FILE",
-        help="what recipes.doctor --out wrote; its figures are the defaults",
+        help="file that recipes.doctor --out wrote; its figures become the defaults",
     )
-    add("--gib", type=float, default=Cluster.gib, help="memory of a GPU (H100 80, H200 141)")
-    add("--inside", type=float, default=Cluster.inside, help="GB/s of a GPU to others of its node")
+    add("--gib", type=float, default=Cluster.gib, help="GiB of memory per GPU (H100 80, H200 141)")
+    add("--inside", type=float, default=Cluster.inside, help="GB/s from a GPU to the others of its node")
     add("--between", type=float, default=Cluster.between, help="GB/s of a GPU's network interface")
     add("--tflops", type=float, default=Cluster.tflops, help="bfloat16 matrix TFLOP/s, as published (H100, H200)")
-    add("--efficiency", type=float, default=Cluster.efficiency, help="share of these that linears and experts reach")
-    add("--attention", type=float, default=Cluster.attention, help="share of these that attention reaches")
-    add("--hbm", type=float, default=Cluster.hbm, help="GB/s of a GPU's memory (H200 4800)")
-    add("--tokens", type=int, default=16384, help="of a micro-batch of a rank (before sp cuts it)")
-    add("--sequences", type=int, default=1, help="of a micro-batch, of equal length")
-    add("--micro-batches", type=int, default=1, help="of a rank in a step (with sp = 1)")
-    add("--imbalance", type=float, default=IMBALANCE, help="rows of the busiest rank's experts over the mean")
-    add("--lora-rank", type=int, default=0, help="model.lora_rank, of adapters on all linears")
+    add("--efficiency", type=float, default=Cluster.efficiency, help="share of --tflops that linears and experts reach")
+    add("--attention", type=float, default=Cluster.attention, help="share of --tflops that attention reaches")
+    add("--hbm", type=float, default=Cluster.hbm, help="GB/s of a GPU's memory, as published (H200 4800)")
+    add("--tokens", type=int, default=16384, help="tokens of a rank's micro-batch, with sp = 1")
+    add("--sequences", type=int, default=1, help="sequences of a micro-batch, of equal length")
+    add("--micro-batches", type=int, default=1, help="micro-batches of a rank per step, with sp = 1")
+    add("--imbalance", type=float, default=IMBALANCE, help="rows of the busiest rank's experts, divided by the mean")
+    add("--lora-rank", type=int, default=0, help="model.lora_rank, with adapters on all linears")
     add("--activation-offload", action="store_true", help="model.enable_activation_offload")
-    add("--fused-kernels", action="store_true", help="model.use_fused_kernels: no logits are held")
-    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="whose states are counted")
+    add("--fused-kernels", action="store_true", help="model.use_fused_kernels: logits are not stored")
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="optimizer whose states are counted")
     add("--reserve", type=float, default=4.0, help="GiB for contexts, NCCL and a sleeping vLLM")
     add("--margin", type=float, default=0.1, help="share of the memory that has to stay free")
     add("--all", action="store_true", help="list every legal mesh, in 150 columns")
-    add("--json", type=Path, metavar="FILE", help="write all of it")
-    add("--png", type=Path, metavar="FILE", help="draw who holds what, of the recommended mesh")
-    add("settings", nargs="*", metavar="engine.SETTING=VALUE", help=f"of the run, as in a run: {', '.join(PLANNED)}")
+    add("--json", type=Path, metavar="FILE", help="write the whole result")
+    add("--png", type=Path, metavar="FILE", help="draw the shards of each rank on the recommended mesh")
+    add(
+        "settings",
+        nargs="*",
+        metavar="engine.SETTING=VALUE",
+        help=f"settings as on a run's command line: {', '.join(PLANNED)}",
+    )
     try:
         parser.set_defaults(**_measured(parser.parse_known_intermixed_args(arguments)[0].machine))
     except SettingError as error:
@@ -107,7 +112,7 @@ def _measured(file: Path | None) -> dict[str, float]:
     """Return the fields of ``Cluster`` that ``recipes.doctor --out`` wrote to a file.
 
     Raises:
-        SettingError: it can't be read, or has other fields or values.
+        SettingError: the file can't be read, or has unknown fields or wrong values.
     """
     if file is None:
         return {}
@@ -125,10 +130,10 @@ def _measured(file: Path | None) -> dict[str, float]:
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Return the values by their names under ``engine.``; a dotted name is a key of a mapping.
+    """Return the values by setting, without ``engine.``; a dotted name sets a key of a mapping.
 
     Raises:
-        SettingError: for a word that is not ``engine.SETTING=VALUE``.
+        SettingError: a word is not ``engine.SETTING=VALUE``.
     """
     for word in words:
         if not re.match(r"engine\.\w[\w.]*=", word):
@@ -139,10 +144,10 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request:
-    """Return what the options and a config ask the planner for.
+    """Build the planner's request from the options and a config.
 
     Raises:
-        UnsupportedModelError: its experts can't be dispatched, or it can't be traced.
+        UnsupportedModelError: the model's experts can't be dispatched, or the model can't be traced.
     """
     model = {"enable_activation_offload": options.activation_offload, "use_fused_kernels": options.fused_kernels}
     sharding = sharding_options(options.engine, {"enable_gradient_checkpointing": True, **model})

@@ -1,4 +1,4 @@
-"""A picture of a plan: what each rank holds, and the parts of its memory."""
+"""Draw a plan: the shards of each rank, and its memory by part."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from .roofline import Cluster
 __all__ = ["draw"]
 
 _GIB = 1 << 30
-_RANKS = 64  # more are not drawn
+_RANKS = 64  # drawn at most
 
 
 def draw(model: str, sizes: ModelSizes, choice: Choice, cluster: Cluster, path: Path) -> None:
-    """Write a PNG: ranks by node with the experts that they hold, and the memory of one rank by part."""
+    """Write a PNG: ranks by node with their experts, and the memory of one rank by part."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,7 +51,7 @@ def draw(model: str, sizes: ModelSizes, choice: Choice, cluster: Cluster, path: 
 
 
 def held(rank: int, topology: Topology, sizes: ModelSizes) -> str:
-    """Describe what one rank holds, in three lines."""
+    """Return a label of a rank's shards, in at most three lines."""
     at = topology.coordinate(rank % topology.fsdp)
     experts = max(sizes.num_experts, default=0) // topology.ep
     parts = topology.ep_fsdp * topology.etp

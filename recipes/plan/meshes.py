@@ -1,4 +1,4 @@
-"""Every legal mesh of a cluster: what a model needs on it, what a step takes, and which one is recommended."""
+"""Predict memory, step time and sync time on every legal mesh of a cluster, and recommend one."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -23,7 +23,14 @@ _MOST_NODES = 128
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: ``batch`` is of one rank with ``sp`` = 1, in ``sequences`` sequences to a micro-batch."""
+    """The planner's input.
+
+    Args:
+        batch: of one rank with ``sp`` = 1.
+        sequences: per micro-batch.
+        reserve: GiB of a GPU for contexts, NCCL and a sleeping rollout.
+        margin: share of a GPU's memory that stays free.
+    """
 
     sizes: ModelSizes
     options: ShardingOptions
@@ -35,13 +42,18 @@ class Request:
     overlap: AutomaticOverlap = AutomaticOverlap(None, False, False)
 
     def on(self, topology: Topology, batch: Batch) -> ShardingOptions:
-        """Return the options on a mesh, as a run on GPUs has them."""
+        """Return the options of a run on GPUs on this mesh, with overlap resolved from its sizes."""
         return self.overlap.on(self.options, topology, batch.tokens)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One mesh, what it needs and what it takes."""
+    """One mesh, with its predicted memory, traffic and times.
+
+    Args:
+        sync: seconds of a full weight sync.
+        limit, reserve: GiB of a GPU that a plan may use, and GiB of these for anything but tensors.
+    """
 
     topology: Topology
     batch: Batch
@@ -66,12 +78,12 @@ class Choice:
 
     @property
     def room(self) -> float:
-        """GiB that a rank's tensors may have."""
+        """GiB for a rank's tensors."""
         return self.limit - self.reserve
 
     @property
     def settings(self) -> list[str]:
-        """As on the command line."""
+        """Overrides of a run's command line."""
         fsdp = -1 if self.topology.dp_replicate == 1 else self.topology.fsdp
         values = {"ep_size": self.topology.ep, "fsdp_size": fsdp, "ulysses_sequence_parallel_size": self.sp}
         if self.topology.etp > 1:
@@ -79,7 +91,7 @@ class Choice:
         return [f"engine.{name}={value}" for name, value in values.items()]
 
     def wire(self, kind: str) -> float:
-        """Return the bytes of a kind that the rank receives in a step."""
+        """Return the bytes that the rank receives in a step, by collectives whose name ends with ``kind``."""
         return sum(c.wire for c in self.traffic if c.name.endswith(kind))
 
     def as_json(self) -> dict[str, Any]:
@@ -120,7 +132,7 @@ def _meshes(request: Request, world: int) -> Iterator[tuple[Topology, int]]:
 
 
 def _batch(request: Request, sp: int) -> Batch:
-    """Return the batch of a rank: ``sp`` ranks share each micro-batch, so each has as many more of them."""
+    """Return a rank's batch: ``sp`` ranks share each micro-batch, so each rank runs ``sp`` times as many."""
     given = request.batch
     return replace(given, tokens=given.tokens // sp, micro_batches=given.micro_batches * sp, sp=sp)
 
@@ -146,7 +158,7 @@ def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> 
 
 
 def _sync(sizes: ModelSizes, topology: Topology, options: ShardingOptions, cluster: Cluster) -> float:
-    """Return the seconds of a full sync: every rank receives what it does not hold (``plan_sync`` has the others)."""
+    """Return the seconds of a full sync: an all-gather of the whole model (``plan_sync`` has the other modes)."""
     itemsize = options.param_dtype.itemsize
     whole = sum(size.full for _, _, size in unit_sizes(sizes, Topology.arrange(1, 1))) * itemsize
     return seconds(Collective("all-gather", topology.fsdp, 1, 1, whole), cluster)
@@ -158,10 +170,10 @@ def recommended(found: Sequence[Choice]) -> Choice | None:
 
 
 def smallest(request: Request, cluster: Cluster) -> tuple[Cluster, Choice] | None:
-    """Return the fewest nodes of the same shape on which the model fits, and on which mesh."""
+    """Return the smallest cluster of such nodes on which the model fits, and the fastest mesh on it."""
     alone = Topology.arrange(1, 1)
     elements = sum(size.full for _, _, size in unit_sizes(request.sizes, alone))
-    copies = 3 if request.optimizer == "muon" else 4  # the weights, their gradients and the states
+    copies = 3 if request.optimizer == "muon" else 4  # weights, gradients and states
     resident = copies * elements * request.sizes.master.itemsize / _GIB
     for nodes in range(cluster.nodes + 1, _MOST_NODES + 1):
         larger = replace(cluster, nodes=nodes)
@@ -174,7 +186,7 @@ def smallest(request: Request, cluster: Cluster) -> tuple[Cluster, Choice] | Non
 
 
 def _fits(request: Request, cluster: Cluster, topology: Topology, sp: int) -> bool:
-    """Return whether a step fits; the first point of it that does not ends the search."""
+    """Return whether every point of a step fits; stop at the first that does not."""
     room = (cluster.gib * (1 - request.margin) - request.reserve) * _GIB
     batch = _batch(request, sp)
     points = timeline(request.sizes, topology, request.on(topology, batch), batch, request.optimizer)

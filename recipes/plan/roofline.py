@@ -1,7 +1,7 @@
-"""What a training step moves and computes on each rank, and how long that takes, part by part.
+"""Predict the time of a training step, part by part, from a rank's FLOPs and bytes.
 
-A part is sizes over a rate. Products have a share of the published matrix rate, and passes over memory one of the
-published bandwidth. These shares are those of kernels that were measured on an H100 (benchmarks/results/gpu.md).
+A part's time is its size over a rate. Matrix products reach a share of the published matrix rate, and passes over
+memory a share of the published bandwidth. The shares were measured on an H100 (benchmarks/results/gpu.md).
 """
 
 import math
@@ -19,26 +19,28 @@ from ...engine.topology.mesh import Topology
 
 __all__ = ["EAGER", "ERROR", "PACKED", "STREAMED", "Cluster", "Roofline", "roofline", "seconds"]
 
-# The largest relative error of a prediction (tests/recipes/plan/test_published.py).
+# Largest relative error of a prediction against a published figure (tests/recipes/plan/test_published.py).
 ERROR = 0.16
-# Shares of the memory's bandwidth: AdamW, casts and our kernels; torch's operators, which broadcast and cast; and
+# Shares of the memory bandwidth: of AdamW, casts and our kernels; of torch's operators, which broadcast and cast; of
 # FSDP's packing of gradients (``chunk_cat``).
 STREAMED, EAGER, PACKED = 0.76, 0.66, 0.57
-_LOGIT = 6  # bytes: the forward's tile is read, the backward's read and replaced
-_HOST = 9e-3  # seconds of a step in which the GPU has nothing to do: 169 ms, of which 160 in kernels
-_COUNTS = 1e-4  # until the rows of a layer's experts are known on the host and sent; by arithmetic, not measured
+_LOGIT = 6  # bytes per logit: read in forward, read and overwritten in backward
+_HOST = 9e-3  # seconds per step in which the GPU idles: of 169 ms, 160 were in kernels
+_COUNTS = 1e-4  # seconds per layer until the host knows its rows per rank; by arithmetic, not measured
 _NEWTON_SCHULZ = 5  # iterations of Muon
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """
+    """Sizes and rates of a cluster.
+
     Args:
+        gpus: per node.
         gib: memory of a GPU.
         inside, between: GB/s of a rank to others of its node, and of its network interface.
-        tflops: of matrix products in bfloat16, as published.
-        efficiency, attention: share of these that large products reach, and attention.
-        half_rate_rows: rows with which a product reaches half of that: it reaches ``rows / (rows + half_rate_rows)``.
+        tflops: TFLOP/s of bfloat16 matrix products, as published.
+        efficiency, attention: shares of ``tflops`` that large products and attention reach.
+        half_rate_rows: rows at which a product runs at half its rate: the factor is ``rows / (rows + half_rate_rows)``.
         hbm: GB/s of a GPU's memory, as published.
     """
 
@@ -62,22 +64,22 @@ class Cluster:
         return flops * (1 + self.half_rate_rows / rows) / (self.tflops * self.efficiency * 1e12)
 
     def passes(self, nbytes: float, share: float) -> float:
-        """Return the seconds of reading and writing so many bytes."""
+        """Return the seconds to read and write ``nbytes`` at a share of the memory bandwidth."""
         return nbytes / (self.hbm * share * 1e9)
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of a step's parts: FSDP's collectives run beside the computation, and for the all-to-alls it waits.
+    """Seconds of a step's parts: FSDP's collectives overlap with the computation, the all-to-alls do not.
 
     Args:
-        experts: with the passes around their products.
-        dense: norms, rotary embeddings, residuals, routers: all of a layer's operators but products and attention.
-        weights: casts of parameters, and copies of what was gathered.
-        gradients: casts of gradients, and packing them.
-        norm: that of the gradients.
-        waits: what the GPU has nothing to do in.
-        all_to_all: what no chunk of a layer's tokens computes beside.
+        experts: matrix products, and the passes around them.
+        dense: norms, rotary embeddings, residuals, routers: a layer's operators except products and attention.
+        weights: casts of parameters, and copies of gathered parameters.
+        gradients: casts and packing of gradients.
+        norm: the gradient norm.
+        waits: time in which the GPU idles.
+        all_to_all: the part that no other chunk of tokens overlaps.
     """
 
     experts: float = 0.0
@@ -99,7 +101,7 @@ class Roofline:
 
     @property
     def compute(self) -> float:
-        """What FSDP's collectives run beside."""
+        """Seconds of computation that FSDP's collectives overlap with."""
         return self.experts + self.linears + self.attention + self.dense + self.head + self.weights + self.gradients
 
     @property
@@ -108,7 +110,7 @@ class Roofline:
 
 
 def seconds(collective: Collective, cluster: Cluster) -> float:
-    """Return the time at the rate of the slower of the two kinds of links, without latency."""
+    """Return the time of a collective by the slower of the links in and between nodes, without latency."""
     ranks, nbytes = collective.ranks, collective.nbytes
     if ranks == 1:
         return 0.0
@@ -116,7 +118,7 @@ def seconds(collective: Collective, cluster: Cluster) -> float:
     inside = nbytes * (per_node - 1) / ranks
     between = nbytes * (1 - per_node / ranks)
     if not collective.name.startswith("all-to-all"):
-        inside = nbytes * (per_node - 1) / per_node  # what a node receives once is passed on in it
+        inside = nbytes * (per_node - 1) / per_node  # a node receives the bytes once and passes them on inside
         between /= per_node
     return collective.passes * max(inside / cluster.inside, between / cluster.between) / 1e9
 
@@ -131,7 +133,7 @@ def roofline(
     length: int,
     optimizer: OptimizerKind = "adamw",
 ) -> Roofline:
-    """Return the time of a step.
+    """Return the seconds of a step, by part.
 
     Args:
         moved: the collectives of the step.
@@ -139,7 +141,7 @@ def roofline(
     """
     found = dict.fromkeys((f.name for f in fields(Roofline)), 0.0)
     tokens, element = batch.tokens, options.param_dtype.itemsize
-    is_sent = topology.ep * topology.etp > 1  # rows, to experts on other ranks
+    is_sent = topology.ep * topology.etp > 1  # rows go to experts on other ranks
     counts = iter(sizes.num_experts)
     sharded = unit_sizes(sizes, topology, options.expert_shard_dim)
 
@@ -154,7 +156,7 @@ def roofline(
         if size.ranks > 1:
             found["weights"] += cluster.passes(gathers * 2 * (size.full + size.moved) * param, STREAMED)
             found["gradients"] += cluster.passes(size.reduced * (param + reduce), PACKED)
-        else:  # the first micro-batch's are cast, and the others' are added to them
+        else:  # gradients of the first micro-batch are cast, the others added
             cast = param + sizes.master.itemsize if unit.param_dtype != sizes.master else 0
             added = (param + 2 * sizes.master.itemsize) * (batch.micro_batches - 1)
             found["gradients"] += cluster.passes(size.trained * (cast + added) / batch.micro_batches, STREAMED)
@@ -163,23 +165,23 @@ def roofline(
         elements, rows, forwards = float(size.full), float(tokens), 1.0 + again(stage)
         part = "experts" if unit.is_experts else "head" if stage in (ROOT, HEAD) else "linears"
         if unit.is_experts:
-            # Balanced: of a layer's experts a token uses K, wherever they are.
+            # Balanced routing: a token uses K of the layer's experts, on whichever ranks.
             layer = sizes.traced.layers[stage]
             share = topology.ep * topology.etp * layer.rows / next(counts)
             elements *= share * batch.imbalance
             rows *= share
-            if layer.ends_with_experts:  # computed again up to their last linear
+            if layer.ends_with_experts:  # recomputation stops before their last linear
                 sizes_of = {name: math.prod(shape) for name, shape in unit.shapes.items()}
                 last = sum(n for name, n in sizes_of.items() if name.endswith("down_proj"))
                 forwards -= again(stage) * last / sum(sizes_of.values())
             found["experts"] += cluster.passes(_around_experts(layer, forwards, is_sent) * element * tokens, STREAMED)
         elif part == "head" and sizes.chunked_logits:
-            forwards = 2.0  # backward computes its tiles again
-        products = forwards + 1 + size.trained / size.local  # of the weights' gradients, if they have any
+            forwards = 2.0  # backward recomputes the tiles
+        products = forwards + 1 + size.trained / size.local  # + 1: inputs' gradients; the rest: weights', if trained
         found[part] += cluster.products(products * 2 * elements * tokens, rows)
     found["head"] += cluster.passes(_LOGIT * sizes.outputs * tokens, STREAMED)
     for name, layer in sizes.traced.layers.items():
-        # Causal: half of the products of queries and keys, and of their weights and values.
+        # Causal: half of the products, both query-key and weights-values.
         flops = (3.5 + again(name)) * tokens * length * (layer.attention.query + layer.attention.output)
         found["attention"] += flops / (cluster.tflops * cluster.attention * 1e12)
         passes = (1 + again(name)) * layer.passes + layer.passes_backward
@@ -192,7 +194,7 @@ def roofline(
     found["norm"] = cluster.passes(trained * sizes.master.itemsize, STREAMED)
     found["optimizer"] = _optimizer(sizes, topology, options, cluster, trained, optimizer)
     found["fsdp"] = sum(seconds(c, cluster) for c in moved if not c.name.startswith("all-to-all"))
-    # All chunks but one are exchanged while another computes.
+    # The exchange of every chunk but one overlaps with another's computation.
     rows_sent = sum(seconds(c, cluster) for c in moved if c.name == "all-to-all tokens")
     found["all_to_all"] = sum(seconds(c, cluster) for c in moved if c.name.startswith("all-to-all"))
     found["all_to_all"] -= min(rows_sent, found["experts"]) * (1 - 1 / options.dispatch_chunks)
@@ -202,8 +204,8 @@ def roofline(
 def _around_experts(layer: LayerActivations, forwards: float, is_sent: bool) -> float:
     """Return the elements per token that kernels around the experts' products read and write.
 
-    They sum a token's rows, in forward and backward; compute the gate's backward; copy the rows that are sent, or that
-    a product with many columns would read too often through an index.
+    The kernels sum a token's rows in forward and backward, and compute the gate's backward. They copy rows to send, and
+    rows that a product with many columns would read too often through an index.
     """
     summed = layer.row_width * (1 + 1 / layer.rows)
     gate_backward = 2 * (layer.pre_width + layer.act_width)
@@ -220,7 +222,7 @@ def _optimizer(
     trained: int,
     optimizer: OptimizerKind,
 ) -> float:
-    """Return the seconds of a step of AdamW, which reads 4 tensors and writes 3, or of Muon with it."""
+    """Return the seconds of a step of AdamW (reads 4 tensors, writes 3), or of Muon for matrices and AdamW."""
     matrices, flops = 0, 0.0
     for unit in (unit for stage in sizes.stages for unit in stage.units) if optimizer == "muon" else ():
         for name in (unit.shapes.keys() - unit.frozen) & sizes.matrices.keys():
@@ -230,6 +232,6 @@ def _optimizer(
             few, many = sorted(shape[-2:])
             count = layout.parts * math.prod(shape[:-2])
             flops += count * _NEWTON_SCHULZ * (4 * few**2 * many + 2 * few**3)
-    # Muon reads and writes one state, and the ranks of a replica share its matrices.
+    # Muon has one state, so a read and a write less; the ranks of a replica share the matrices.
     passes = (7 * trained - 2 * matrices) * sizes.master.itemsize
     return cluster.passes(passes, STREAMED) + cluster.products(flops / topology.fsdp)

@@ -1,10 +1,9 @@
-"""What a weight sync costs on a cluster, and what bounds it, without touching one.
+"""Predict the cost of a weight sync on a cluster, and its bottleneck.
 
     python -m epfsdp2.recipes.plan_sync --model Qwen3-30B-A3B --world 16 --ep 8 --rollout-tp 4
 
-prints, for each way to hand weights to vLLM, the bytes that a rank needs, receives and gets from other nodes, the
-rounds, the tensors that its worker loads, the memory, and the least times of network and host. Only the model's config
-is read.
+prints a row for each sync mode: bytes that a rank needs, receives, and receives from other nodes. Rounds, tensors that
+the worker loads, memory, and the least times of network and host follow. Only the model's config is read.
 """
 
 import argparse
@@ -38,19 +37,19 @@ from .cards import MODEL_HELP, config_of
 __all__ = ["from_other_nodes", "main", "parse"]
 
 _GB = 1e9
-_WIDTH = 110  # what the table takes
+_WIDTH = 110  # of the table
 _COLUMNS = ("mode", "needed", "there", "received", "from nodes", "rounds", "tensors", "buffers", "wire", "host")
 _LEGEND = (
     "GB, the largest of any rank. Tensors: what a worker loads. Buffers: MB. Wire: seconds for the bytes from other "
     "nodes over one network interface, or, where there are none, for all received bytes at the same rate. Host: "
     "seconds of Python of a rank and its worker, as measured on one core (benchmarks/results/scale.md)."
 )
-# Seconds of a core, by ``make bench-scale``: a trainer rank for each round and parameter, and its worker for each.
+# Seconds of one core, by ``make bench-scale``: a trainer rank's per round and per parameter, a worker's per parameter.
 _ROUND_SECONDS, _TENSOR_SECONDS, _LOAD_SECONDS = 2.5e-4, 4e-5, 1.2e-4
-# The same for each tensor of a sync in full, and vLLM's own loaders for each (``--rollout vllm-names`` of bench-sync).
+# Per tensor of a full sync: a trainer rank's, and vLLM's own loaders' (``--rollout vllm-names`` of bench-sync).
 _FULL_TENSOR_SECONDS, _FULL_LOAD_SECONDS = 2e-5, 4e-4
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
-# What the kinds of quantisation are as sizes of a rollout.
+# Fields of ``Rollout`` by --dtype.
 _QUANTISED: dict[str, dict[str, Any]] = {
     "fp8": {"block": BLOCK},
     "fp8-rows": {"channels": "fp8"},
@@ -74,9 +73,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rollout-tp", type=int, default=1, help="tensor parallel size of a vLLM replica")
     add("--rollout-dp", type=int, default=1, help="data parallel size of a vLLM replica")
     add("--rollout-ep", action="store_true", help="vLLM with enable_expert_parallel")
-    add("--standalone", type=int, default=0, help="vLLM workers of their own; 0: on the trainer's ranks")
+    add("--standalone", type=int, default=0, help="vLLM workers on their own GPUs; 0: on the trainer's ranks")
     kinds = "fp8: rollout.quantization=fp8; -rows: compressed-tensors with a scale for each row"
-    add("--dtype", default="bf16", choices=[*_ITEMSIZE, *_QUANTISED], help=f"in which weights are sent; {kinds}")
+    add("--dtype", default="bf16", choices=[*_ITEMSIZE, *_QUANTISED], help=f"dtype of the sent weights; {kinds}")
     add("--sync-megabytes", type=int, default=2048, help="engine.sync_megabytes")
     add("--gpus-per-node", type=int, default=8, help="ranks on a node")
     add("--bandwidth", type=float, default=45.0, help="GB/s of a rank's network interface")
@@ -164,7 +163,7 @@ def _plan(
 
 
 def _row(mode: SyncMode, plan: TransferPlan, model: Any, options: argparse.Namespace) -> tuple[list[str], str]:
-    """Return a row of the table, and a sentence on what bounds the sync."""
+    """Return a row of the table, and a sentence that names the bottleneck."""
     kinds, ranks, node = list(plan.targets.kinds), np.arange(plan.topology.world), options.gpus_per_node
     needed, kept, workers = plan.needed[kinds], np.zeros(len(kinds), dtype=np.int64), np.arange(len(kinds))
     if plan.targets.are_separate:
@@ -187,7 +186,7 @@ def from_other_nodes(plan: TransferPlan, sources: Ints, targets: Ints) -> Ints:
     """Return the bytes that each worker receives from other nodes.
 
     Args:
-        sources, targets: the node of each trainer rank and of each worker.
+        sources, targets: node of each trainer rank, and of each worker.
     """
     ranks, kinds, replicas = plan.topology.fsdp, list(plan.targets.kinds), np.array(plan.targets.replicas)
     nodes = int(max(sources.max(), targets.max())) + 1
@@ -198,7 +197,7 @@ def from_other_nodes(plan: TransferPlan, sources: Ints, targets: Ints) -> Ints:
 
 
 def _loaded(mode: SyncMode, plan: TransferPlan, model: Any) -> int:
-    """Return the number of tensors that a worker is sent."""
+    """Return the number of tensors that a worker loads."""
     of_template: dict[int, int] = {}
     for prefix, index in plan.layers:
         if index not in of_template:

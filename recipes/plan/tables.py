@@ -1,4 +1,4 @@
-"""What the plan says: tables of meshes, why the next does not fit, and what would."""
+"""Print the plan: tables of meshes, why the next does not fit, and alternatives."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ def print_wrapped(console: Console, paragraphs: Sequence[str]) -> None:
 
 
 def table(found: Sequence[Choice], best: Choice | None, is_all: bool) -> tuple[Table, str]:
-    """Return a table of all meshes, or the fastest that fit, or else those that need least, and the columns' legend."""
+    """Return a table and its legend: all meshes, or the fastest that fit, or without any the smallest."""
     shown = found if is_all else ([c for c in found if c.fits] or sorted(found, key=lambda c: c.gib))[:_BEST]
     made = Table(*(_COLUMNS_OF_ALL if is_all else _COLUMNS))
     for c in shown:
@@ -57,7 +57,7 @@ def table(found: Sequence[Choice], best: Choice | None, is_all: bool) -> tuple[T
 
 
 def time_by_part(time: Roofline) -> str:
-    """Return a line with the seconds of each part of a step, and what of FSDP's collectives runs beside them."""
+    """Return a line with the seconds of each part of a step, and the part of FSDP's collectives that overlaps."""
     parts = [f"{name.replace('_', '-')} {seconds:.3g}" for name, seconds in time.parts.items() if seconds]
     return f"seconds of a step: {' + '.join(parts)}, less {min(time.fsdp, time.compute):.3g} of fsdp's beside the rest"
 
@@ -79,7 +79,7 @@ def after_the_best(found: Sequence[Choice]) -> list[str]:
 
 
 def refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Request, cluster: Cluster) -> list[str]:
-    """Name the part that is too large, in which mesh, and what would fit."""
+    """Explain which part is too large on the smallest mesh, and name clusters and settings that fit."""
     said = [
         f"It does not fit. Of {cluster.gib:g} GiB {least.room:.1f} are for a rank's tensors ({request.margin:.0%} stay "
         f"free, {least.reserve:g} GiB are reserved), and every mesh needs more.",
@@ -101,13 +101,13 @@ def refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Reque
 
 
 def _largest(choice: Choice) -> list[str]:
-    """Return the parts of the memory, the largest first."""
+    """Return the parts of the memory as text, the largest first."""
     parts = sorted(choice.peak.parts.items(), key=lambda part: -part[1])
     return [f"{name} {nbytes / _GIB:.1f}" for name, nbytes in parts if nbytes]
 
 
 def _leaner(request: Request, cluster: Cluster, nodes: int) -> Iterator[tuple[str, int]]:
-    """Return the settings that make the states smaller, and how many nodes fit the model then; those that save any."""
+    """Yield settings with smaller states, and the nodes they need, if fewer than ``nodes``."""
     bf16 = replace(request.sizes, master=torch.bfloat16)
     settings = {
         "--optimizer muon": replace(request, optimizer="muon"),

@@ -1,4 +1,4 @@
-"""Which config a name on the command line means."""
+"""Resolution of a model's name on the command line to a config."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from epfsdp2.recipes.plan import sync as plan_sync
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """No network: what would be asked of the hub, and its answer, an error or a config."""
+    """Replace the network: record the requests to the hub, and answer with an error or a config."""
     asked, answer = [], [URLError("Name or service not known")]
 
     def urlopen(request, timeout):

@@ -1,4 +1,4 @@
-"""Quantised checkpoints become bfloat16 ones, with the values that the libraries which made them compute."""
+"""Dequantised checkpoints have the values that the quantising libraries compute."""
 
 import json
 
@@ -33,7 +33,7 @@ def _seed():
 
 
 def _save(folder, tensors, quantisation, files=1, **config):
-    """A checkpoint of these tensors, spread over files."""
+    """Save a checkpoint of these tensors, spread over files."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
     (folder / "tokenizer.json").write_text("{}")
@@ -67,7 +67,7 @@ def _exponents(*shape):
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_dequantise_of_fp8_blocks_as_deepseek_v3_has_them_equals_transformers(tmp_path, scale_dtype):
-    """Among them a shape that blocks do not divide, and a tensor that is not quantised."""
+    """Include a shape that blocks do not divide, and a plain tensor."""
     weight, scales = _fp8(200, 576), (torch.rand(2, 5) + 0.1).to(scale_dtype)
     bias = torch.randn(8)
     found = _converted(
@@ -138,7 +138,7 @@ def test_dequantise_of_compressed_tensors_equals_its_decompressor(tmp_path, form
 
 
 def test_dequantise_of_nvfp4_as_modelopt_has_it_equals_compressed_tensors(tmp_path):
-    """It stores the inverse of the scale that compressed-tensors stores of a whole tensor."""
+    """ModelOpt stores the inverse of compressed-tensors' scale of a whole tensor."""
     packed, scales, whole = _bytes(64, 32), (torch.rand(64, 4) * 9).to(torch.float8_e4m3fn), torch.tensor(0.0078125)
     stored = {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": whole, "a.input_scale": torch.ones(1)}
     found = _converted(tmp_path, stored, {"quant_method": "modelopt"})
@@ -206,7 +206,7 @@ def test_dequantise_of_a_model_equals_what_transformers_makes_of_it(tmp_path, ma
 
 
 def _peak(tmp_path, tensors):
-    """Bytes that torch allocates at once while a checkpoint of ``tensors`` weights is converted."""
+    """Return the peak of torch's allocated bytes while a checkpoint of ``tensors`` weights is converted."""
     stored = {}
     for i in range(tensors):
         stored |= {f"{i}.weight": _fp8(1024, 1024), f"{i}.weight_scale_inv": torch.rand(8, 8)}

@@ -23,8 +23,8 @@ from epfsdp2.recipes.gpu.run import ALGORITHMS, CLUSTERS, command, overrides
 from epfsdp2.rollout.layout.specs import Heads
 from epfsdp2.rollout.servers import server_of, target_slices
 
-# Sizes from config.json of the model's repository on the Hugging Face hub, and the total number of parameters (1e9)
-# that its model card gives: if a size were wrong, the count would be.
+# Sizes from config.json of the model's repository on the Hugging Face hub, and the parameters (1e9) of its model card.
+# With a wrong size the count would differ.
 MODELS = {
     # https://huggingface.co/Qwen/Qwen3-30B-A3B: 30.5B
     "Qwen/Qwen3-30B-A3B": (
@@ -98,7 +98,7 @@ MODELS = {
         },
     ),
 }
-# What the issue of each recipe asks for: GPUs per recipe.
+# GPUs per recipe, from its issue.
 GPUS = {
     "qwen3_30b_a3b_8gpu": 8,
     "qwen3_30b_a3b_16gpu": 16,
@@ -132,7 +132,7 @@ def parameters(path):
 
 @pytest.fixture
 def local_model(tmp_path):
-    """A folder with a model's real config, and no weights."""
+    """Return a function that makes a folder with a model's real config, without weights."""
 
     def make(config):
         kind, _, sizes = model_of(config)
@@ -160,7 +160,7 @@ def test_command_of_recipe_is_verls_with_our_engine(cluster, algorithm):
     words = command(cluster, algorithm, ["trainer.nnodes=1"])
     assert words[:4] == ["-m", "verl.trainer.main_ppo", "engine=epfsdp2", "engine.ep_size=8"]
     assert words[-1] == "trainer.nnodes=1"
-    # No key is given twice, so the order of the files means nothing.
+    # No key appears twice, so the order of the files does not matter.
     keys = [word.partition("=")[0].lstrip("+") for word in overrides(cluster, algorithm)]
     assert len(keys) == len(set(keys))
 
@@ -203,7 +203,7 @@ def test_recipe_batches_divide_among_ranks(cluster, algorithm):
     config = composed(cluster, algorithm)
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    # verl repeats prompts n times, and hands equal parts of a (mini-)batch to the ranks.
+    # verl repeats prompts n times, and splits a (mini-)batch evenly over the ranks.
     assert config.data.train_batch_size * rollout.n % world == 0
     assert actor.ppo_mini_batch_size * rollout.n % world == 0
     assert config.data.train_batch_size % actor.ppo_mini_batch_size == 0
@@ -217,7 +217,7 @@ def test_recipe_batches_divide_among_ranks(cluster, algorithm):
     ):
         assert tokens >= longest
     if algorithm == "ppo":
-        # Values are computed in the same memory as the update.
+        # The critic's forward has the memory of the update.
         assert config.critic.ppo_infer_max_token_len_per_gpu == config.critic.ppo_max_token_len_per_gpu == 8192
 
 
@@ -227,17 +227,16 @@ def test_recipe_memory_fits_a_gpu(cluster, algorithm, local_model):
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     rollout = config.actor_rollout_ref.rollout
     count = parameters(config.actor_rollout_ref.model.path)
-    # float32: parameter, gradient and Adam's two moments. The rest is for activations and gathered layers.
+    # float32: parameter, gradient and Adam's two moments. The rest remains for activations and gathered layers.
     assert config.engine.model_dtype == "fp32" and 16 * count / world < 0.8 * CARD_GB * 1e9
     # bf16 weights, and at least as much again for the key-value cache.
     weights = 2 * count / rollout.tensor_model_parallel_size
     assert 2 * weights < rollout.gpu_memory_utilization * CARD_GB * 1e9 * 1.1
-    # A sync: the trainer's float32 shard, vLLM's weights, the bucket, and a tensor that goes alone where there are no
-    # slices.
+    # A sync: the trainer's float32 shard, vLLM's weights, the bucket, and the largest whole tensor of a full sync.
     facts = inspect_model({"path": local_model(config)})
     bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
     assert 4 * count / world + weights + bucket + 2 * largest_sent(facts.model)[1] < 0.9 * CARD_GB * 1e9
-    # The bucket holds the largest slice of a worker, and is no larger than rounds of an exchange arrive in.
+    # The bucket holds a worker's largest slice, and is no larger than a round of an exchange.
     topology = Topology.arrange(world, config.engine.ep_size, config.engine.fsdp_size)
     placed = server_of(rollout).rollout_of(rollout)
     slices = [

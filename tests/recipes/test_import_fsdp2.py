@@ -1,4 +1,4 @@
-"""What verl's own fsdp2 engine saved is a checkpoint of this engine, bit for bit, and trains on as there."""
+"""Import of checkpoints of verl's own fsdp2 engine: equal bit for bit, and training continues as in verl."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def _batch():
 
 
 def _adamw(params, lr=1e-3):
-    # An eps near the gradients' size, or AdamW's first steps would magnify rounding errors of tiny gradients.
+    # With a small eps, AdamW's first steps would magnify rounding errors of tiny gradients.
     return torch.optim.AdamW(params, lr=lr, eps=1e-4)
 
 
@@ -58,7 +58,7 @@ def _whole(tensors):
 
 
 def _saves_with_verl(folder, out, fsdp_size=-1, value_model=False):
-    """Two steps as verl's fsdp2 engine takes them and its checkpoint; further, what is in it and a third step."""
+    """Train two steps like verl's fsdp2 engine and save its checkpoint; also save its contents and a third step."""
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.utils.fsdp_utils import apply_fsdp2
     from verl.workers.engine.fsdp.utils import create_device_mesh
@@ -91,7 +91,7 @@ def _saves_with_verl(folder, out, fsdp_size=-1, value_model=False):
 
 
 def _value_model(folder):
-    """As verl's value engine has it, its head drawn from one seed on all ranks."""
+    """Return the model of verl's value engine; its head is drawn from one seed on all ranks."""
     torch.manual_seed(5)
     config = AutoConfig.from_pretrained(folder, num_labels=1)
     return AutoModelForTokenClassification.from_pretrained(
@@ -143,7 +143,7 @@ def _imported(out):
 
 @pytest.fixture(scope="module")
 def verls(tmp_path_factory):
-    """Of three ranks, which cut few tensors into equal parts; with the model beside it."""
+    """A checkpoint of three ranks, which divide few tensors evenly; the model is beside it."""
     folder = tmp_path_factory.mktemp("verl")
     saved = folder / STEP / "actor"
     run_ranks(_saves_with_verl, WORLD, save_qwen3_moe(folder / "model"), saved)
@@ -193,7 +193,7 @@ def test_import_of_replicas_tied_parameters_and_value_models_takes_each_once(tmp
 
 
 def test_import_of_a_family_that_the_engine_brings_onto_the_interface_goes_on_here(tmp_path):
-    """Its experts have other names than in transformers, and another place among the parameters."""
+    """The experts have other names than in transformers, and another place among the parameters."""
     saved, out = tmp_path / STEP / "actor", tmp_path / "out"
     model = families.save("granitemoe", tmp_path / "model")
     run_ranks(_saves_with_verl, 2, model, saved)
@@ -209,7 +209,7 @@ def test_import_of_a_family_that_the_engine_brings_onto_the_interface_goes_on_he
 
 
 def _as_from_a_gpu(path):
-    """Have a file say ``cuda:0`` wherever it says ``cpu``."""
+    """Replace ``cpu`` by ``cuda:0`` everywhere in a file."""
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
     with zipfile.ZipFile(path, "w") as file:
@@ -269,7 +269,7 @@ def _rank_file(saved, kind, rank=1):
 
 
 class _Runs:
-    """What runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, command):
         self.command = command
@@ -283,7 +283,7 @@ def _lacks(kind):
 
 
 def _rewrite(saved, kind, change, ranks=range(WORLD)):
-    """Have ``change`` alter what ranks saved, in place."""
+    """Apply ``change`` to the ranks' saved files, in place."""
     for rank in ranks:
         state = torch.load(_rank_file(saved, kind, rank), weights_only=False)
         change(state)

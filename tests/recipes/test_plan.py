@@ -26,7 +26,7 @@ def qwen3_30b():
 
 
 def _joined(text):
-    """Without the breaks between lines."""
+    """Return the text without line breaks."""
     return " ".join(text.split())
 
 
@@ -88,7 +88,7 @@ def test_plan_recommendation_is_the_fastest_mesh_that_fits(qwen3_30b):
 
 
 def test_plan_of_few_large_experts_on_more_ranks_recommends_etp(tmp_path):
-    """Mixtral 8x7B on 16 GPUs, a micro-batch of 1,024 tokens: to gather experts costs more than to gather rows."""
+    """Mixtral 8x7B on 16 GPUs with 1,024 tokens per micro-batch: gathering experts costs more than gathering rows."""
     MixtralConfig().save_pretrained(tmp_path)
     request = request_of(parse(["--model", str(tmp_path), "--tokens", "1024"]), config_of(str(tmp_path)))
     found = choices(request, Cluster(2, 8))
@@ -99,7 +99,7 @@ def test_plan_of_few_large_experts_on_more_ranks_recommends_etp(tmp_path):
 
 
 def _planned_sizes(folder, out):
-    """The sequence-parallel sizes of a plan for two GPUs."""
+    """Return the sequence-parallel sizes of a plan for two GPUs."""
     assert main(["--model", str(folder), "--gpus", "2", "--tokens", "64", "--json", str(out)]) == 0
     return {choice["sp"] for choice in json.loads(out.read_text())["choices"]}
 
@@ -143,7 +143,7 @@ def test_plan_writes_json_and_a_picture(capsys, tmp_path):
     assert sum(n for part, n in best["bytes"].items() if part != "total") == best["bytes"]["total"]
     said = _joined(capsys.readouterr().out)
     assert " ".join(best["settings"]) in said
-    # In the words of the engine, for the mesh that is recommended.
+    # The line that the engine prints for this mesh.
     assert f"mesh: 16 ranks = dp_replicate {best['dp_replicate']} x ep_fsdp {best['ep_fsdp']} x ep {best['ep']}" in said
     assert "memory at its peak" in said and "received in a step: all-gather" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -166,11 +166,11 @@ def test_plan_with_adapters_chunks_or_another_backend_changes(tmp_path):
     plain, lora, chunks = planned(), planned("--lora-rank", "8"), planned("engine.dispatch_chunks=2")
     assert 0 < lora.peak.optimizer < 0.1 * plain.peak.optimizer and lora.peak.parameters > plain.peak.parameters
     calls = [{c.name: c.calls for c in found.traffic}["all-to-all tokens"] for found in (plain, chunks)]
-    # Of 8 layers, 7 of them computed again; at once such a one is done before its rows are returned.
+    # 7 of 8 layers are recomputed; without chunks, recomputation stops before the rows are returned.
     assert calls == [7 * 5 + 4, (7 * 6 + 4) * 2]
     assert chunks.time.all_to_all == pytest.approx(
         plain.time.all_to_all * 46 / 39 / 2, rel=0.01
-    )  # counts and weights apart
+    )  # without counts and weights
     assert planned("engine.dispatch_chunks=4").time.all_to_all < chunks.time.all_to_all
     wide = planned("engine.mixed_precision=null", "engine.mixed_precision.param_dtype=fp32").traffic
     assert sum(c.wire for c in wide) > sum(c.wire for c in plain.traffic)
@@ -256,6 +256,6 @@ def test_roofline_seconds_of_a_collective_equal_those_by_hand():
     across = Collective("all-gather experts", ranks=2, stride=8, calls=1, nbytes=80 * 10**9)
     assert seconds(across, cluster) == pytest.approx(4.0)
     both = Collective("all-gather dense", ranks=16, stride=1, calls=1, nbytes=80 * 10**9)
-    assert seconds(both, cluster) == pytest.approx(0.7)  # each interface takes an eighth of the other node's half
+    assert seconds(both, cluster) == pytest.approx(0.7)  # each interface receives an eighth of the other node's half
     tokens = Collective("all-to-all tokens", ranks=16, stride=1, calls=1, nbytes=16 * 10**9)
     assert seconds(tokens, cluster) == pytest.approx(0.8)

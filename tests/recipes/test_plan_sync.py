@@ -1,4 +1,4 @@
-"""The planner's command line, on published sizes."""
+"""The sync planner's command line, on published sizes."""
 
 import pytest
 from transformers import DeepseekV4Config, Qwen3Config, Qwen3MoeConfig

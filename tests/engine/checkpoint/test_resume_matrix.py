@@ -128,7 +128,7 @@ class _Trainer:
             save_file({name: tensor.contiguous() for name, tensor in whole.items()}, path)
 
     def differences(self, path: Path) -> dict[str, float]:
-        """How far this rank's tensors are from those that were written, by the largest entry of each."""
+        """Return the largest relative difference of each of this rank's tensors from the written one."""
         wanted, found = load_file(path), {}
         for name, tensor in self.tensors():
             whole = wanted.pop(name)
@@ -197,7 +197,7 @@ def _worst(differences: list[dict[str, float]]) -> list[tuple[float, str]]:
 
 
 def _faults(row: dict) -> list[str]:
-    """What is wrong with one resume."""
+    """Return the faults of one resume."""
     is_same = row["source"] == row["target"]
     limits = {"loaded": (0.0, 0.0), "continued": (0.0, 0.0) if is_same else (PARAMETERS, MOMENTS)}
     faults = ["the learning rates are others"] if row["rates_differ"] else []
@@ -233,7 +233,7 @@ def _resume_all(model: Path, out: Path, results: Path, pairs: Sequence[tuple[str
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """What came of each of the fast ones."""
+    """Return the results of the fast resumes."""
     tmp_path = tmp_path_factory.mktemp("fast")
     model, out = _save_all(tmp_path, [source for source, _ in FAST])
     rows = _resume_all(model, out, tmp_path / "results.jsonl", [(o, *pair) for o in OPTIMIZERS for pair in FAST])

@@ -41,8 +41,8 @@ class Trip:
 
     Args:
         file_size: of the checkpoint's files, at most.
-        loaded: what is loaded: ``original`` is what transformers saves, ``swapped`` has rows and columns of stacks of
-            experts the other way round, as the published checkpoints of Qwen3-VL have them.
+        loaded: ``original``, as transformers saves it, or ``swapped``: stacks of experts are transposed, as in the
+            published checkpoints of Qwen3-VL.
     """
 
     family: str
@@ -53,7 +53,7 @@ class Trip:
 
     @property
     def wanted(self) -> str:
-        """What the export equals, whichever was loaded."""
+        """The form that the export equals, whichever was loaded."""
         return "swapped" if self.family in TRANSPOSED_WHEN_PUBLISHED else "original"
 
     @property

@@ -1,4 +1,4 @@
-"""Which files of a folder are a model's weights: those that transformers reads, or a refusal that names both sets."""
+"""A folder's weight files are those that transformers reads, or a refusal names both sets."""
 
 import json
 from pathlib import Path

@@ -30,7 +30,7 @@ BAILING = {
     "AutoModel": "modeling_bailing_moe_v2.BailingMoeV2Model",
     "AutoModelForCausalLM": "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM",
 }
-# What such code does: experts in a list, where no engine can stack them.
+# Such code keeps experts in a list, where no engine can stack them.
 CONFIGURATION = """
 from transformers import Qwen3Config
 

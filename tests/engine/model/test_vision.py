@@ -68,8 +68,8 @@ def _updates(folder, cases, updates=UPDATES, magnifies=False):
     """Compare updates with those of the plain model.
 
     Args:
-        magnifies: whether the family's arithmetic magnifies rounding: gradients are then compared with those of the
-            plain model in float64, from which they may be four times as far as its own in float32 are.
+        magnifies: whether the family's arithmetic magnifies rounding. Gradients are then compared with the plain
+            model's in float64, and may be four times as far from them as its own in float32.
     """
     from verl.utils import tensordict_utils as tu
 

@@ -1,4 +1,4 @@
-"""A rank of the doctor with something wrong: the options follow the kind."""
+"""Run a rank of the doctor with a fault: the arguments are its kind, then the doctor's options."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def sleeps(ranks):
 
 def spins(ranks):
     if ranks.rank == 1:
-        re.match("(a+)+$", 40 * "a" + "b")  # holds Python's lock for days
+        re.match("(a+)+$", 40 * "a" + "b")  # holds the GIL for days
     dist.barrier()
 
 
@@ -39,7 +39,7 @@ def main() -> int:
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
     else:
         if kind == "raises":
-            Unit.divide_factor = lambda self, topology: self.ranks(topology)  # as FSDP would by itself
+            Unit.divide_factor = lambda self, topology: self.ranks(topology)  # FSDP's default
         measure = {"sleeps": sleeps, "spins": spins, "raises": raises}[kind]
         cli.CHECKS = {kind: Check(4.0, measure, lambda found, ranks: [Row(kind, "done")]), **cli.CHECKS}
     return cli.main(words)

@@ -1,4 +1,4 @@
-"""The doctor on ranks of this machine, started by torchrun and by Ray, and what it says of ranks that hang."""
+"""The doctor on ranks of this machine, started by torchrun and by Ray, and its report of ranks that hang."""
 
 import json
 import os
@@ -17,7 +17,7 @@ LAUNCHED = ("-m", "tests.recipes.doctor.launched")
 
 
 def _doctor(ranks, *words):
-    """Status and text of a run; words begin with ``-m MODULE`` or a script."""
+    """Return status and output of a run; words begin with ``-m MODULE`` or a script."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200"}
     done = subprocess.run(

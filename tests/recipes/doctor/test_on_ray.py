@@ -1,4 +1,4 @@
-"""How ranks are placed on the actors of a cluster, whose Ray is a stand-in."""
+"""Placement of ranks on the actors of a cluster, with a stand-in for Ray."""
 
 import sys
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from epfsdp2.recipes.doctor.on_ray import run_on_ray
 
 
 def _cluster(monkeypatch, nodes, statuses=None):
-    """A cluster that starts one actor on each of ``nodes``; returns the environments of its ranks."""
+    """Fake a cluster with one actor on each of ``nodes``; return the environments of its ranks."""
     environments, waiting = [], [*nodes]
 
     def place():

@@ -1,4 +1,4 @@
-"""Rows, settings and a machine's figures that follow from what ranks with GPUs would measure."""
+"""Rows, settings and a machine's figures, from invented measurements of ranks with GPUs."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The roofline's parts beside what an H100 took for them, and beside arithmetic by hand."""
+"""The roofline's parts against measurements on an H100, and against arithmetic by hand."""
 
 import re
 from functools import partial
@@ -21,19 +21,19 @@ QWEN3_30B = {
     **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936},
 }
 # The step of benchmarks/results/gpu.md at 252401d: two layers at the width of Qwen3-30B-A3B, 8,192 tokens in 8
-# sequences, layers computed again, on an H100. Milliseconds of its kernels, by what they are.
+# sequences, with recomputation, on an H100. Milliseconds of its kernels, by part.
 MEASURED = {
     "optimizer": [20.3],  # multi_tensor_apply: AdamW
     "norm": [2.8],  # multi_tensor_apply: _foreach_norm
     "products of the head": [14.5, 6.7, 6.6],  # nvjet TNT, NNT, NTT
     "passes over logits": [12.8, 11.2, 10.7, 6.8, 6.2, 4.3],  # elementwise, exp, reduce of float32
     "sums of the head's products": [5.7],  # CUDAFunctor_add<float>
-    "weights": [10.3, 4.8],  # bfloat16_copy, with that of the logits' gradient; Memcpy DtoD
+    "weights": [10.3, 4.8],  # bfloat16_copy, the logits' gradient included; Memcpy DtoD
     "gradients": [5.9],  # chunk_cat
 }
 KERNELS = 160.0
 WITHIN = 0.1
-TILES, LOGITS = 37.1, 8192 * 151936  # tiles of logits that the head's gradients are summed over
+TILES, LOGITS = 37.1, 8192 * 151936  # number of tiles of logits, over which the head's gradients are summed
 
 
 def _sizes(options, layers=2, **more):
@@ -46,7 +46,7 @@ def _step(options, batch, length=1024, **more):
 
 
 def _of_that_time(options):
-    """Milliseconds of the step by the code of 252401d: norms and the head by torch's operators, FSDP at one rank."""
+    """Return milliseconds by part for the code of 252401d: torch's norms and head, FSDP at one rank."""
     found = {part: 1e3 * seconds for part, seconds in _step(options, Batch(8192)).parts.items()}
 
     def passes(nbytes, share):
@@ -60,13 +60,13 @@ def _of_that_time(options):
         "optimizer": found["optimizer"],
         "norm": found["norm"],
         "products of the head": found["head"] - passes(6 * LOGITS, STREAMED),
-        # Scaled and one shifted by the maximum, exp and the sums of its products; in backward scaled, shifted by lse,
-        # exp, multiplied, added to and multiplied.
+        # Forward: scale, shift by the maximum, exp, sums of products. Backward: scale, shift by lse, exp, multiply,
+        # add, multiply.
         "passes over logits": passes((6 + 8 + 8 + 12 + 4 + 4 + 6 + 8 + 8 + 8 + 8 + 12) * LOGITS, EAGER),
         "sums of the head's products": passes(10 * TILES * (2048 + 16384) * 2048, STREAMED),
         "weights": found["weights"] + passes(4 * gathered + 6 * LOGITS, STREAMED),
         "gradients": passes(6 * trained, PACKED),
-        # And what the profile does not list by name, with the maxima of logits.
+        # All kernels that the profile does not name, and the maxima of logits.
         "layers": sum(found[part] for part in layers) + passes(4 * LOGITS, EAGER),
     }
 
@@ -86,16 +86,16 @@ def test_parts_of_the_measured_step_are_predicted_within_a_tenth_and_so_is_their
     ids=["Qwen3-30B-A3B", "DeepSeek-V3, 64 of 256 experts"],
 )
 def test_experts_layers_that_were_measured_are_predicted_within_a_tenth(sizes, milliseconds):
-    """16,384 tokens forward and backward, the last rows of benchmarks/results/gpu.md."""
+    """16,384 tokens, forward and backward; the last rows of benchmarks/results/gpu.md."""
     found = _step(ShardingOptions(), Batch(16384), layers=1, **sizes)
     assert 1e3 * found.experts == pytest.approx(milliseconds, rel=WITHIN)
 
 
 def test_step_of_today_takes_six_tenths_of_the_measured_one():
-    """Norms, rotary embeddings and the head by kernels, FSDP's copies at one rank left out: 169 ms were measured."""
+    """169 ms were measured before norms, rotary embeddings and head had kernels, and with FSDP's copies at one rank."""
     fused, eager = (_step(ShardingOptions(checkpointing="full", fuse_dense=on), Batch(8192)) for on in (True, False))
     assert 0.5 < fused.step / 0.169 < 0.6
-    # Of 3 forwards and 2 backwards of layers, 432 kB and 1,042 kB of a token, counted where a CPU runs the operators.
+    # 3 forwards of 432 kB and 2 backwards of 1,042 kB per token, counted from the operators on a CPU.
     by_hand = 8192 * (3 * 432e3 + 2 * 1042e3) / (3350e9 * EAGER)
     assert eager.dense == pytest.approx(by_hand, rel=0.03)
     assert eager.step - fused.step == eager.dense - fused.dense > 0.8 * eager.dense
@@ -104,7 +104,7 @@ def test_step_of_today_takes_six_tenths_of_the_measured_one():
 def test_parts_of_later_micro_batches_and_of_adapters_equal_those_by_hand():
     one, three = (_step(ShardingOptions(), Batch(512, n)) for n in (1, 3))
     trained = sum(size.trained for _, _, size in unit_sizes(_sizes(ShardingOptions()), ALONE))
-    # Cast once (6 bytes), and added twice (10).
+    # One cast (6 bytes) and two additions (10).
     assert one.gradients == pytest.approx(ONE.passes(6 * trained, STREAMED))
     assert three.gradients == pytest.approx(ONE.passes(26 * trained, STREAMED))
     assert three.experts == pytest.approx(3 * one.experts) and three.optimizer == one.optimizer
@@ -135,9 +135,9 @@ def test_what_is_gathered_is_copied_and_gradients_are_packed_on_several_ranks():
         gathers = 1 + unit.is_gathered_again
         weights += gathers * 6 * size.local + (gathers * 4 * size.full if size.ranks > 1 else 0)
         gradients += ONE.passes(6 * size.full, PACKED if size.ranks > 1 else STREAMED)
-    assert found.weights == pytest.approx(ONE.passes(weights, STREAMED), rel=1e-3)  # the root's are gathered once
+    assert found.weights == pytest.approx(ONE.passes(weights, STREAMED), rel=1e-3)  # the root is gathered once
     assert found.gradients == pytest.approx(gradients)
-    # The rows of 8 experts of a token, bfloat16, are read and written to be sent, in forward and in backward.
+    # A token's 8 rows in bfloat16 are read and written for sending, in forward and in backward.
     assert found.experts - alone.experts == pytest.approx(ONE.passes(512 * 8 * 2048 * 2 * 2 * 2, STREAMED))
     assert found.waits - alone.waits == pytest.approx(1e-4)
 

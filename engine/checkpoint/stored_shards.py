@@ -80,8 +80,8 @@ def shard_files(
     """Return the files that a rank writes, by their names: its range of each tensor, and the values, views.
 
     Args:
-        number: of the rank's file, from 1 to ``ranks``. A rank with two ranges of a tensor (gate and up, each sharded)
-            writes the second to another file, because a safetensors file has unique names.
+        number: of the rank's file, from 1 to ``ranks``. A rank with two ranges of a tensor (gate and up)
+            writes the second to another file, because names in a file are unique.
     """
     files: dict[str, dict[str, tuple[IndexRange, torch.Tensor]]] = {}
     for name, tensor in tensors.items():

@@ -153,13 +153,9 @@ def roofline(
         param, reduce = unit.param_dtype.itemsize, unit.reduce_dtype.itemsize
         if unit.param_dtype != sizes.master:
             found["weights"] += cluster.passes(gathers * size.local * (sizes.master.itemsize + param), STREAMED)
-        if size.ranks > 1:
+        if size.ranks > 1 or not options.keep_casts:
             found["weights"] += cluster.passes(gathers * 2 * (size.full + size.moved) * param, STREAMED)
-            found["gradients"] += cluster.passes(size.reduced * (param + reduce), PACKED)
-        else:  # gradients of the first micro-batch are cast, the others added
-            cast = param + sizes.master.itemsize if unit.param_dtype != sizes.master else 0
-            added = (param + 2 * sizes.master.itemsize) * (batch.micro_batches - 1)
-            found["gradients"] += cluster.passes(size.trained * (cast + added) / batch.micro_batches, STREAMED)
+        found["gradients"] += cluster.passes(size.reduced * (param + reduce), PACKED)
         if stage == EMBEDDINGS:
             continue
         elements, rows, forwards = float(size.full), float(tokens), 1.0 + again(stage)

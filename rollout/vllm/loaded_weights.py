@@ -56,10 +56,14 @@ def _experts(layer: Any) -> dict[str, torch.Tensor]:
     method, w13, w2 = layer.quant_method, layer.w13_weight.detach(), layer.w2_weight.detach()
     # From 0.29 on the CPU build's kernel is another object, with one class per instruction set.
     kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    is_fp8 = w13.dtype == torch.float8_e4m3fn
-    if hasattr(method, "cpu_fused_moe") or hasattr(kernel, "isa") or (is_fp8 and w13.device.type == "cpu"):
+    is_quantised = w13.element_size() == 1  # FP8 or INT8
+    if hasattr(method, "cpu_fused_moe") or hasattr(kernel, "isa") or (is_quantised and w13.device.type == "cpu"):
         return {}
-    backend = "FP8" if is_fp8 else getattr(getattr(method, "unquantized_backend", None), "name", "NONE")
+    backend = (
+        "FP8"
+        if w13.dtype == torch.float8_e4m3fn
+        else getattr(getattr(method, "unquantized_backend", None), "name", "NONE")
+    )
     if backend not in _PLAIN_EXPERT_BACKENDS + _SWAPPED_EXPERT_BACKENDS:
         _warn_of(backend)
         return {}

@@ -39,7 +39,7 @@ def _send(folders, handles, held, wrong):
 
         def tensors(weights=weights):
             for name, values in with_checksums(weights.tensors()):
-                if wrong and name.endswith(wrong):
+                if wrong and wrong in name:
                     values = values * 2
                 yield name, values
 
@@ -88,7 +88,7 @@ def _check(engine, first, second, held, wrong):
     assert engine.generate() != generated
     assert _synced(engine, [first], held) == loaded
     assert engine.generate() == generated
-    with pytest.raises(RuntimeError, match=f"the received values of .*{wrong} differ"):
+    with pytest.raises(RuntimeError, match=f"the received values of .*{wrong}.* differ"):
         _synced(engine, [second], held, wrong)
     assert engine.leftovers() == []
 
@@ -104,7 +104,7 @@ def test_vllm_fp8_workers_after_syncs_hold_what_vllm_loads_of_a_quantised_checkp
         environment={"VERL_VLLM_FP8_QUANT_ENABLED": "1"},
     )
     assert any(digest.startswith("float8_e4m3fn[4, ") for digest in engine.digests()[0].values())
-    _check(engine, first, second, {"block": BLOCK}, "w2_weight_scale_inv/0/1/0")
+    _check(engine, first, second, {"block": BLOCK}, "w2_weight_scale_inv")
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
@@ -119,4 +119,4 @@ def test_vllm_int8_workers_after_syncs_hold_what_vllm_loads_of_a_compressed_chec
     engine = start_engine(str(save_compressed(first, tmp_path / "quantised", "int8")), tp_size=tp, dtype="bfloat16")
     digests = engine.digests()[0]
     assert digests["model.layers.0.self_attn.qkv_proj.weight_scale"].startswith("float32["), digests
-    _check(engine, first, second, {"channels": "int8"}, "qkv_proj.weight_scale/0/1/0")
+    _check(engine, first, second, {"channels": "int8"}, "qkv_proj.weight_scale")

@@ -50,15 +50,18 @@ def _packed_linear(layer: Any) -> torch.Tensor:
 
 
 def _experts(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both weights of experts as they were loaded."""
+    """Return both weights of experts as they were loaded; INT8 values as they were packed."""
     method, moe, w13, w2 = layer.quant_method, layer.moe_config, layer.w13_weight.detach(), layer.w2_weight.detach()
     kernel = getattr(method, "cpu_fused_moe", None)
     pack: Callable[[torch.Tensor], torch.Tensor]
     if w13.dtype == torch.float8_e4m3fn or type(kernel).__name__ == "SGLFusedMOE":
         pack = torch.ops._C.convert_weight_packed
     elif kernel is None or kernel.forward_method.__name__ == "forward_grouped_gemm":
-        # From 0.29 on the kernel is another object, with one class per instruction set.
-        pack = functools.partial(_prepack, isa=(method.moe_kernel.fused_experts if kernel is None else kernel).isa)
+        # From 0.29 on the kernel is another object, with one class per instruction set. INT8 kernels have no such set.
+        isa = getattr(method.moe_kernel.fused_experts if kernel is None else kernel, "isa", None)
+        if isa is None:
+            return w13, w2
+        pack = functools.partial(_prepack, isa=isa)
     elif w13.numel():
         return w13, w2
     else:  # one closure per expert, applied to the identity like any linear layer

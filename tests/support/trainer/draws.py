@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tests.parity.families import EVERY, save
@@ -128,7 +127,7 @@ def _draw(number: int, rng: random.Random) -> Draw:
         mode = rng.choice([*[""] * 3, "R2", "R3"])
         if mode:
             chosen["router_replay"] = mode
-            engine["router_replay"] = SimpleNamespace(mode=mode, record_file=None, replay_file=None)
+            engine["router_replay"] = {"mode": mode, "record_file": None, "replay_file": None}
         if chance(2):
             take(actor, loss_agg_mode=rng.choice(_AGGREGATIONS))
         if chance(2):

@@ -298,7 +298,8 @@ def test_resilient_process_restarts_a_killed_trainer_and_at_sigterm_saves_and_le
     config = CONFIG | {"trainer": CONFIG["trainer"] | {"default_local_dir": str(root)}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    env |= {"PYTHONPATH": os.pathsep.join([str(FAKE), str(ROOT), env["PYTHONPATH"]]), "FAKE_RUN": str(tmp_path)}
+    paths = filter(None, [str(FAKE), str(ROOT), env.get("PYTHONPATH")])
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "FAKE_RUN": str(tmp_path)}
     words = [sys.executable, "-m", "epfsdp2.recipes.resilient", "--backoff-seconds", "0.1", "--", *TRAINER]
     process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log, deadline = root / "resilient" / "attempt-2.log", time.monotonic() + 120

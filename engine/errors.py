@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["SettingError", "close_matches", "first_of", "listed"]
+__all__ = ["SettingError", "close_matches", "first_of", "listed", "nearest"]
 
 
 class SettingError(ValueError):
@@ -40,3 +40,9 @@ def close_matches(wanted: str, known: Iterable[str], most: int = 3, cutoff: floa
     """Return the known names that are most similar to ``wanted`` (``difflib``), the best first, ignoring case."""
     by_lower = {name.lower(): name for name in known}
     return [by_lower[name] for name in difflib.get_close_matches(wanted.lower(), by_lower, n=most, cutoff=cutoff)]
+
+
+def nearest(node: str, key: str, known: Iterable[str]) -> str:
+    """Return the dotted name of the known setting of a node that is most similar to ``key``; empty if none is."""
+    near = close_matches(key, known, most=1, cutoff=0.6)
+    return f"{node}.{near[0]}" if near else ""

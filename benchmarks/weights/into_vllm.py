@@ -1,15 +1,19 @@
 """Syncs of trainer ranks into vLLM engines that are started for them, one after the other, and what each took."""
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from epfsdp2.rollout.vllm.adapter import send_weights
 from tests.support.ranks import run_ranks
 
-__all__ = ["WORLD", "seconds_of_syncs"]
+__all__ = ["WORLD", "seconds_of_syncs", "send_together"]
 
 WORLD = 2
 
@@ -54,6 +58,25 @@ def seconds_of_syncs(
     finally:
         for engine in engines:
             engine.stop()
+
+
+def send_together(weights: Iterable[Any], handles: Sequence[str], megabytes: int) -> tuple[float, Any]:
+    """Send a rank's weights to its worker, all ranks at once; a rank without a worker drops them.
+
+    Returns:
+        When the sync began, and the sender's counts; None from a rank without a worker.
+    """
+    rank = dist.get_rank()
+    dist.barrier()
+    began = time.monotonic()
+    if rank >= len(handles):
+        for _ in weights:
+            pass
+        return began, None
+    sending = send_weights(
+        weights, zmq_handle=handles[rank], bucket_megabytes=megabytes, use_shm=True, timeout_seconds=300, rank=rank
+    )
+    return began, asyncio.run(sending)
 
 
 def _when_done(engine: Any, **arguments: Any) -> Callable[[], float]:

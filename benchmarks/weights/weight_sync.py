@@ -16,7 +16,6 @@ The modules of ``OTHERS`` write tables of their own. ``weight_sync_adapters.py``
 """
 
 import argparse
-import asyncio
 import json
 import statistics
 import sys
@@ -34,13 +33,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3
 
 from benchmarks.tables import RESULTS, report
 from benchmarks.weights import weight_sync_adapters, weight_sync_fp8, weight_sync_names, weight_sync_sglang
-from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs
+from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs, send_together
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from epfsdp2.rollout.vllm.adapter import send_weights
 from tests.support.engine.memory import peak_of
 from tests.support.engine.sharded import sharded_model
 
@@ -121,18 +119,7 @@ def ranks(tp: int, handles: list[str], folder: Path, turns: list[str], out: Path
     peaks = {side: peak_memory(trainer, side) for side in SIDES}  # of first syncs: on a CPU buffers stay
     began = []
     for side in turns if handles else ():
-        dist.barrier()
-        began.append(time.monotonic())
-        asyncio.run(
-            send_weights(
-                trainer.weights(side),
-                zmq_handle=handles[trainer.rank],
-                bucket_megabytes=BUCKET_MEGABYTES,
-                use_shm=True,
-                timeout_seconds=300,
-                rank=trainer.rank,
-            )
-        )
+        began.append(send_together(trainer.weights(side), handles, BUCKET_MEGABYTES)[0])
     alone = [trainers_part(trainer, side) for side in turns * TURNS_ALONE]
     if trainer.rank == 0:
         out.write_text(json.dumps({"began": began, "alone": alone, "peaks": peaks}))

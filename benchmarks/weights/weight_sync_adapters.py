@@ -4,11 +4,9 @@ Two trainer ranks with ``ep_size=2`` have adapters on the linears of attention, 
 ``lora.merge=False``: vLLM computes with the adapters. Bytes are counted at one worker.
 """
 
-import asyncio
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.tables import markdown
-from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs
+from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs, send_together
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
@@ -30,7 +28,6 @@ from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.recipes.plan.cards import config_of
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from epfsdp2.rollout.vllm.adapter import send_weights
 from epfsdp2.rollout.vllm.names import ADAPTED_AS_STACKS
 from tests.support.engine.sharded import sharded_model
 
@@ -49,7 +46,7 @@ def _settings(targets: str | tuple[str, ...] = TARGETS) -> LoraSettings:
 
 def ranks(tp: int, handles: list[str], folder: Path, turns: int, megabytes: int, out: Path) -> None:
     """Send the base and then the adapters so many times; write when each sync began, and its bytes."""
-    rank, options = dist.get_rank(), {"param_dtype": torch.bfloat16}
+    options = {"param_dtype": torch.bfloat16}
     model, meshes = sharded_model(
         folder,
         WORLD,
@@ -64,18 +61,10 @@ def ranks(tp: int, handles: list[str], folder: Path, turns: int, megabytes: int,
     base = sync.weights("left out").for_worker("sliced", Rollout(tp))
     began, sent = [], []
     for weights in (base, *(sync.weights("alone").for_worker("full", Rollout()) for _ in range(turns))):
-        dist.barrier()
-        began.append(time.monotonic())
-        sending = send_weights(
-            weights.tensors(),
-            zmq_handle=handles[rank],
-            bucket_megabytes=megabytes,
-            use_shm=True,
-            timeout_seconds=300,
-            rank=rank,
-        )
-        sent.append(asyncio.run(sending).nbytes)
-    if rank == 0:
+        at, stats = send_together(weights.tensors(), handles, megabytes)
+        began.append(at)
+        sent.append(stats.nbytes)
+    if dist.get_rank() == 0:
         out.write_text(json.dumps({"began": began, "sent": sent}))
 
 

@@ -9,11 +9,9 @@ loader of verl does not support that build. Workers keep the routers that vLLM f
 alone is compared.
 """
 
-import asyncio
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -21,9 +19,8 @@ import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.tables import RESULTS, report
-from benchmarks.weights.into_vllm import seconds_of_syncs
+from benchmarks.weights.into_vllm import seconds_of_syncs, send_together
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.vllm.adapter import send_weights
 from tests.support.models.quantised import BLOCK, save_quantised
 
 __all__ = ["main"]
@@ -46,7 +43,6 @@ def _ranks(tp: int, handles: list[str], folder: Path, turns: list[str], out: Pat
     """Send the weights of each turn; write when each began, and what was handed over."""
     from benchmarks.weights.weight_sync import BUCKET_MEGABYTES, ours, stock_weights, verls
 
-    rank = dist.get_rank()
     model, sync = verls(folder, torch.float32), ours(folder, torch.float32)
     began, sent = [], {}
     for side in turns:
@@ -55,18 +51,10 @@ def _ranks(tp: int, handles: list[str], folder: Path, turns: list[str], out: Pat
         else:
             rollout = Rollout(tp, block=BLOCK)
             source = sync.weights().for_worker(side, rollout, is_quantised=True).tensors()
-        dist.barrier()
-        began.append(time.monotonic())
-        sending = send_weights(
-            source,
-            zmq_handle=handles[rank],
-            bucket_megabytes=BUCKET_MEGABYTES,
-            use_shm=True,
-            timeout_seconds=300,
-            rank=rank,
-        )
-        sent[side] = asyncio.run(sending).nbytes
-    if rank == 0:
+        at, stats = send_together(source, handles, BUCKET_MEGABYTES)
+        began.append(at)
+        sent[side] = stats.nbytes
+    if dist.get_rank() == 0:
         whole = 2 * sum(p.numel() for p in sync.model.parameters()) / tp
         out.write_text(json.dumps({"began": began, "sent": sent, "bfloat16": whole}))
 

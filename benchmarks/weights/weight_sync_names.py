@@ -9,11 +9,9 @@ experts are sent one by one. Two ranks feed a replica each, or one for both. In 
 so ``auto`` is right if ``sliced`` is no slower.
 """
 
-import asyncio
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -21,10 +19,9 @@ import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.tables import RESULTS, report
-from benchmarks.weights.into_vllm import seconds_of_syncs
+from benchmarks.weights.into_vllm import seconds_of_syncs, send_together
 from benchmarks.weights.weight_sync_sglang import NAMES
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.vllm.adapter import send_weights
 
 __all__ = ["holds", "main"]
 
@@ -38,28 +35,14 @@ def _ranks(tp: int, handles: list[str], folder: Path, ep: int, turns: list[str],
     """Send the weights of each turn; write when each began, and what was handed over."""
     from benchmarks.weights.weight_sync import BUCKET_MEGABYTES, ours
 
-    rank = dist.get_rank()
     sync = ours(folder, torch.float32, ep, MEGABYTES)
     began, sent = [], {}
     for side in turns:
         weights = sync.weights().for_worker(side, Rollout(tp)).tensors()
-        dist.barrier()
-        began.append(time.monotonic())
-        if rank >= len(handles):
-            for _ in weights:
-                pass
-            continue
-        sending = send_weights(
-            weights,
-            zmq_handle=handles[rank],
-            bucket_megabytes=BUCKET_MEGABYTES,
-            use_shm=True,
-            timeout_seconds=300,
-            rank=rank,
-        )
-        stats = asyncio.run(sending)
-        sent[side] = stats.tensors, stats.nbytes
-    if rank == 0:
+        at, stats = send_together(weights, handles, BUCKET_MEGABYTES)
+        began.append(at)
+        sent[side] = stats and (stats.tensors, stats.nbytes)
+    if dist.get_rank() == 0:
         out.write_text(json.dumps({"began": began, "sent": sent}))
 
 

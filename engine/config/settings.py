@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import SettingError, close_matches
+from ..errors import SettingError, nearest
 from ..fsdp.activation_checkpoint import CHECKPOINTING
 from ..fsdp.options import ShardingOptions
 from ..moe.deepep import DISPATCHERS
@@ -310,8 +310,7 @@ def planned_settings(overrides: Mapping[str, Any]) -> EngineSettings:
     settings = EngineSettings(activation_checkpointing="full")
     for name, value in overrides.items():
         if name not in PLANNED:
-            near = close_matches(name, PLANNED, most=1, cutoff=0.6)
-            works = f"engine.{near[0]}" if near else f"one of: {', '.join(PLANNED)}"
+            works = nearest("engine", name, PLANNED) or f"one of: {', '.join(PLANNED)}"
             raise SettingError(f"engine.{name}", value, "the plan does not depend on such a setting.", works)
         setattr(settings, name, value)
     _check_rules(settings)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import SettingError, close_matches
+from ..errors import SettingError, nearest
 from .settings import SETTINGS
 from .values import STRATEGY
 
@@ -195,7 +195,7 @@ def known_settings(node: str, settings: Any, notes: list[str], *, fsdp: bool = F
             raise SettingError(name, value, "verl's FSDP engine has no such setting.", ours)
         elif key != "_target_":
             known, whose = (keys, "verl's FSDP engine") if fsdp else (SETTINGS, "the engine")
-            works = _nearest(node, str(key), known) or f"one of: {', '.join(sorted(known))}"
+            works = nearest(node, str(key), known) or f"one of: {', '.join(sorted(known))}"
             raise SettingError(name, value, f"{whose} has no such setting.", works)
     return taken
 
@@ -220,7 +220,7 @@ def check_role_keys(role: Role, settings: dict[str, Any], known: Collection[str]
             if verls.use == "ignored":
                 del settings[key]
         elif key not in known:
-            works = _nearest(role.name, key, [*known, *_BESIDE_THE_NODES]) or "leave it out"
+            works = nearest(role.name, key, [*known, *_BESIDE_THE_NODES]) or "leave it out"
             raise SettingError(name, settings[key], "verl has no such setting.", works)
     return notes
 
@@ -234,11 +234,6 @@ def renamed(error: SettingError, names: Mapping[str, str]) -> SettingError:
     ours, theirs = f"engine.{key}", names[key]
     works = error.works.replace(f"{ours}=", f"{theirs}=").replace(f"{ours}.", f"{theirs}.")
     return SettingError(theirs + error.setting.removeprefix(ours), error.value, error.rule, works)
-
-
-def _nearest(node: str, key: str, known: Collection[str]) -> str:
-    near = close_matches(key, known, most=1, cutoff=0.6)
-    return f"{node}.{near[0]}" if near else ""
 
 
 def _pop(settings: dict[str, Any], dotted: str) -> Any:

@@ -271,7 +271,7 @@ def grouped_linear(
     offsets = torch.cumsum(counts_e, dim=0).to(torch.int32)
     with torch.autocast(rows.device.type, enabled=False):
         rows = rows.to(weight.dtype)  # under autocast an activation may return another dtype than it got
-        if torch_grouped_mm is not None and supports_grouped_mm(rows, in_out) and zeroes_empty_groups():  # in backward
+        if supports_grouped_mm(rows, in_out) and zeroes_empty_groups():  # in backward
             out = torch_grouped_mm(rows, in_out, offs=offsets)
         else:
             groups = rows.tensor_split(offsets[:-1].tolist())

@@ -12,10 +12,8 @@ __all__ = ["ENDED", "FOLDER", "NOTICE", "NOW", "Saved", "latest", "saved_steps"]
 
 NOTICE = "save_now"  # a file beside the checkpoints: save at the end of the step
 FOLDER = "survivors"  # of the messages to ranks, beside the checkpoints
-NOW, ENDED = (
-    "now",
-    "ended",
-)  # files in it: the recipe asks the trainer to save with its ranks, and the trainer has tried
+# Files in it: the recipe asks the trainer to save with its ranks, and the trainer has tried.
+NOW, ENDED = "now", "ended"
 
 _QUEUE = "transfer_queue"  # verl renames the folder to this when it is whole
 _STEP = re.compile(r"global_step_(\d+)")

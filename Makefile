@@ -9,13 +9,13 @@
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
 #   make kernels     compiles every Triton kernel for GPUs that are not there, and checks registers, spills, shared memory
 #   make memory      peak memory of a step beside the prediction
-#   make bench-experts  the experts layer beside transformers', torchtitan's, VeOmni's and SonicMoE's (about 5 min)
+#   make bench-experts  the experts layer beside transformers', torchtitan's and SonicMoE's (about 5 min)
 #   make bench-step  the engine's step beside verl's fsdp2 engine, and its bytes on the wire (about 6 min)
 #   make bench-rivals  an update beside transformers' own expert parallelism, in the stack newest (about 12 min)
 #   make bench-blocks  an MoE block with expert parallelism beside torchtitan's (about 1 min)
 #   make bench-sync  a weight sync beside verl's stock export (about 10 min)
 #   make bench-scale  seconds of Python for syncs, plans and loads of published sizes, up to 1,024 ranks (about 3 min)
-#   make peers       the environment of torchtitan, VeOmni and SonicMoE, for bench-experts and bench-blocks
+#   make peers       the environment of torchtitan and SonicMoE, for bench-experts and bench-blocks
 #   make verl-scripts  verl's own example scripts with engine=epfsdp2 added (VERL=a checkout of verl; about 5 min)
 #   make gpu-check  everything that a visit to a machine with a GPU can tell, in under ten minutes; without one, what can run
 #   make gpu-run     GRPO by main_ppo with vLLM on one GPU, and again with CUDA graphs and offloading (about 10 min)

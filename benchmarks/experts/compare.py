@@ -3,21 +3,21 @@
     python -m benchmarks.experts.compare [--repeats 5] [--only NAME] [--peers .venv_peers/bin/python]
 
 Local sides are transformers' own experts implementations and this engine's, on one module. Peers run in processes of
-their own environment: torchtitan's routed experts, VeOmni's fused experts and, on a GPU, SonicMoE's layer. Sides take
+their own environment: torchtitan's routed experts and, on a GPU, SonicMoE's layer. Sides take
 turns, and each ratio is taken within a turn. On a GPU there is also the geometry of Qwen3-30B-A3B with 16k tokens,
 beside the matrix rate and the copy bandwidth of the same run.
 """
 
-import argparse
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,14 +26,15 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from benchmarks.experts.layer import Geometry, kept_bytes, passes, seconds_of
-from benchmarks.tables import RESULTS, ROOT, report
+from benchmarks.measure import in_turns, median_ratio, options
+from benchmarks.tables import RESULTS, ROOT, judged, report
 from epfsdp2.engine.moe.dispatch import start_dispatch_plans
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach
 from epfsdp2.engine.moe.gemm.backends import EXPERTS_IMPLEMENTATION, backend_named, choose_backend, inverse
 
 OURS, BASE = EXPERTS_IMPLEMENTATION, "grouped_mm"
 LOCAL = ("eager", "batched_mm", BASE, OURS)
-PEERS = ("torchtitan", "veomni", "sonic-moe")
+PEERS = ("torchtitan", "sonic-moe")
 PEERS_COMMAND = ("-m", "benchmarks.experts.peers")
 PEERS_PYTHON = ROOT / ".venv_peers" / "bin" / "python"
 
@@ -56,31 +57,6 @@ TIME_LIMIT, KEPT_LIMIT, GPU_SPEEDUP, RATE_SHARE, BANDWIDTH_SHARE = 1.0, 0.4, 1.5
 COPIED_LIMIT = 4 << 30  # bytes of weights that batched_mm may copy, an expert's for each (token, expert) pair
 WRITTEN_LIMIT = 16 << 30  # bytes of gradients that eager may write, a whole stack's for each expert
 TURN_SECONDS = 0.3  # short passes are repeated within a turn
-COLUMNS = ["geometry", "T", "E", "K", "D", "I", "dtype", "side", "forward ms", "both ms", "of grouped_mm's"]
-COLUMNS += ["kept MiB", "of grouped_mm's", ""]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One side at one geometry: medians; ``note`` says why there are none."""
-
-    geometry: Geometry
-    side: str
-    forward: float = 0.0
-    total: float = 0.0
-    ratio: float = 0.0
-    kept: int = 0
-    kept_ratio: float = 0.0
-    peak: int = 0  # of CUDA's allocator, above what was there
-    note: str = ""
-
-    @property
-    def holds(self) -> bool:
-        on_gpu = self.geometry.device != "cpu"
-        if self.side != OURS or (on_gpu and self.geometry != ON_A_GPU[0]):
-            return True
-        limit = 1 / GPU_SPEEDUP if on_gpu else TIME_LIMIT
-        return not self.note and self.ratio <= limit and self.kept_ratio <= KEPT_LIMIT
 
 
 class Local:
@@ -170,49 +146,54 @@ def peers_of(geometry: Geometry, python: Path) -> Iterator[tuple[dict[str, Peer]
             peer.end()
 
 
-def measure(geometry: Geometry, repeats: int, python: Path) -> list[Row]:
-    """All sides at one geometry, in turns.
+def measure(geometry: Geometry, repeats: int, python: Path) -> dict[str, Any]:
+    """Measure all sides at one geometry, in turns.
+
+    Returns:
+        ``turns``: seconds of each turn by side. ``kept``: bytes for the backward. ``peaks`` of CUDA's allocator.
+        ``notes``: the reason of each side that is left out.
 
     Raises:
         AssertionError: a side computes something else than ``grouped_mm``.
     """
     local = Local(geometry)
     with peers_of(geometry, python) as (peers, notes):
-        for side in LOCAL:
-            if reason := local.refuses(side):
-                notes[side] = reason
-        runs = {side: local for side in LOCAL if side not in notes}
-        once = {side: runs[side].passes(side, 1) for side in runs} | {name: p.passes(1) for name, p in peers.items()}
+        notes |= {side: reason for side in LOCAL if (reason := local.refuses(side))}
+        runs = {side: partial(local.passes, side) for side in LOCAL if side not in notes}
+        sides = runs | {name: peer.passes for name, peer in peers.items()}
+        once = {side: run(1) for side, run in sides.items()}
         for side, figures in once.items():
             loose = side in peers or geometry.dtype == "bfloat16"
             error = abs(figures["norm"] / once[BASE]["norm"] - 1)
             assert error < (2e-2 if loose else 1e-4), f"{side} at {geometry}: the norm is off by {error:.1e}"
         times = {side: max(1, round(TURN_SECONDS / figures["total"])) for side, figures in once.items()}
-        turns: dict[str, list[dict]] = {side: [] for side in once}
-        for turn in range(repeats):
-            order = [*turns][turn % len(turns) :] + [*turns][: turn % len(turns)]  # each is the first at times
-            for side in order:
-                took = peers[side].passes(times[side]) if side in peers else local.passes(side, times[side])
-                turns[side].append(took)
+        turns = in_turns({side: partial(run, times[side]) for side, run in sides.items()}, repeats)
         kept = {s: local.kept(s) for s in runs} | {name: p.first["kept"] for name, p in peers.items()}
         peaks = {s: local.peak(s) for s in runs} if geometry.device != "cpu" else {}
-    rows = []
+    return {"turns": turns, "kept": kept, "peaks": peaks, "notes": notes}
+
+
+def rows_of(geometry: Geometry, found: dict[str, Any]) -> list[dict[str, str]]:
+    """Return a row for each side."""
+    g = geometry
+    values = (g.name, *map(str, (g.tokens, g.experts, g.top_k, g.hidden, g.intermediate)), g.dtype)
+    sizes, rows = dict(zip(("geometry", "T", "E", "K", "D", "I", "dtype"), values, strict=True)), []
+    totals = {side: [turn["total"] for turn in turns] for side, turns in found["turns"].items()}
     for side in (*LOCAL, *PEERS):
-        if side in notes:
-            rows.append(Row(geometry, side, note=notes[side]))
-            continue
-        rows.append(
-            Row(
-                geometry,
-                side,
-                statistics.median(t["forward"] for t in turns[side]),
-                statistics.median(t["total"] for t in turns[side]),
-                statistics.median(t["total"] / b["total"] for t, b in zip(turns[side], turns[BASE], strict=True)),
-                kept[side],
-                kept[side] / kept[BASE],
-                peaks.get(side, 0),
-            )
-        )
+        row, holds = sizes | {"side": side, "forward ms": "", "both ms": "", "of grouped_mm's": ""}, None
+        row |= {"kept MiB": "", "of its kept": "", "note": found["notes"].get(side, "")}
+        if side in totals:
+            forward, total = median(turn["forward"] for turn in found["turns"][side]), median(totals[side])
+            ratio, kept = median_ratio(totals[side], totals[BASE]), found["kept"][side] / found["kept"][BASE]
+            row |= {"forward ms": f"{1e3 * forward:.1f}", "both ms": f"{1e3 * total:.1f}"}
+            row |= {"of grouped_mm's": f"{ratio:.2f} x", "kept MiB": f"{found['kept'][side] / 2**20:.1f}"}
+            row |= {"of its kept": f"{kept:.2f} x"}
+            if side in found["peaks"]:
+                row["note"] = f"peak {found['peaks'][side] / 2**20:.0f} MiB"
+            if side == OURS and (g.device == "cpu" or g == ON_A_GPU[0]):
+                limit = TIME_LIMIT if g.device == "cpu" else 1 / GPU_SPEEDUP
+                holds = ratio <= limit and kept <= KEPT_LIMIT
+        rows.append(row | judged(holds))
     return rows
 
 
@@ -245,53 +226,36 @@ def rates(geometry: Geometry) -> dict[str, float]:
     }
 
 
-def shares(row: Row, measured: dict[str, float]) -> dict[str, float]:
+def shares(geometry: Geometry, seconds: float, measured: dict[str, float]) -> dict[str, float]:
     """Return the share of the matrix rate of a layer, and of the copy bandwidth of permuting rows and summing them."""
     return {
-        "matrix rate": row.geometry.flops / row.total / 1e12 / measured["matrix_tflops"],
+        "matrix rate": geometry.flops / seconds / 1e12 / measured["matrix_tflops"],
         "permute": measured["permute_gbs"] / measured["copy_gbs"],
         "sum": measured["sum_gbs"] / measured["copy_gbs"],
     }
 
 
-def fast_enough(found: dict[str, float]) -> bool:
-    """Whether shares are within the bounds."""
-    return found["matrix rate"] >= RATE_SHARE and min(found["permute"], found["sum"]) >= BANDWIDTH_SHARE
-
-
-def cells(row: Row) -> list[str]:
-    g = row.geometry
-    sizes = [g.name, *map(str, (g.tokens, g.experts, g.top_k, g.hidden, g.intermediate)), g.dtype, row.side]
-    if row.note:
-        return [*sizes, *[""] * 5, row.note]
-    milliseconds = [f"{1e3 * seconds:.1f}" for seconds in (row.forward, row.total)]
-    peak = f"peak {row.peak / 2**20:.0f} MiB" if row.peak else ""
-    note = peak + ("" if row.holds else " above the bound")
-    return [
-        *sizes,
-        *milliseconds,
-        f"{row.ratio:.2f} x",
-        f"{row.kept / 2**20:.1f}",
-        f"{row.kept_ratio:.2f} x",
-        note.strip(),
-    ]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="turns that count")
+    parser = options(__doc__)
     parser.add_argument("--only", default="", help="geometries whose name holds this; writes no result file")
     parser.add_argument("--peers", type=Path, default=PEERS_PYTHON, help="Python of the peers' environment")
     asked = parser.parse_args()
     torch.set_num_threads(1)  # threads that wait for the next side spin, and would slow it down
     grid = GRID + (ON_A_GPU if torch.cuda.is_available() else ())
-    chosen = [geometry for geometry in grid if asked.only in geometry.name]
-    rows = [row for geometry in chosen for row in measure(geometry, asked.repeats, asked.peers)]
-    on_gpu: dict[str, Any] = {}
-    for row in rows:
-        if row.side == OURS and row.geometry.device != "cpu":
-            measured = rates(row.geometry)
-            on_gpu[row.geometry.name] = measured | {"shares": shares(row, measured)}
+    rows, below, reached = [], ["", READY], True
+    for geometry in grid:
+        if asked.only not in geometry.name:
+            continue
+        found = measure(geometry, asked.repeats, asked.peers)
+        rows += rows_of(geometry, found)
+        if geometry.device != "cpu":
+            measured = rates(geometry)
+            total = median(turn["total"] for turn in found["turns"][OURS])
+            of = shares(geometry, total, measured)
+            below = below[:1] if below[-1] == READY else below
+            below.append(f"* {geometry.name}: {json.dumps(measured | {'shares': of})}")
+            fast = of["matrix rate"] >= RATE_SHARE and min(of["permute"], of["sum"]) >= BANDWIDTH_SHARE
+            reached &= fast or geometry != ON_A_GPU[0]
     text = [
         f"Forward and backward of a layer on one core. Sides take turns: medians of {asked.repeats}.",
         "Ratios are within a turn. Kept: bytes that a forward keeps for its backward, besides parameters and inputs.",
@@ -301,14 +265,10 @@ def main() -> int:
         f"Bounds: `{OURS}` takes at most {TIME_LIMIT} of the time of `{BASE}` and keeps at most {KEPT_LIMIT} of its",
         f"bytes; on an H200 {GPU_SPEEDUP} x its speed, {RATE_SHARE:.0%} of the matrix rate measured in the same run,",
         f"and {BANDWIDTH_SHARE:.0%} of the copy bandwidth for permuting rows and for summing them.",
-        "",
-        json.dumps(on_gpu) if on_gpu else READY,
     ]
-    lines, folder = [*map(cells, rows)], None if asked.only else RESULTS
-    report("experts", "The experts layer", "make bench-experts", ("torch",), text, COLUMNS, lines, folder=folder)
-    found = on_gpu.get(ON_A_GPU[0].name)
-    reached = found is None or fast_enough(found["shares"])
-    return 0 if reached and all(row.holds for row in rows) else 1
+    folder = None if asked.only else RESULTS
+    status = report("experts", "The experts layer", "make bench-experts", ("torch",), text, rows, below, folder)
+    return status or int(not reached)
 
 
 if __name__ == "__main__":

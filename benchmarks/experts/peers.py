@@ -44,24 +44,6 @@ def torchtitan(geometry: Geometry) -> tuple[Layer, list[nn.Parameter]]:
     return layer, [*experts.parameters()]
 
 
-def veomni(geometry: Geometry) -> tuple[Layer, list[nn.Parameter]]:
-    """Its fused experts, which are Triton kernels for a GPU."""
-    from veomni.ops.kernels import moe
-
-    moe.apply_veomni_fused_moe_patch("triton")
-    shape = {"device": geometry.device, "dtype": geometry.torch_dtype}
-    gate_up = nn.Parameter(torch.empty(geometry.experts, 2 * geometry.intermediate, geometry.hidden, **shape))
-    down = nn.Parameter(torch.empty(geometry.experts, geometry.hidden, geometry.intermediate, **shape))
-    geometry.fill(gate_up, down)
-
-    def layer(hidden_TD, experts_TK, weights_TK):
-        return moe.fused_moe_forward(
-            geometry.experts, weights_TK, experts_TK, hidden_TD, None, None, down, fc1_1_2_weight=gate_up
-        )
-
-    return layer, [gate_up, down]
-
-
 def can_run_sonic_moe(geometry: Geometry) -> bool:
     return geometry.device.startswith("cuda") and sys.version_info >= (3, 12)
 
@@ -106,7 +88,6 @@ def sonic_moe(geometry: Geometry) -> tuple[Layer, list[nn.Parameter]]:
 # By the names of their distributions.
 PEERS: dict[str, Callable[[Geometry], tuple[Layer, list[nn.Parameter]]]] = {
     "torchtitan": torchtitan,
-    "veomni": veomni,
     "sonic-moe": sonic_moe,
 }
 

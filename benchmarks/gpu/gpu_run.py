@@ -129,11 +129,13 @@ def command_of(name: str, folder: Path, steps: int, size: str, is_cpu: bool, ext
     return grpo_command(values, [*own, *([] if is_cpu else on_gpu), *extra])
 
 
-def _cells(name: str, records: list[dict]) -> list[list[str]]:
+def _rows(name: str, records: list[dict]) -> list[dict[str, str]]:
     """Return a row for each step of a run."""
-    steps = [record for record in records if COLUMNS["reward"] in record["data"]]
     return [
-        [name, str(r["step"]), *(f"{r['data'].get(key, float('nan')):.3g}" for key in COLUMNS.values())] for r in steps
+        {"run": name, "step": str(record["step"])}
+        | {column: f"{record['data'].get(key, float('nan')):.3g}" for column, key in COLUMNS.items()}
+        for record in records
+        if COLUMNS["reward"] in record["data"]
     ]
 
 
@@ -154,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
             console.print(pretty(command), markup=False, style="dim")
             metrics, log = Path(folder) / f"{name}.jsonl", Path(folder) / f"{name}.log"
             status = tree.run(command, tree.environment() | {"VERL_FILE_LOGGER_PATH": str(metrics)}, log, lambda: None)
-            found = _cells(name, read_records(metrics))
+            found = _rows(name, read_records(metrics))
             if status or len(found) < options.steps:
                 failed = True
                 console.print(f"{name} ended with status {status} after {len(found)} steps:", *cause(log), markup=False)
@@ -162,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if "[epfsdp2]" in line or "engine.experts_backend" in line:
                     console.print(line[-300:], markup=False)
             for row in found:
-                console.print(" | ".join(row), markup=False)
+                console.print(" | ".join(row.values()), markup=False)
             rows += found
     if not options.cpu:
         text = [
@@ -170,8 +172,8 @@ def main(arguments: list[str] | None = None) -> int:
             "two layers of Qwen3-30B-A3B's width. A: sleep level 2, slices by CUDA IPC. B: CUDA graphs, and parameters",
             "and optimizer on the host between phases. Difference: of the probabilities of sampled tokens.",
         ]
-        columns, packages = ["run", "step", *COLUMNS], ("torch", "vllm", "verl")
-        report("gpu_run", "GRPO on a GPU", "make gpu-run", packages, text, columns, rows, folder=options.results)
+        packages = ("torch", "vllm", "verl")
+        report("gpu_run", "GRPO on a GPU", "make gpu-run", packages, text, rows, folder=options.results)
     return int(failed)
 
 

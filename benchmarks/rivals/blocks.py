@@ -3,20 +3,14 @@
     .venv_peers/bin/python -m benchmarks.rivals.blocks [--repeats 25]
 
 A forward and backward of router, dispatch and experts of Qwen3-MoE with ``ep`` over all ranks, sharded by FSDP. Both
-sides compute in bfloat16, because torchtitan's experts have no other dtype, and reduce gradients in float32. The
-attention of torchtitan and VeOmni's fused experts need a GPU.
+sides compute in bfloat16, because torchtitan's experts have no other dtype, and reduce gradients in float32.
 """
 
-import argparse
 import copy
-import json
-import statistics
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -25,26 +19,22 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from benchmarks.experts.layer import Geometry
-from benchmarks.experts.peers import veomni
-from benchmarks.rivals.measured import in_turns, wire_bytes
-from benchmarks.tables import report
+from benchmarks.measure import figures_of, in_turns, median_ratio, options, seconds_on_ranks
+from benchmarks.rivals.measured import wire_bytes
+from benchmarks.tables import judged, report
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.engine.sharded import whole_gradients
 from tests.support.models.tiny import relative_error
-from tests.support.ranks import run_ranks
 
-OURS, TITAN, VEOMNI = "epfsdp2", "torchtitan", "VeOmni"
+OURS, TITAN = "epfsdp2", "torchtitan"
 SPEEDUP = 1.15  # over the rival's, as in compare.py
 LARGEST_ERROR = 2e-2  # of gradients in bfloat16
 CONFIG = Qwen3MoeConfig(
     hidden_size=256, moe_intermediate_size=512, num_experts=32, num_experts_per_tok=2, norm_topk_prob=True
 )
-CASES = [(world, tokens) for world in (2, 4) for tokens in (256, 1024, 4096)]
-COLUMNS = ["ranks", "tokens of a rank", "side", "forward and backward s", "of the rival's"]
-COLUMNS += ["wire MB", "gradient error", ""]
+WORLDS, TOKENS = (2, 4), (256, 1024, 4096)
 # torchtitan's names of parameters, by the block's.
 NAMES = {
     "gate.weight": "router.gate.weight",
@@ -52,24 +42,6 @@ NAMES = {
     "experts.gate_proj": "routed_experts.inner_experts.w1_EFD",
     "experts.up_proj": "routed_experts.inner_experts.w3_EFD",
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """Medians of one side; ``wire`` is bytes that all ranks receive; ``note`` is the reason where there are none."""
-
-    world: int
-    tokens: int  # of a rank
-    side: str
-    seconds: float = 0.0
-    speedup: float = 0.0  # over torchtitan's
-    wire: float = 0.0
-    error: float = 0.0
-    note: str = ""
-
-    @property
-    def holds(self) -> bool:
-        return self.side != OURS or (self.speedup >= SPEEDUP and self.error <= LARGEST_ERROR)
 
 
 class Layer(nn.Module):
@@ -233,73 +205,47 @@ def inputs_and_gradients(world: int, tokens: int) -> tuple[torch.Tensor, dict[st
     return whole, {name: param.grad for name, param in block.named_parameters() if param.grad is not None}
 
 
-def measure(out: Path, tokens: list[int], repeats: int) -> None:
-    """Write from rank 0 the figures of each number of tokens."""
+def _measure(repeats: int) -> list[dict]:
+    """Return for each number of tokens seconds of each turn, bytes on the wire and gradients' error, by side."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sides = {
         TITAN: Side(torchtitan(world), 1.0, "layers.0.moe.", by_rivals_names),
         OURS: Side(ours(world), float(world), "layers.0.mlp."),
     }
     found = []
-    for count in tokens:
+    for count in TOKENS:
         whole, wanted = inputs_and_gradients(world, count)
         hidden = whole[rank].clone().requires_grad_()
         errors = {name: side.error(hidden, wanted) for name, side in sides.items()}
         updates = {name: partial(side.update, hidden) for name, side in sides.items()}
         wire = {name: wire_bytes(update) for name, update in updates.items()}
-        seconds = in_turns(updates, repeats)
+        seconds = in_turns({name: partial(seconds_on_ranks, update) for name, update in updates.items()}, repeats)
         found.append({"seconds": seconds, "wire": wire, "error": errors})
-    if rank == 0:
-        out.write_text(json.dumps(found))
+    return found
 
 
-def run(world: int, tokens: list[int], repeats: int) -> list[Row]:
-    """Measure both sides on ``world`` ranks, in turns."""
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name) / "figures.json"
-        run_ranks(measure, world, out, tokens, repeats, timeout=1800)
-        figures = json.loads(out.read_text())
-    rows = []
-    for count, found in zip(tokens, figures, strict=True):
-        seconds = found["seconds"]
-        for side, wire in found["wire"].items():
-            speedup = statistics.median(t / o for t, o in zip(seconds[TITAN], seconds[side], strict=True))
-            took, error = statistics.median(seconds[side]), found["error"][side]
-            rows.append(Row(world, count, side, took, speedup, wire, error))
-    return rows
-
-
-def why_veomni_does_not_run() -> str:
-    """Return the error of VeOmni's experts layer on this machine."""
-    try:
-        geometry = Geometry("", 8, 4, 2, 32, 16, "bfloat16")
-        layer, _ = veomni(geometry)
-        layer(*geometry.inputs())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "not measured: its experts run here"
-
-
-def cells(row: Row) -> list[str]:
-    measured = [
-        f"{row.seconds:.3f}",
-        f"{row.speedup:.2f} x" + ("" if row.holds else " (below the bound)"),
-        f"{row.wire / 1e6:.1f}",
-        f"{row.error:.1e}",
-    ]
-    if row.note:
-        return ["", "", row.side, *[""] * len(measured), row.note]
-    return [str(row.world), str(row.tokens), row.side, *measured, ""]
+def _row(world: int, tokens: int, side: str, found: dict) -> dict[str, str]:
+    speedup, error = median_ratio(found["seconds"][TITAN], found["seconds"][side]), found["error"][side]
+    return {
+        "ranks": str(world),
+        "tokens of a rank": str(tokens),
+        "side": side,
+        "forward and backward s": f"{median(found['seconds'][side]):.3f}",
+        "of the rival's": f"{speedup:.2f} x",
+        "wire MB": f"{found['wire'][side] / 1e6:.1f}",
+        "gradient error": f"{error:.1e}",
+        **judged(speedup >= SPEEDUP and error <= LARGEST_ERROR if side == OURS else None),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=25, help="turns that count")
-    repeats = parser.parse_args().repeats
-    rows: list[Row] = []
-    for world in sorted({world for world, _ in CASES}):
-        rows += run(world, [tokens for ranks, tokens in CASES if ranks == world], repeats)
-    rows.append(Row(0, 0, VEOMNI, note=why_veomni_does_not_run()))
+    repeats = options(__doc__, repeats=25).parse_args().repeats
+    rows = [
+        _row(world, tokens, side, found)
+        for world in WORLDS
+        for tokens, found in zip(TOKENS, figures_of(_measure, world, repeats), strict=True)
+        for side in (TITAN, OURS)
+    ]
     text = [
         "Forward and backward in bfloat16 of router, dispatch and experts, `ep` over all ranks, gradients reduced",
         f"in float32, one thread a rank. Sides take turns: medians of {repeats}, ratios within",
@@ -309,9 +255,7 @@ def main() -> int:
         "",
         f"Bound: {SPEEDUP} x.",
     ]
-    heading = "An MoE block beside torchtitan's"
-    report("blocks", heading, "make bench-blocks", ("torch",), text, COLUMNS, [*map(cells, rows)])
-    return 0 if all(row.holds for row in rows) else 1
+    return report("blocks", "An MoE block beside torchtitan's", "make bench-blocks", ("torch",), text, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Measurements of a side: seconds, bytes on the wire, memory of an update, and errors of its gradients."""
+"""Measurements of a side: bytes on the wire, memory of an update, and errors of its gradients."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.support.engine.memory import peak_of
 from tests.support.engine.sharded import whole_tensor
 from tests.support.models.tiny import reference_model
 
-__all__ = ["gradient_error", "in_turns", "memory_bytes", "wire_bytes"]
+__all__ = ["gradient_error", "memory_bytes", "wire_bytes"]
 
 # By torch's names of collectives: the argument whose bytes are meant, and how often each byte is received.
 _COLLECTIVES = {
@@ -56,19 +55,6 @@ def _ranks_of(func: Any, args: Sequence[Any]) -> int:
         if argument.name == "group_name":
             return dist.distributed_c10d._resolve_process_group(value).size()
     raise AssertionError(f"{func} has no group")
-
-
-def in_turns(updates: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each side's updates until all ranks have ended; sides take turns, and the first does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in updates}
-    for turn in range(repeats + 1):
-        for name in [*updates][:: 1 if turn % 2 else -1]:
-            dist.barrier()
-            began = time.monotonic()
-            updates[name]()
-            dist.barrier()
-            seconds[name].append(time.monotonic() - began)
-    return {name: took[1:] for name, took in seconds.items()}
 
 
 def wire_bytes(update: Callable[[], object]) -> float:

@@ -103,11 +103,11 @@ def main() -> int:
         f"Of scripts for models with experts {counts[0]}; of all {counts[1]}. The checks are those of a machine with",
         "GPUs and flash-attn, on a small model of the same architecture. A refusal is quoted with its first sentence.",
     ]
-    keys = ("path", "model", "added", "composes", "checks")
-    columns, lines = ["script", *keys[1:]], [[row[key] for key in keys] for row in rows]
+    lines = [
+        {"script": row["path"], **{key: row[key] for key in ("model", "added", "composes", "checks")}} for row in rows
+    ]
     heading, command = "verl's scripts with engine=epfsdp2", "make verl-scripts VERL=PATH"
-    report("verl_scripts", heading, command, ("verl",), text, columns, lines, folder=None if options.match else RESULTS)
-    return 0
+    return report("verl_scripts", heading, command, ("verl",), text, lines, folder=None if options.match else RESULTS)
 
 
 def _git(folder: Path, *words: str) -> bytes:

@@ -1,7 +1,6 @@
-"""Syncs of trainer ranks into vLLM engines that are started for them, one after the other, and what each took."""
+"""Syncs of trainer ranks into vLLM engines that are started for them, one after the other, and the seconds of each."""
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.measure import figures_of
 from epfsdp2.rollout.vllm.adapter import send_weights
-from tests.support.ranks import run_ranks
 
 __all__ = ["WORLD", "seconds_of_syncs", "send_together"]
 
@@ -21,27 +20,27 @@ WORLD = 2
 def seconds_of_syncs(
     model: Path,
     tp: int,
-    syncs: Sequence[Mapping[str, Any]],
-    ranks: Callable[..., None],
+    turns: Sequence[str],
+    ranks: Callable[..., dict],
     *args: Any,
-    out: Path,
+    arguments: Mapping[str, Mapping[str, Any]] | None = None,
     world: int = WORLD,
     replicas: int | None = None,
     **settings: Any,
-) -> tuple[dict, list[float]]:
-    """Run ``ranks(tp, handles, *args, out)`` on trainer ranks beside the replicas that the first of them feed.
+) -> tuple[dict, dict[str, list[float]]]:
+    """Run ``ranks(handles, *args, turns)`` on trainer ranks beside the replicas that the first of them feed.
 
     Args:
         model: the checkpoint that vLLM starts with.
-        syncs: arguments of vLLM's worker for each sync, in turn.
-        ranks: makes as many syncs, and has rank 0 write figures to ``out``, with ``began``, when each was begun.
-        out: a JSON file.
+        turns: the side of each sync; the first of a side warms up.
+        ranks: makes as many syncs. It returns figures, with the times when each was begun as ``began``.
+        arguments: of vLLM's worker, by side.
         world: trainer ranks.
-        replicas: how many of vLLM there are; as many as ``world`` feeds by default. ``handles`` are of their workers.
+        replicas: number of vLLM engines, by default ``world // tp``. ``handles`` are of their workers.
         settings: of ``Engine``.
 
     Returns:
-        The figures, and the seconds of each sync until the last engine has loaded it.
+        The figures, and by side the seconds of each sync that counts until the last engine has loaded it.
     """
     from tests.support.rollout.vllm_engine import Engine
 
@@ -50,11 +49,13 @@ def seconds_of_syncs(
     try:
         for _ in range(world // tp if replicas is None else replicas):
             engines.append(Engine(str(model), tp_size=tp, **settings))
-        ended = [[_when_done(engine, **sync) for sync in syncs] for engine in engines]
+        ended = [[_when_done(engine, **(arguments or {}).get(side, {})) for side in turns] for engine in engines]
         handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
-        run_ranks(ranks, world, tp, handles, *args, out, timeout=1800)
-        figures = json.loads(out.read_text())
-        return figures, [max(each[i]() for each in ended) - began for i, began in enumerate(figures["began"])]
+        figures = figures_of(ranks, world, handles, *args, turns)
+        took = [max(each[i]() for each in ended) - began for i, began in enumerate(figures["began"])]
+        return figures, {
+            side: [seconds for turn, seconds in zip(turns, took, strict=False) if turn == side][1:] for side in turns
+        }
     finally:
         for engine in engines:
             engine.stop()
@@ -80,7 +81,7 @@ def send_together(weights: Iterable[Any], handles: Sequence[str], megabytes: int
 
 
 def _when_done(engine: Any, **arguments: Any) -> Callable[[], float]:
-    """Ask for one sync; returns what tells, once it has ended, when that was."""
+    """Ask for one sync; returns a function that waits for its end and returns the time of it."""
     ended: list[float] = []
     done = threading.Event()
     arguments |= {"use_shm": True, "sync_timeout_seconds": 500.0}

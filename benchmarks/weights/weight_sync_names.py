@@ -9,30 +9,27 @@ experts are sent one by one. Two ranks feed a replica each, or one for both. In 
 so ``auto`` is right if ``sliced`` is no slower.
 """
 
-import json
-import statistics
-import tempfile
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.tables import RESULTS, report
+from benchmarks.measure import median_ratio, random_checkpoint, turns_of
+from benchmarks.tables import judged, report
 from benchmarks.weights.into_vllm import seconds_of_syncs, send_together
 from benchmarks.weights.weight_sync_sglang import NAMES
 from epfsdp2.rollout.layout.specs import Rollout
 
-__all__ = ["holds", "main"]
+__all__ = ["main"]
 
 SIDES = ("full", "sliced")
 MEGABYTES = 4
 PLACES = ((2, 1, 2), (2, 2, 2), (16, 2, 8))  # trainer ranks, the rollout's TP, the trainer's ep
-COLUMNS = ["trainer ranks", "rollout", "side", "tensors", "MB", "end to end s", "against full"]
 
 
-def _ranks(tp: int, handles: list[str], folder: Path, ep: int, turns: list[str], out: Path) -> None:
-    """Send the weights of each turn; write when each began, and what was handed over."""
+def _ranks(handles: list[str], folder: Path, tp: int, ep: int, turns: list[str]) -> dict[str, Any]:
+    """Send the weights of each turn; returns when each began, and tensors and bytes of a worker by side."""
     from benchmarks.weights.weight_sync import BUCKET_MEGABYTES, ours
 
     sync = ours(folder, torch.float32, ep, MEGABYTES)
@@ -42,81 +39,50 @@ def _ranks(tp: int, handles: list[str], folder: Path, ep: int, turns: list[str],
         at, stats = send_together(weights, handles, BUCKET_MEGABYTES)
         began.append(at)
         sent[side] = stats and (stats.tensors, stats.nbytes)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps({"began": began, "sent": sent}))
+    return {"began": began, "sent": sent}
 
 
-def _run(world: int, tp: int, ep: int, repeats: int) -> list[dict]:
-    """Medians of both sides with so many trainer ranks; the first sync of each warms up."""
-    turns = [side for _ in range(repeats + 1) for side in SIDES]
-    with tempfile.TemporaryDirectory() as name:
-        folder, out = Path(name) / "model", Path(name) / "figures.json"
-        torch.manual_seed(0)
-        Qwen3MoeForCausalLM(Qwen3MoeConfig(**NAMES, mlp_only_layers=[])).float().save_pretrained(folder)
-        syncs: list[dict] = [{} for _ in turns]
-        replicas = 1 if world > 2 else None
-        figures, took = seconds_of_syncs(
-            folder, tp, syncs, _ranks, folder, ep, turns, out=out, world=world, replicas=replicas
-        )
-    rows: list[dict] = []
+def _run(world: int, tp: int, ep: int, repeats: int) -> list[dict[str, str]]:
+    """Return a row for each side with so many trainer ranks."""
+    turns = [side for turn in turns_of(SIDES, repeats) for side in turn]
+    replicas = 1 if world > 2 else None
+    with random_checkpoint("qwen3_moe", NAMES) as folder:
+        figures, took = seconds_of_syncs(folder, tp, turns, _ranks, folder, tp, ep, world=world, replicas=replicas)
+    rows = []
     for side in SIDES:
-        seconds = statistics.median([took[i] for i, turn in enumerate(turns) if turn == side][1:])
-        tensors, nbytes = figures["sent"][side]
-        row = {"ranks": world, "tp": tp, "side": side, "tensors": tensors, "bytes": nbytes, "seconds": seconds}
-        rows.append(row | {"times_full": (rows or [row])[0]["seconds"] / seconds})
+        faster, (tensors, nbytes) = median_ratio(took["full"], took[side]), figures["sent"][side]
+        rows.append(
+            {
+                "trainer ranks": str(world),
+                "rollout": f"TP {tp}",
+                "side": side,
+                "tensors": f"{tensors:,}",
+                "MB": f"{nbytes / 1e6:.0f}",
+                "end to end s": f"{median(took[side]):.2f}",
+                "against full": f"{faster:.1f} x",
+                **judged(faster >= 1 if side == "sliced" else None),
+            }
+        )
     return rows
 
 
-def _cells(row: dict) -> list[str]:
-    return [
-        str(row["ranks"]),
-        f"TP {row['tp']}",
-        row["side"],
-        f"{row['tensors']:,}",
-        f"{row['bytes'] / 1e6:.0f}",
-        f"{row['seconds']:.2f}",
-        f"{row['times_full']:.1f} x",
-    ]
-
-
-def holds(row: dict) -> bool:
-    """Whether a row keeps what ``auto`` relies on."""
-    return row["times_full"] >= 1
-
-
-def _text(repeats: int) -> list[str]:
-    return [
-        "A model with the names of Qwen3-30B-A3B (48 layers of 128 experts, 18,867 tensors in a checkpoint) and tiny",
-        f"widths. {MEGABYTES} MB of buffers are to its layers what 2,048 are to those of the real one. Full: whole",
-        "tensors; sliced: each worker's parameters. Sides take turns,",
-        f"medians of {repeats}. Tensors and MB are those handed to one worker. Of 16 trainer ranks the first",
-        "two feed a replica, and the others drop what their workers would get; all share these cores.",
-        "",
-        "Bound: `sliced`, which `auto` takes, is no slower than `full`.",
-    ]
-
-
-def main(repeats: int, sizes: list[int]) -> int:
+def main(repeats: int, sizes: list[int], folder: Path | None) -> int:
     """Measure, print and write the figures.
 
     Args:
         sizes: vLLM's tensor-parallel sizes.
+        folder: of the table; None to print only.
     """
-    rows = []
-    for place in PLACES:
-        if place[1] in sizes:
-            rows += _run(*place, repeats)
-            print("\n".join(" | ".join(_cells(row)) for row in rows[-len(SIDES) :]), flush=True)
-    command, folder = "make bench-sync ARGS='--rollout vllm-names'", RESULTS if len(sizes) == 2 else None
-    lines, text = [*map(_cells, rows)], _text(repeats)
-    report(
-        "weight_sync_names",
-        "A weight sync of many small tensors",
-        command,
-        ("torch",),
-        text,
-        COLUMNS,
-        lines,
-        folder=folder,
-    )
-    return 0 if all(map(holds, rows)) else 1
+    rows = [row for place in PLACES if place[1] in sizes for row in _run(*place, repeats)]
+    text = [
+        "A model with the names of Qwen3-30B-A3B (48 layers of 128 experts, 18,867 tensors in a checkpoint) and tiny",
+        f"widths. {MEGABYTES} MB of buffers are to its layers what 2,048 are to those of the real one. Full: whole",
+        "tensors; sliced: each worker's parameters. Sides take turns,",
+        f"medians of {repeats}. Tensors and MB: sent to one worker. Of 16 trainer ranks the first",
+        "two feed a replica, and the others drop their bytes; all share these cores.",
+        "",
+        "Bound: `sliced`, which `auto` takes, is no slower than `full`.",
+    ]
+    command = "make bench-sync ARGS='--rollout vllm-names'"
+    heading, packages = "A weight sync of many small tensors", ("torch",)
+    return report("weight_sync_names", heading, command, packages, text, rows, folder=folder)

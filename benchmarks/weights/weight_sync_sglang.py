@@ -10,29 +10,28 @@ SGLang's servers are real, on the CPU, in bfloat16: a replica for each rank, or 
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
 import socket
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from benchmarks.tables import RESULTS, report
+from benchmarks.measure import figures_of, in_turns, median_ratio, random_checkpoint, seconds_on_ranks
+from benchmarks.tables import judged, report
 from epfsdp2.engine.cleanup import held_by, remove_unused
 from epfsdp2.recipes.quickstart.commands import sglang_environment
-from tests.support.ranks import run_ranks
 
-__all__ = ["main"]
+__all__ = ["NAMES", "main"]
 
 WORLD, SIDES = 2, ("stock", "sliced")
 BUCKET_MEGABYTES = 2048  # verl's default
@@ -50,13 +49,6 @@ NAMES = {
     "tie_word_embeddings": False,
 }
 LEAST = {"names of Qwen3-30B-A3B": 20.0, "0.48 GB": 2.0}  # times as fast as stock, by model
-COLUMNS = ["model", "tensors", "rollout", "side", "GB", "end to end s", "against stock"]
-
-
-def _models() -> dict[str, dict]:
-    from benchmarks.weights.weight_sync import MODEL
-
-    return {"names of Qwen3-30B-A3B": NAMES, "0.48 GB": MODEL}
 
 
 @contextlib.contextmanager
@@ -152,103 +144,71 @@ def _adapter(folder: Path, tp: int, port: int):
     return one
 
 
-def _ranks(folder: Path, tp: int, ports: list[int], turns: list[str], out: Path) -> None:
-    """Update the servers in each turn; write what each took, and the bytes that a worker was sent."""
+def _ranks(folder: Path, tp: int, ports: list[int], repeats: int) -> dict[str, Any]:
+    """Update the servers in turns; returns seconds of each, and the number of tensors and the bytes of a worker."""
+    import torch
+
     from benchmarks.weights.weight_sync import ours, stock_weights, verls
 
     model, sync = verls(folder, torch.float32), ours(folder, torch.float32)
-    adapter, took = _adapter(folder, tp, ports[dist.get_rank() // tp]), []
-    for side in turns:
-        weights = sync.weights() if side == "sliced" else stock_weights(model)
-        dist.barrier()
-        began = time.monotonic()
-        asyncio.run(adapter.update_weights(weights))
-        dist.barrier()
-        took.append(time.monotonic() - began)
+    adapter = _adapter(folder, tp, ports[dist.get_rank() // tp])
+    sources = {"stock": partial(stock_weights, model), "sliced": sync.weights}
+
+    def update(side: str) -> float:
+        return seconds_on_ranks(lambda: asyncio.run(adapter.update_weights(sources[side]())))
+
+    took = in_turns({side: partial(update, side) for side in SIDES}, repeats)
     stock = list(stock_weights(model))
     sliced = list(sync.weights().for_rollout(adapter.config, adapter.rollout_rank).tensors())
     sent = {"stock": sum(t.nbytes for _, t in stock), "sliced": sum(t.nbytes for _, t in sliced)}
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps({"took": took, "sent": sent, "tensors": len(stock)}))
+    return {"took": took, "sent": sent, "tensors": len(stock)}
 
 
-def _run(name: str, sizes: dict, tp: int, repeats: int) -> list[dict]:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    turns = [side for _ in range(repeats + 1) for side in SIDES]  # the first of each warms up
-    with tempfile.TemporaryDirectory() as one:
-        folder, out = Path(one) / "model", Path(one) / "figures.json"
-        torch.manual_seed(0)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, mlp_only_layers=[]))
-        model.save_pretrained(folder)
-        with _servers(folder, tp) as ports:
-            run_ranks(_ranks, WORLD, folder, tp, ports, turns, out, timeout=600)
-        figures = json.loads(out.read_text())
-    rows: list[dict] = []
+def _run(name: str, sizes: dict, tp: int, repeats: int) -> list[dict[str, str]]:
+    with random_checkpoint("qwen3_moe", sizes) as folder, _servers(folder, tp) as ports:
+        figures = figures_of(_ranks, WORLD, folder, tp, ports, repeats)
+    rows = []
     for side in SIDES:
-        seconds = statistics.median(
-            [took for turn, took in zip(turns, figures["took"], strict=True) if turn == side][1:]
+        took = figures["took"][side]
+        faster = median_ratio(figures["took"]["stock"], took)
+        rows.append(
+            {
+                "model": name,
+                "tensors": str(figures["tensors"]),
+                "rollout": f"TP {tp}",
+                "side": side,
+                "GB": f"{figures['sent'][side] / 1e9:.2f}",
+                "end to end s": f"{median(took):.2f}",
+                "against stock": f"{faster:.1f} x",
+                **judged(faster >= LEAST[name] if side == "sliced" else None),
+            }
         )
-        row = {"model": name, "tensors": figures["tensors"], "tp": tp, "side": side, "seconds": seconds}
-        row["gigabytes"] = figures["sent"][side] / 1e9
-        row["times_stock"] = (rows[0]["seconds"] if rows else seconds) / seconds
-        rows.append(row)
     return rows
 
 
-def _cells(row: dict) -> list[str]:
-    return [
-        row["model"],
-        str(row["tensors"]),
-        f"TP {row['tp']}",
-        row["side"],
-        f"{row['gigabytes']:.2f}",
-        f"{row['seconds']:.2f}",
-        f"{row['times_stock']:.1f} x",
-    ]
-
-
-def holds(row: dict) -> bool:
-    """Whether a row is as fast as it has to be."""
-    return row["side"] == "stock" or row["times_stock"] >= LEAST[row["model"]]
-
-
-def _text(repeats: int) -> list[str]:
-    return [
-        "Two trainer ranks with float32 masters update real SGLang servers in bfloat16, until everything is loaded",
-        f"and the cache is flushed; sides take turns, medians of {repeats}. Stock: verl's fsdp2 engine and",
-        "verl's own adapter. Sliced: this engine and its adapter. GB: handed to one worker.",
-        "",
-        f"Bounds of `sliced`: {', '.join(f'{least:.0f} x with the {name} model' for name, least in LEAST.items())}.",
-    ]
-
-
-def main(repeats: int, sizes: list[int]) -> int:
+def main(repeats: int, sizes: list[int], folder: Path | None) -> int:
     """Measure, print and write the figures.
 
     Args:
         sizes: SGLang's tensor-parallel sizes.
+        folder: of the table; None to print only.
     """
+    from benchmarks.weights.weight_sync import MODEL
+
     if "SGLANG_USE_CPU_ENGINE" not in os.environ:  # which is read, with the library's path, when a process starts
         environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
         command = [sys.executable, "-m", "benchmarks.weights.weight_sync", *sys.argv[1:]]
         os.execvpe(sys.executable, command, environment)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no server is left
-    rows = []
-    for name, model in _models().items():
-        for tp in sizes:
-            rows += _run(name, model, tp, repeats)
-            print("\n".join(" | ".join(_cells(row)) for row in rows[-len(SIDES) :]), flush=True)
-    command, folder = "make bench-sync STACK=sglang ARGS='--rollout sglang'", RESULTS if len(sizes) == 2 else None
-    lines, text = [*map(_cells, rows)], _text(repeats)
-    report(
-        "weight_sync_sglang",
-        "A weight sync into SGLang",
-        command,
-        ("torch", "sglang"),
-        text,
-        COLUMNS,
-        lines,
-        folder=folder,
-    )
-    return 0 if all(map(holds, rows)) else 1
+    models = dict(zip(LEAST, (NAMES, MODEL), strict=True))
+    rows = [row for name, model in models.items() for tp in sizes for row in _run(name, model, tp, repeats)]
+    text = [
+        "Two trainer ranks with float32 masters update real SGLang servers in bfloat16, until everything is loaded",
+        f"and the cache is flushed; sides take turns, medians of {repeats}. Stock: verl's fsdp2 engine and",
+        "verl's own adapter. Sliced: this engine and its adapter. GB: sent to one worker.",
+        "",
+        f"Bounds of `sliced`: {', '.join(f'{least:.0f} x with the {name} model' for name, least in LEAST.items())}.",
+    ]
+    command = "make bench-sync STACK=sglang ARGS='--rollout sglang'"
+    heading, packages = "A weight sync into SGLang", ("torch", "sglang")
+    return report("weight_sync_sglang", heading, command, packages, text, rows, folder=folder)

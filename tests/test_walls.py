@@ -256,30 +256,19 @@ def test_wall_of_sizes_holds_for_every_file_and_room():
     ("wall", "path", "text"),
     [
         (third_parties, "engine/fsdp/ulysses.py", "import vllm"),
-        (third_parties, "rollout/sync.py", "def f():\n    import sglang.srt.utils"),
-        (third_parties, "rollout/vllm/worker.py", "from sglang.srt import distributed"),
-        (third_parties, "engine/planner/run.py", "from verl.utils import device"),
         (third_parties, "rollout/transport/exchange.py", "def f():\n    from verl.protocol import DataProto"),
-        (third_parties, "engine/errors.py", "import torch.distributed as dist"),
         (downward, "engine/topology/mesh.py", "from ..fsdp.options import ShardingOptions"),
-        (downward, "engine/moe/gemm/backends.py", "from .. import find"),
-        (downward, "engine/integration/engine.py", "from ..config import STRATEGY"),
         (downward, "rollout/layout/slice_names.py", "if True:\n    from ..transport import exchange"),
         (downward, "engine/errors.py", "from epfsdp2.engine import config"),
         (rollout_of_engine, "rollout/sent_tensors.py", "from ..engine.fsdp import wrap_plan"),
-        (rollout_of_engine, "rollout/sync.py", "from ..engine.moe.find import find_experts"),
         (engine_of_rollout, "engine/config/roles.py", "from ...rollout import servers"),
         (engine_of_rollout, "engine/planner/memory.py", "import epfsdp2.rollout.sync"),
         (parallelize, "engine/integration/engine.py", "from ..parallelize import parallelize"),
-        (parallelize, "engine/preflight/run.py", "from .. import parallelize"),
         (planner, "engine/checkpoint/load.py", "from ..planner.memory import peak"),
-        (planner, "rollout/sync.py", "from ..engine.planner import memory"),
         (public, "benchmarks/update/step.py", "from epfsdp2.engine.planner.memory import _states"),
         (public, "recipes/plan/cli.py", "from .tables import _mesh"),
         (alone, "tests/engine/test_order.py", "from tests.engine.moe.test_dispatch import EXPERTS"),
-        (alone, "tests/engine/test_order.py", "from tests.engine.moe import test_dispatch"),
         (alone, "tests/engine/test_order.py", "from .test_dispatch import EXPERTS"),
-        (alone, "tests/rollout/layout/test_transfer_plan.py", "import tests.rollout.conftest"),
         (alone, "tests/engine/test_order.py", "from benchmarks import step"),
     ],
 )
@@ -305,14 +294,6 @@ def test_fast_tests_name_tests_that_exist():
         if f"def {name.partition('[')[0]}" not in TESTS.get(path, ""):
             missing.append(listed)
     assert missing == []
-
-
-def test_wall_lets_tests_import_what_holds_no_tests():
-    allowed = {
-        "tests/engine/test_order.py": "from tests.support.ranks import run_ranks\nfrom tests.parity import families",
-        "tests/benchmarks/test_benchmarks.py": "from benchmarks import step",
-    }
-    assert alone(imports(allowed)) == []
 
 
 def test_wall_sees_a_long_file_a_full_room_and_an_underscore_that_is_read():

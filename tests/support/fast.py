@@ -30,7 +30,6 @@ FAST = (
     "tests/engine/model/test_hf_names.py",
     "tests/rollout/layout/test_transfer_plan.py",
     "tests/rollout/transport/test_full.py",
-    "tests/test_ranks.py",
     "tests/test_docs.py",
     "tests/test_sentences.py",
     "tests/test_walls.py",

@@ -86,7 +86,8 @@ def test_gpu_check_section_without_an_end_is_ended_with_the_processes_that_it_st
 def test_gpu_check_without_an_environment_runs_the_code_as_it_is_now(tmp_path):
     for folder in (".ci", "benchmarks/gpu", "engine"):
         (tmp_path / folder).mkdir(parents=True)
-    shutil.copy(ROOT / ".ci/gpu_check", tmp_path / ".ci")
+    for script in ("gpu_check", "link"):
+        shutil.copy(ROOT / ".ci" / script, tmp_path / ".ci")
     (tmp_path / "benchmarks/gpu/gpu_check.py").write_text(
         "import sys\nfrom epfsdp2.engine import code\nprint(code.VALUE, *sys.argv[1:])\n"
     )

@@ -66,7 +66,8 @@ def test_site_is_packed_by_package_and_unpacked_in_two_calls(tmp_path):
         assert {name.partition("/")[0] for name in tar.getnames()} == {"vllm", "vllm-0.24.0.dist-info"}
     for folder in (".ci", "benchmarks/gpu", "engine"):
         (tree / folder).mkdir(parents=True)
-    shutil.copy(ROOT / ".ci/gpu_run", tree / ".ci")
+    for script in ("gpu_run", "link"):
+        shutil.copy(ROOT / ".ci" / script, tree / ".ci")
     (tree / "engine/code.py").write_text("VALUE = 1\n")
     (tree / "benchmarks/gpu/gpu_run.py").write_text(
         "import sys, ray, transformers, verl, vllm\nfrom epfsdp2.engine import code\n"

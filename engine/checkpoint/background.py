@@ -2,9 +2,8 @@
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ class Background:
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo")
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1)  # a process that exits normally finishes the job first
+        self._job: Future[None] | None = None
 
     def start(self, name: str, job: Callable[[], None]) -> None:
         """Start a job once the previous one has ended.
@@ -40,9 +39,7 @@ class Background:
             BaseException: the error of the previous job.
         """
         self.wait()
-        # Not a daemon: a process that exits normally finishes the job first.
-        self._thread = threading.Thread(target=self._run, args=(name, job), name=name)
-        self._thread.start()
+        self._job = self._thread.submit(_run, name, job)
 
     def wait(self) -> None:
         """Wait for the job to end.
@@ -50,20 +47,18 @@ class Background:
         Raises:
             BaseException: the error of the job; only the first call raises it.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
 
-    def _run(self, name: str, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as failure:
-            self._failure = failure
-            if dist.get_rank() == 0:
-                logger.error("epfsdp2: %s has failed, which ends the run when the next one begins: %s", name, failure)
+
+def _run(name: str, job: Callable[[], None]) -> None:
+    try:
+        job()
+    except BaseException as failure:
+        if dist.get_rank() == 0:
+            logger.error("epfsdp2: %s has failed, which ends the run when the next one begins: %s", name, failure)
+        raise
 
 
 def copied_to_host(

@@ -12,7 +12,7 @@ arXiv:2502.16982), so AdamW's learning rate and weight decay carry over.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -105,17 +105,9 @@ class Muon(Optimizer):
                     )
                 matrix_shard_step(param)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._bucket_cache = {}
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; collective over the ranks that share a matrix."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         exchanges = []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -131,7 +123,6 @@ class Muon(Optimizer):
             under_way = exchange
         if under_way is not None:
             under_way.finish()
-        return loss
 
     def _decay_and_accumulate(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> None:
         for p in params:
@@ -141,7 +132,7 @@ class Muon(Optimizer):
         torch._foreach_lerp_(momentum, [_grad(p) for p in params], 1 - group["momentum"])
         torch._foreach_mul_([local_tensor(p) for p in params], 1 - float(group["lr"]) * group["weight_decay"])
 
-    def _buckets(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> list["Bucket"]:
+    def _buckets(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> list[Bucket]:
         key = tuple(id(p) for p in params)
         if key not in self._bucket_cache:
             layout = Layout(group["parts"], group["out_dim"], group["interleaved"])

@@ -247,14 +247,10 @@ def _assign_to_ranks(blocks: Sequence[Block], total: list[int]) -> tuple[tuple[B
     return tuple(map(tuple, owned))
 
 
-def _blocks(param: torch.Tensor, step: ShardStep | None, layout: Layout, limit: int) -> Iterator[Block]:
+def _blocks(param: Any, step: ShardStep | None, layout: Layout, limit: int) -> Iterator[Block]:
     """Yield the blocks of a parameter: enough for every rank to get some, each of at most ``limit`` elements."""
     steps = shard_steps(param)
-    at = (
-        ()
-        if not isinstance(param, DTensor)
-        else tuple((s.axis, param.device_mesh.get_local_rank(s.axis)) for s in steps)
-    )
+    at = tuple((s.axis, param.device_mesh.get_local_rank(s.axis)) for s in steps)
     for shape, pieces in _shapes_and_pieces(tuple(param.shape), steps, at, step, layout, limit):
         yield Block(param, shape, pieces)
 
@@ -291,7 +287,7 @@ def _shapes_and_pieces(
         # If gate and up are sharded separately, a rank's shard is a piece of gate and then a piece of up.
         index = part if len(held[0]) > 1 else 0
         bounds = [_bounds(ranges[index]) for ranges in held]
-        before = [_rows_before(ranges, index, layout.out_dim) for ranges in held]
+        before = [sum(own.shape[layout.out_dim] for own in ranges[:index]) for ranges in held]
         rows, cols = (len(range(s.start, s.stop, s.step)) for s in matrix_slices)
         count = max(1, min(-(-(last - first) // ranks), limit // (rows * cols)))
         for start in range(first, last, count):
@@ -308,11 +304,6 @@ def _bounds(held: IndexRange) -> Bounds:
     """Return the bounds of a range in each dim; a single matrix is a stack of one."""
     own = tuple(zip(held.low, held.high, strict=True))
     return ((0, 1), *own) if len(own) == 2 else own
-
-
-def _rows_before(ranges: Sequence[IndexRange], index: int, dim: int) -> int:
-    """Return the size along ``dim`` of a shard's ranges before range ``index``."""
-    return sum(held.shape[dim] for held in ranges[:index])
 
 
 def _piece(bounds: Bounds, wanted: Sequence[slice], before: int, out_dim: int) -> Piece:

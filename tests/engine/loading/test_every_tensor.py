@@ -27,7 +27,7 @@ from tests.support.engine.sharded import sharded_model, whole_parameters
 from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe, save_random
 from tests.support.ranks import each_case, run_ranks
 
-WORLD, EXAMPLES = 2, 25
+WORLD = 2
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 STRAY = "tok_embeddings.weight"
 MTP, COMPUTED, UNKNOWN = "model.layers.92.eh_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "some.weight"
@@ -91,9 +91,26 @@ def _is_refused(folder, mesh):
     assert f"ties {HEAD} (in {file}) to {EMBEDDING} (in {file})" in text and "What works" in text and "\n" not in text
 
 
-def _each_tied(cases):
-    each_case([(folder, mesh) for folder, mesh, refused in cases if not refused], _computes_as_from_pretrained)
-    each_case([(folder, mesh) for folder, mesh, refused in cases if refused], _is_refused)
+def _with_a_wider_head(folder: Path) -> Path:
+    """A float32 head beside a bfloat16 embedding: ``from_pretrained`` ties them in bfloat16 and not in float32."""
+    save_qwen3_moe(folder, one_file=True, tie_word_embeddings=True)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[HEAD] = tensors[EMBEDDING].float() * (1 + 2**-12)
+    tensors[EMBEDDING] = tensors[HEAD].bfloat16()
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert reference_model(folder).lm_head.weight is not reference_model(folder).model.embed_tokens.weight
+    return folder
+
+
+def _compared_in_its_dtype(folder):
+    sharded_model(folder, WORLD, 2, dtype=torch.bfloat16)
+    with pytest.raises(SettingError, match="ties lm_head.weight"):
+        sharded_model(folder, WORLD, 2, dtype=torch.float32)
+
+
+def _each_tied(checks):
+    each_case(checks, lambda check, *args: check(*args))
 
 
 def test_load_weights_of_tied_embeddings_beside_a_head_are_from_pretraineds_or_refused(tmp_path):
@@ -103,27 +120,10 @@ def test_load_weights_of_tied_embeddings_beside_a_head_are_from_pretraineds_or_r
         for family in SAVE
         for head in ("equal", "alone", "other")
     }
-    cases = [(folder, (2, -1), head == "other") for (_, head), folder in saved.items()]
-    cases += [(saved["qwen3_moe", head], (1, 1), head == "other") for head in ("equal", "other")]
-    run_ranks(_each_tied, WORLD, cases)
-
-
-def _compared_in_its_dtype(folder):
-    sharded_model(folder, WORLD, 2, dtype=torch.bfloat16)
-    with pytest.raises(SettingError, match="ties lm_head.weight"):
-        sharded_model(folder, WORLD, 2, dtype=torch.float32)
-
-
-def test_load_weights_compares_tied_weights_in_the_models_dtype(tmp_path):
-    """A float32 head beside a bfloat16 embedding: ``from_pretrained`` ties them in bfloat16 and not in float32."""
-    folder = save_qwen3_moe(tmp_path, one_file=True, tie_word_embeddings=True)
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    tensors[HEAD] = tensors[EMBEDDING].float() * (1 + 2**-12)
-    tensors[EMBEDDING] = tensors[HEAD].bfloat16()
-    save_file(tensors, file, metadata={"format": "pt"})
-    assert reference_model(folder).lm_head.weight is not reference_model(folder).model.embed_tokens.weight
-    run_ranks(_compared_in_its_dtype, WORLD, folder)
+    checks = {"equal": _computes_as_from_pretrained, "alone": _computes_as_from_pretrained, "other": _is_refused}
+    cases = [(checks[head], folder, (2, -1)) for (_, head), folder in saved.items()]
+    cases += [(checks[head], saved["qwen3_moe", head], (1, 1)) for head in ("equal", "other")]
+    run_ranks(_each_tied, WORLD, [*cases, (_compared_in_its_dtype, _with_a_wider_head(tmp_path / "wider"))])
 
 
 # -- made-up checkpoints ----------------------------------------------------------------------------------------------
@@ -297,10 +297,6 @@ def _is_accounted_for(folder, config, wrong, counted):
         assert torch.equal(param, wanted[name]), name
 
 
-def test_load_weights_of_made_up_checkpoints_reads_or_names_every_tensor(tmp_path):
-    run_ranks(_property, WORLD, tmp_path, EXAMPLES)
-
-
-@pytest.mark.long
-def test_load_weights_of_many_made_up_checkpoints_reads_or_names_every_tensor(tmp_path):
-    run_ranks(_property, WORLD, tmp_path, 8 * EXAMPLES, timeout=900.0)
+@pytest.mark.parametrize("examples", [12, pytest.param(200, marks=pytest.mark.long)])
+def test_load_weights_of_made_up_checkpoints_reads_or_names_every_tensor(tmp_path, examples):
+    run_ranks(_property, WORLD, tmp_path, examples, timeout=900.0)

@@ -3,7 +3,6 @@
 import itertools
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +12,7 @@ from epfsdp2.engine.optim.clip import ClippedStep, clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import MultiOptimizer
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.logs import logged_lines
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 
 WORLD = 4
 MESHES = [(1, -1), (2, -1), (4, -1), (1, 2), (2, 2), (1, 1)]
@@ -38,6 +37,7 @@ def _reference(grads):
 
 
 def _one_norm_and_one_coefficient():
+    """One all-reduce and one pass over the gradients."""
     for ep, fsdp_size in MESHES:
         meshes = build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
         for dtype, max_norm in itertools.product((torch.float32, torch.bfloat16), (0.5, 1e9, None, 0.0, float("inf"))):
@@ -55,10 +55,6 @@ def _one_norm_and_one_coefficient():
                 torch.testing.assert_close(param.grad.full_tensor(), (grad * factor).to(dtype))
 
 
-def test_clip_takes_one_norm_one_all_reduce_and_one_coefficient_over_all_meshes():
-    run_ranks(_one_norm_and_one_coefficient, WORLD)
-
-
 def _accumulated_in_float32():
     meshes = build_meshes("cpu", Topology.arrange(WORLD, 2))
     ones = distribute_tensor(torch.ones(2**16, dtype=torch.bfloat16), meshes.dense, [Replicate(), Shard(0)])
@@ -70,11 +66,8 @@ def _accumulated_in_float32():
     assert abs(clip_grad_norm_(params, None, meshes) / _reference(grads) - 1) < 1e-6
 
 
-def test_clip_sums_squares_in_float32():
-    run_ranks(_accumulated_in_float32, WORLD)
-
-
 def _copies_count_once():
+    """A shard that several ranks hold counts once."""
     meshes = build_meshes("cpu", Topology.arrange(WORLD, 2))
     grad = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     for mesh, placements in (
@@ -85,10 +78,6 @@ def _copies_count_once():
         param = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, placements))
         param.grad = distribute_tensor(grad, mesh, placements)
         assert abs(clip_grad_norm_([param], None, meshes) / grad.norm() - 1) < 1e-6
-
-
-def test_clip_counts_a_shard_that_several_ranks_hold_once():
-    run_ranks(_copies_count_once, WORLD)
 
 
 def _replicas_agree(bad):
@@ -105,11 +94,6 @@ def _replicas_agree(bad):
     dist.all_gather(norms, norm)
     assert all(torch.equal(other.view(torch.int32), norm.view(torch.int32)) for other in norms), norms
     assert bool(norm.isfinite()) == (bad is None)
-
-
-@pytest.mark.parametrize("bad", [None, float("inf")])
-def test_clip_of_replicas_whose_gradients_differ_has_one_norm(bad):
-    run_ranks(_replicas_agree, WORLD, bad)
 
 
 def _skipped_everywhere(bad):
@@ -140,6 +124,12 @@ def _skipped_everywhere(bad):
     assert rank or ("skipped on all ranks (2 so far)" in lines[1])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_clipped_step_with_a_gradient_that_is_not_finite_on_one_rank_skips_on_all(bad):
-    run_ranks(_skipped_everywhere, WORLD, bad)
+def _each_check():
+    checks = [(_one_norm_and_one_coefficient,), (_accumulated_in_float32,), (_copies_count_once,)]
+    checks += [(_replicas_agree, bad) for bad in (None, float("inf"))]
+    checks += [(_skipped_everywhere, bad) for bad in (float("nan"), float("inf"))]
+    each_case(checks, lambda check, *args: check(*args))
+
+
+def test_clip_has_one_norm_over_all_meshes_and_skips_steps_that_are_not_finite_on_all_ranks():
+    run_ranks(_each_check, WORLD)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from epfsdp2.engine.optim.lr_scheduler import MultiLRScheduler, build_multi_lr_scheduler
+from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
 from epfsdp2.engine.optim.multi_optimizer import MultiOptimizer
 
 
@@ -37,7 +37,7 @@ def test_lr_scheduler_of_two_optimizers_has_the_rates_of_their_groups_in_order()
         rates = [0.1 * 0.5**step, 0.5 * 0.5**step, 0.5**step]
         assert schedule.get_last_lr() == pytest.approx(rates)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(rates)
-        assert schedule.last_epoch == step and schedule.base_lrs == [0.1, 0.5, 1.0]
+        assert schedule.last_epoch == step
         optimizer.step()
         schedule.step()
 
@@ -78,12 +78,7 @@ def test_lr_scheduler_state_is_plain_json_and_continues_with_its_rates():
 def test_lr_scheduler_state_of_other_optimizers_is_refused():
     schedule = build_multi_lr_scheduler(_optimizer(), _halving)
     with pytest.raises(ValueError, match=r"to the optimizers \['dense'\], but this run has \['dense', 'experts'\]"):
-        schedule.load_state_dict({"dense": schedule.state_dict()["dense"]})
-    optimizer = _optimizer()
-    with pytest.raises(ValueError, match="are not those of"):
-        MultiLRScheduler(optimizer, {"dense": _halving(optimizer.optimizers["dense"])})
-    with pytest.raises(ValueError, match="'experts' belongs to another optimizer"):
-        MultiLRScheduler(optimizer, {name: _halving(optimizer.optimizers["dense"]) for name in optimizer.optimizers})
+        schedule.check_state_dict({"dense": schedule.state_dict()["dense"]})
 
 
 def test_lr_scheduler_with_verls_schedules_has_their_rates():

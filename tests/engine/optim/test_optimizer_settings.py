@@ -7,23 +7,14 @@ import torch
 from torch import nn
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.optim.multi_optimizer import (
-    check_optimizer,
-    optimizer_from_config,
-)
+from epfsdp2.engine.optim.multi_optimizer import optimizer_from_config
 from epfsdp2.engine.optim.muon import Muon
+from epfsdp2.engine.optim.settings import _arguments_by_verl, check_optimizer
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 
 SETTING = "actor_rollout_ref.actor.optim"
-
-
-def _adamw(params):
-    return torch.optim.AdamW(params, lr=1e-2)
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 def _config(**fields):
@@ -112,7 +103,7 @@ def _built_from_config(folder):
     assert {(g["momentum"], g["adjust_lr_fn"]) for g in muon.param_groups} == {(0.9, "match_rms_adamw")}
     held = [name for group in multi.state_dict()["param_groups"] for name in group["params"]]
     assert sorted(held) == sorted(name for name, _ in model.named_parameters())
-    other = optimizer_from_config(model, _config(), _adamw)
+    other = optimizer_from_config(model, _config(), torch.optim.AdamW)
     assert {type(o) for o in other.optimizers.values()} == {torch.optim.AdamW}
     assert list(other.optimizers) == ["dense", "experts"]
 
@@ -123,8 +114,6 @@ def test_optimizer_from_config_chooses_the_algorithms(tmp_path):
 
 def test_optimizer_from_config_passes_arguments_as_verl_does():
     optimizer = pytest.importorskip("verl.workers.config.optimizer")
-    from epfsdp2.engine.optim.settings import _arguments_by_verl
-
     for fields in ({}, {"optimizer": "SGD"}, {"optimizer": "RAdam", "override_optimizer_config": {"eps": 1e-6}}):
         config = optimizer.FSDPOptimizerConfig(**vars(_config(**fields)))
         built = optimizer.build_optimizer([nn.Parameter(torch.ones(1))], config)

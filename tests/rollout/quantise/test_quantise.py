@@ -66,18 +66,15 @@ def _sent(folder, cases):
         assert weights.traffic.received < 0.6 * plain.traffic.received, "embeddings and norms stay in bfloat16"
 
 
-CASES = [
-    (2, 1, Rollout(1, block=BLOCK)),
-    (2, 1, Rollout(2, block=BLOCK)),
-    (1, 2, Rollout(2, block=BLOCK)),
-    (4, 1, Rollout(2, 2, expert_parallel=True, block=BLOCK)),
-]
+FEW = [(1, 2, Rollout(2, block=BLOCK)), (4, 1, Rollout(2, 2, expert_parallel=True, block=BLOCK))]
+OTHERS = [(2, 1, Rollout(workers, block=BLOCK)) for workers in (1, 2)]
 
 
-def test_quantise_of_slices_has_the_bits_that_vllm_makes_of_the_whole_weights(tmp_path):
+@pytest.mark.parametrize("cases", [FEW, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["few", "others"])
+def test_quantise_of_slices_has_the_bits_that_vllm_makes_of_the_whole_weights(tmp_path, cases):
     # More experts than a round holds where every worker keeps all of them.
     folder = save_qwen3_moe(tmp_path, **{**SIZES, "num_experts": 12})
-    run_ranks(_sent, 4, folder, CASES, timeout=600)
+    run_ranks(_sent, 4, folder, cases, timeout=600)
 
 
 def test_quantise_reduces_scales_within_the_limit_and_of_one_weight_at_least():

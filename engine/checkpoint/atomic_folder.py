@@ -56,7 +56,7 @@ def atomic_dir_all_ranks(
 
     Args:
         device: device type of the tensors that the group's backend sends.
-        group: a group of all ranks; the default group by default.
+        group: a group of all ranks.
 
     Raises:
         RankMismatchError: with the errors of the ranks that failed; ``folder`` is unchanged then.
@@ -106,14 +106,9 @@ def atomic_dir(folder: Path) -> Iterator[Path]:
 
 
 def complete_dir(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the manifest of ``partial_dir(folder)`` and rename it to ``folder``.
-
-    Args:
-        files: name of each file written -> its size and checksum (``file_facts``).
-    """
-    partial = partial_dir(folder)
-    _write_manifest(partial, files)
-    _replace(partial, folder)
+    """Write the manifest of ``partial_dir(folder)``, with the ``file_facts`` of each file, and rename it."""
+    _write_manifest(partial_dir(folder), files)
+    _replace(partial_dir(folder), folder)
 
 
 def verify_all_ranks(folder: Path, device: torch.device | str = "cpu") -> None:

@@ -33,20 +33,12 @@ class Background:
         self._job: Future[None] | None = None
 
     def start(self, name: str, job: Callable[[], None]) -> None:
-        """Start a job once the previous one has ended.
-
-        Raises:
-            BaseException: the error of the previous job.
-        """
+        """Start a job once the previous one has ended; raise the error of that one."""
         self.wait()
         self._job = self._thread.submit(_run, name, job)
 
     def wait(self) -> None:
-        """Wait for the job to end.
-
-        Raises:
-            BaseException: the error of the job; only the first call raises it.
-        """
+        """Wait for the job to end, and raise its error, once."""
         job, self._job = self._job, None
         if job is not None:
             job.result()

@@ -27,7 +27,7 @@ class SliceCopy:
 
     Args:
         source: the slices of the tensor.
-        order: the dims of the read values to keep, in the order of the parameter's dims.
+        order: its dims that are kept, in the order of the parameter's dims.
         target: the slices of the range's values.
     """
 
@@ -91,9 +91,9 @@ class CheckpointSlice:
         Args:
             size: the tensor's actual shape.
         """
-        source, target = [slice(0, 1)] * len(size), [0] * len(wanted.low)
+        source = [slice(0, 1)] * len(size)
         order: list[int] = []
-        targets: list[slice | int] = list(target)
+        targets: list[slice | int] = [0] * len(wanted.low)
         for t, (low, high, at) in enumerate(zip(wanted.low, wanted.high, self.at, strict=True)):
             if t not in self.dims:
                 if not low <= at < high:
@@ -130,10 +130,9 @@ class SliceFinder:
         """Find the tensors of the family's checkpoints that a parameter is made of.
 
         Args:
-            shape: the shape of the whole parameter.
             is_stack: whether its first dim counts experts. Then only the first two experts are probed, and tensors of
                 single experts are returned for the first alone.
-            converter: the parameter's converter; parameters of one converter share cached results.
+            converter: parameters of one converter share cached results.
 
         Returns:
             None if the converter computes values or splits a dim into two, or if the parameter shares a tensor with

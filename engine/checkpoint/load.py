@@ -99,7 +99,6 @@ def load_weights(model: nn.Module, matched: Matched, meshes: Meshes, progress: b
 
     Args:
         matched: the match of this model; its ``initialize`` is called again for each tensor that it fills.
-        progress: show a progress bar.
 
     Returns:
         Names of the checkpoint's tensors that are not read.
@@ -118,16 +117,16 @@ def load_weights(model: nn.Module, matched: Matched, meshes: Meshes, progress: b
             _fill(target, tensors[target.name], model, matched.files)
     if meshes.topology.dp_replicate > 1:
         for tensor in tensors.values():
-            _copy_of_first_replica(local_tensor(tensor), meshes)
+            local = local_tensor(tensor).detach()
+            sent = local.to(device)  # the backend can't send shards from the CPU
+            dist.broadcast(sent, group=meshes.dense.get_group("dp_replicate"), group_src=0)
+            if sent.data_ptr() != local.data_ptr():
+                local.copy_(sent)
     return matched.unused
 
 
 def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads a full tensor by its name in the model, through transformers' converters.
-
-    Args:
-        model: on the meta device, not sharded.
-    """
+    """Return a function that reads a full tensor by its name in a model on meta, through transformers' converters."""
     sources, tensors = match_sources(model, files.file_of), checkpoint_tensors(model)
 
     def read(name: str) -> torch.Tensor:
@@ -142,10 +141,7 @@ def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], t
 
 
 def verify_experts(model: nn.Module, matched: Matched, count: int = 2) -> list[str]:
-    """Compare a few of this rank's experts with the output of transformers' converter on whole tensors.
-
-    Args:
-        count: number of experts, each of another stack, spread over the model.
+    """Compare ``count`` of this rank's experts, each of another stack, with transformers' conversion of whole tensors.
 
     Returns:
         ``<stack>[<expert>]`` of each compared expert.
@@ -178,7 +174,7 @@ def verify_experts(model: nn.Module, matched: Matched, count: int = 2) -> list[s
 
 
 def _match(
-    model: nn.Module,
+    model: Any,
     files: CheckpointFiles,
     initialize: Callable[[str, torch.Tensor, bool], bool],
     may_be_unused: str,
@@ -189,9 +185,10 @@ def _match(
     finder = SliceFinder(model)
     wanted: list[_Target] = []
     initialized: dict[str, bool] = {}
-    wrong: list[str] = []
     unused = [name for name in sources if name not in known]
-    wrong += _unknown([name for name in unused if not re.search(may_be_unused, name)], sources, model, files)
+    allowed = [may_be_unused, _COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
+    unknown = [name for name in unused if not any(re.search(pattern, name) for pattern in allowed)]
+    wrong = [f"{_named(sources[name].keys[0][1], files)} is no tensor of the model" for name in unknown]
     for name, target in checkpoint_tensors(model).items():
         if name in copies:
             continue
@@ -260,11 +257,7 @@ def _fits(target: torch.Tensor, source: Source | None, files: CheckpointFiles) -
 def _slices_of(
     name: str, target: torch.Tensor, source: Source, finder: SliceFinder, files: CheckpointFiles
 ) -> list[tuple[CheckpointSlice, list[str]]] | None:
-    """Find the checkpoint's slices of a target; see ``_Target.slices``.
-
-    Raises:
-        ValueError: the numbers of experts differ.
-    """
+    """Find the checkpoint's slices of a target (``_Target.slices``)."""
     if source.converter is None or _is_unconverted(target, source, files):
         return [(CheckpointSlice.whole(name, tuple(target.shape)), [source.keys[-1][1]])]
     lists = list(source.by_pattern().values())
@@ -304,12 +297,6 @@ def _faults(target: _Target, tensor: torch.Tensor, files: CheckpointFiles) -> li
     return wrong
 
 
-def _unknown(names: list[str], sources: Mapping[str, Source], model: Any, files: CheckpointFiles) -> list[str]:
-    patterns = [_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
-    keys = [sources[name].keys[0][1] for name in names if not any(re.search(p, name) for p in patterns)]
-    return [f"{_named(key, files)} is no tensor of the model" for key in keys]
-
-
 def _named(key: str, files: CheckpointFiles) -> str:
     return f"{key} (in {files.file_of[key]})"
 
@@ -345,14 +332,6 @@ def _parts_in(
         part = piece.copy_into(held.with_dim(0, 0, 1), piece.shape if piece.rows else files.shape(key))
         if part is not None:
             yield key, part.of_expert(expert, piece.rows), local[expert - held.low[0]].unsqueeze(0)
-
-
-def _copy_of_first_replica(local: torch.Tensor, meshes: Meshes) -> None:
-    """Broadcast the first replica's values; collective."""
-    sent = local.detach().to(meshes.dense.device_type)  # the backend can't send shards from the CPU
-    dist.broadcast(sent, group=meshes.dense.get_group("dp_replicate"), group_src=0)
-    if sent.data_ptr() != local.data_ptr():
-        local.detach().copy_(sent)
 
 
 def _convert(

@@ -37,9 +37,9 @@ class CheckpointSaver:
         """Write a snapshot; collective. In the background, return as soon as it is copied to host memory.
 
         After a save in the background verl's ``latest_checkpointed_iteration.txt`` is updated here, because verl does
-        not wait for it. It names the step when this folder is complete and verl's trainer has continued. Until then the
-        trainer writes the critic's part, its place in the data and its queue. The next save in the background copies to
-        the same memory, which a save in the foreground frees.
+        not wait for it. It names the step when this folder is complete and verl's trainer has written its own part (the
+        critic, its place in the data). The next save in the background copies to the same memory, which a save in the
+        foreground frees.
 
         Raises:
             BaseException: the error of the previous save in the background.

@@ -27,10 +27,8 @@ __all__ = ["ADJUST_LR_FNS", "NS_DTYPES", "Muon", "newton_schulz"]
 ADJUST_LR_FNS = ("match_rms_adamw", "original")
 NS_DTYPES = {
     "auto": None,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp32", "float32"), torch.float32),
 }
 
 
@@ -81,28 +79,16 @@ class Muon(Optimizer):
             raise ValueError(f"adjust_lr_fn is one of {list(ADJUST_LR_FNS)}, not {adjust_lr_fn!r}.")
         if ns_dtype not in NS_DTYPES:
             raise ValueError(f"ns_dtype is one of {list(NS_DTYPES)}, not {ns_dtype!r}.")
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-            "bucket_bytes": bucket_bytes,
-            **vars(Layout()),
-        }
+        own = {"ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        common = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
+        defaults = {**common, **own, "ns_dtype": ns_dtype, "bucket_bytes": bucket_bytes, **vars(Layout())}
         self._bucket_cache: dict[tuple[int, ...], list[Bucket]] = {}
         super().__init__(params, defaults)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.dim() not in (2, 3) or param.shape[group["out_dim"]] % group["parts"]:
-                    shape, parts = tuple(param.shape), group["parts"]
-                    raise ValueError(
-                        f"Muon takes matrices and stacks of them: {shape} can't be split into {parts} parts."
-                    )
+                    wrong = f"{tuple(param.shape)} can't be split into {group['parts']} parts."
+                    raise ValueError(f"Muon takes matrices and stacks of them: {wrong}")
                 matrix_shard_step(param)
 
     @torch.no_grad()

@@ -49,9 +49,7 @@ def check_optimizer(config: Any, setting: str, device: str = "cuda") -> None:
     """Check that the optimizer exists, accepts its arguments, and steps sharded weights like whole ones.
 
     Args:
-        config: verl's ``optim`` settings of a role.
-        setting: the name of their node, as users type it.
-        device: device type of the run.
+        config: verl's ``optim`` settings of a role, whose node is ``setting``.
 
     Raises:
         SettingError: with a value that would work.

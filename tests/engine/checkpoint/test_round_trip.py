@@ -1,5 +1,6 @@
 """An export equals the loaded checkpoint bit for bit, and a rank reads only its own experts."""
 
+import functools
 import json
 import re
 from collections import Counter
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import deserialize, safe_open
+from safetensors import deserialize
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -19,9 +20,9 @@ from epfsdp2.engine.checkpoint import safetensors_reader
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.load import load_weights, match_weights
 from epfsdp2.engine.fsdp.options import ShardingOptions
-from epfsdp2.engine.model import safetensors_files
 from epfsdp2.engine.model.families import RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
 from epfsdp2.engine.model.meta import build_on_meta, check_initialized, materialize
+from epfsdp2.engine.model.safetensors_files import SafetensorsFile
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors, is_expert_parameter
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
@@ -99,51 +100,6 @@ def each_trip(trips: Sequence[Trip]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("trip", params)
 
 
-class _Counting:
-    """Replaces ``safe_open``; counts the bytes of each tensor that are read."""
-
-    def __init__(self):
-        self.bytes = Counter()
-
-    def __call__(self, path, **options):
-        return _CountingFile(safe_open(path, **options), self.bytes)
-
-
-class _CountingFile:
-    def __init__(self, file, read):
-        self.file, self.read = file, read
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return self.file.__exit__(*error)
-
-    def keys(self):
-        return self.file.keys()
-
-    def get_tensor(self, key):
-        tensor = self.file.get_tensor(key)
-        self.read[key] += tensor.nbytes
-        return tensor
-
-    def get_slice(self, key):
-        return _CountingSlice(self.file.get_slice(key), key, self.read)
-
-
-class _CountingSlice:
-    def __init__(self, whole, key, read):
-        self.whole, self.key, self.read = whole, key, read
-
-    def get_shape(self):
-        return self.whole.get_shape()
-
-    def __getitem__(self, index):
-        part = self.whole[index]
-        self.read[self.key] += part.nbytes
-        return part
-
-
 def _save(trip: Trip, folder: Path) -> None:
     """Save, by transformers, a model whose parameters and persistent buffers are all random."""
     model = ALL[trip.family].build()
@@ -189,11 +145,18 @@ def _loaded(trip: Trip, files: Path, meshes: Meshes, report: dict) -> nn.Module:
     model = build_on_meta(AsAuto(type(plain)), plain.config, dtype)
     parallelize(model, meshes, ShardingOptions(param_dtype=dtype))
     materialize(model, "cpu")
-    with mock.patch.object(safetensors_files, "safe_open", _Counting()) as counting:
+    counted, read = Counter(), SafetensorsFile.read
+
+    def counting(self, key, index=None):
+        tensor = read(self, key, index)
+        counted[key] += tensor.nbytes
+        return tensor
+
+    with mock.patch.object(SafetensorsFile, "read", counting):
         matched = match_weights(model, safetensors_reader.open_checkpoint(files), meshes)
         assert not load_weights(model, matched, meshes)
     check_initialized(model)
-    report["read"] = sum(count for key, count in counting.bytes.items() if EXPERT.search(key))
+    report["read"] = sum(count for key, count in counted.items() if EXPERT.search(key))
     report["own"] = sum(param.to_local().nbytes for param in model.parameters() if is_expert_parameter(param))
     return model
 
@@ -211,19 +174,14 @@ def _round_trip_all(world: int, folder: Path, session: pytest.Session) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_2_ranks(tmp_path_factory, request):
-    return _round_trip_all(2, tmp_path_factory.mktemp("on_2_ranks"), request.session)
-
-
-@pytest.fixture(scope="module")
-def on_4_ranks(tmp_path_factory, request):
-    return _round_trip_all(4, tmp_path_factory.mktemp("on_4_ranks"), request.session)
+def on_ranks(tmp_path_factory, request):
+    """Return the folder of all round trips on some number of ranks."""
+    return functools.cache(lambda world: _round_trip_all(world, tmp_path_factory.mktemp(f"{world}"), request.session))
 
 
 @pytest.fixture
-def round_trip(trip, request):
-    """Return the folder of the round trip, which ran with all others on as many ranks."""
-    return request.getfixturevalue(f"on_{trip.world}_ranks") / trip.name
+def round_trip(trip, on_ranks):
+    return on_ranks(trip.world) / trip.name
 
 
 def _tensors(folder: Path) -> dict[str, dict]:

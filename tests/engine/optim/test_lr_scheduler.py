@@ -1,7 +1,6 @@
 """One schedule over several optimizers."""
 
 import json
-import warnings
 
 import pytest
 import torch
@@ -42,18 +41,6 @@ def test_lr_scheduler_of_two_optimizers_has_the_rates_of_their_groups_in_order()
         schedule.step()
 
 
-def test_lr_scheduler_stepped_in_the_wrong_order_warns_and_in_the_right_one_does_not():
-    optimizer = _optimizer()
-    schedule = build_multi_lr_scheduler(optimizer, _halving)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            optimizer.step()
-            schedule.step()
-    with pytest.warns(UserWarning, match="before `optimizer.step"):
-        build_multi_lr_scheduler(_optimizer(), _halving).step()
-
-
 def test_lr_scheduler_state_is_plain_json_and_continues_with_its_rates():
     optimizer = _optimizer()
     schedule = build_multi_lr_scheduler(optimizer, _warming_up)
@@ -79,23 +66,3 @@ def test_lr_scheduler_state_of_other_optimizers_is_refused():
     schedule = build_multi_lr_scheduler(_optimizer(), _halving)
     with pytest.raises(ValueError, match=r"to the optimizers \['dense'\], but this run has \['dense', 'experts'\]"):
         schedule.check_state_dict({"dense": schedule.state_dict()["dense"]})
-
-
-def test_lr_scheduler_with_verls_schedules_has_their_rates():
-    functional = pytest.importorskip("verl.utils.torch_functional")
-    optimizer = _optimizer()
-    schedule = build_multi_lr_scheduler(
-        optimizer, lambda inner: functional.get_cosine_schedule_with_warmup(inner, 2, 6, min_lr_ratio=0.1)
-    )
-    rates = []
-    for _ in range(6):
-        optimizer.step()
-        schedule.step()
-        rates.append(schedule.get_last_lr()[0])
-    assert rates[0] == pytest.approx(0.05) and rates[1] == pytest.approx(0.1) and rates[5] == pytest.approx(0.01)
-    constant = build_multi_lr_scheduler(
-        _optimizer(), lambda inner: functional.get_constant_schedule_with_warmup(inner, 1)
-    )
-    constant.optimizer.step()
-    constant.step()
-    assert constant.get_last_lr() == [0.1, 0.5, 1.0]

@@ -33,7 +33,9 @@ class _StoredTensor:
     """A tensor of the checkpoint, stored in dtype ``stored`` and written in ``dtype``.
 
     Args:
+        pieces: offset of each shard, and a function that opens its file.
         adapter: the adapter to merge into it.
+        elsewhere: reads it by its name, if it is not in the checkpoint.
     """
 
     name: str
@@ -41,10 +43,8 @@ class _StoredTensor:
     stored: torch.dtype
     dtype: torch.dtype
     pieces: Sequence[tuple[tuple[int, ...], Callable[[], SafetensorsFile]]]
-    """Offset of each shard, and what opens its file, once for all tensors."""
     adapter: "_Adapter | None" = None
     elsewhere: Callable[[str], torch.Tensor] | None = None
-    """Reads it by its name, if it is not in the checkpoint."""
 
     @property
     def nbytes(self) -> int:
@@ -73,18 +73,12 @@ class _Adapter:
 
     def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
         magnitude = None if self.magnitude is None else self.magnitude.read()
-        target = self.target
-        return merged(weight, self.a.read(), self.b.read(), target.scaling, target.is_transposed, magnitude)
+        return merged(weight, self.a.read(), self.b.read(), self.target.scaling, self.target.is_transposed, magnitude)
 
 
 @dataclass(frozen=True)
 class Base:
-    """Frozen weights that a checkpoint does not have.
-
-    Args:
-        read: reads a full tensor by its name in the model.
-        dtypes: name -> dtype in the run.
-    """
+    """Frozen weights that a checkpoint does not have: a function that reads one by its name, and the run's dtypes."""
 
     read: Callable[[str], torch.Tensor]
     dtypes: Mapping[str, torch.dtype]

@@ -68,7 +68,7 @@ class Matched:
 
 
 def match_weights(
-    model: nn.Module,
+    model: Any,
     files: CheckpointFiles,
     meshes: Meshes,
     initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
@@ -91,7 +91,40 @@ def match_weights(
         RankMismatchError: only some ranks found such tensors.
     """
     with raise_on_all_ranks(meshes.dense.device_type), torch.no_grad():
-        return _match(model, files, initialize, may_be_unused)
+        sources, known = match_sources(model, files.file_of), model.state_dict()
+        tied = {first: others for first, *others in tied_names(model)}
+        copies = {name for others in tied.values() for name in others}
+        finder = SliceFinder(model)
+        wanted: list[_Target] = []
+        initialized: dict[str, bool] = {}
+        unused = [name for name in sources if name not in known]
+        allowed = [may_be_unused, _COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
+        unknown = [name for name in unused if not any(re.search(pattern, name) for pattern in allowed)]
+        wrong = [f"{_named(sources[name].keys[0][1], files)} is no tensor of the model" for name in unknown]
+        for name, target in checkpoint_tensors(model).items():
+            if name in copies:
+                continue
+            stored = [own for own in (name, *tied.get(name, ())) if own in sources]
+            fits = _fits(target, sources.get(name), files)
+            if initialize(name, local_tensor(target), fits):
+                initialized[name] = fits
+                unused += stored
+                continue
+            if not stored:
+                wrong.append(f"{name} is missing")
+                continue
+            rivals = [pair for own in stored if (pair := sources[own].rivals()) is not None]
+            if rivals:
+                wrong += [f"{_named(a, files)} and {_named(b, files)} are both {name} of the model" for a, b in rivals]
+                continue
+            found = [_Target(n, sources[n], _slices_of(n, target, sources[n], finder, files)) for n in stored]
+            wrong += [fault for of in found for fault in _faults(of, target, files)]
+            wanted.append(replace(found[0], copies=tuple(found[1:])))
+        if wrong:
+            kind = type(model).__name__.removeprefix("FSDP")
+            raise ValueError(f"{files.folder} is no checkpoint of {kind}: {listed(wrong)}.")
+        unread = [key for name in unused for _, key in sources[name].keys]
+        return Matched(files, sources, wanted, initialize, initialized, unread)
 
 
 def load_weights(model: nn.Module, matched: Matched, meshes: Meshes, progress: bool = False) -> list[str]:
@@ -171,48 +204,6 @@ def verify_experts(model: nn.Module, matched: Matched, count: int = 2) -> list[s
                 raise ValueError(f"{name}[{expert}] differs from {files.folder} after loading.")
         done.append(f"{name}[{expert}]")
     return done
-
-
-def _match(
-    model: Any,
-    files: CheckpointFiles,
-    initialize: Callable[[str, torch.Tensor, bool], bool],
-    may_be_unused: str,
-) -> Matched:
-    sources, known = match_sources(model, files.file_of), model.state_dict()
-    tied = {first: others for first, *others in tied_names(model)}
-    copies = {name for others in tied.values() for name in others}
-    finder = SliceFinder(model)
-    wanted: list[_Target] = []
-    initialized: dict[str, bool] = {}
-    unused = [name for name in sources if name not in known]
-    allowed = [may_be_unused, _COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
-    unknown = [name for name in unused if not any(re.search(pattern, name) for pattern in allowed)]
-    wrong = [f"{_named(sources[name].keys[0][1], files)} is no tensor of the model" for name in unknown]
-    for name, target in checkpoint_tensors(model).items():
-        if name in copies:
-            continue
-        stored = [own for own in (name, *tied.get(name, ())) if own in sources]
-        fits = _fits(target, sources.get(name), files)
-        if initialize(name, local_tensor(target), fits):
-            initialized[name] = fits
-            unused += stored
-            continue
-        if not stored:
-            wrong.append(f"{name} is missing")
-            continue
-        rivals = [pair for own in stored if (pair := sources[own].rivals()) is not None]
-        if rivals:
-            wrong += [f"{_named(a, files)} and {_named(b, files)} are both {name} of the model" for a, b in rivals]
-            continue
-        found = [_Target(n, sources[n], _slices_of(n, target, sources[n], finder, files)) for n in stored]
-        wrong += [fault for of in found for fault in _faults(of, target, files)]
-        wanted.append(replace(found[0], copies=tuple(found[1:])))
-    if wrong:
-        kind = type(model).__name__.removeprefix("FSDP")
-        raise ValueError(f"{files.folder} is no checkpoint of {kind}: {listed(wrong)}.")
-    unread = [key for name in unused for _, key in sources[name].keys]
-    return Matched(files, sources, wanted, initialize, initialized, unread)
 
 
 def _check_tied(matched: Matched, reads: bool, model: nn.Module, device: torch.device | str) -> None:

@@ -54,8 +54,7 @@ def write_safetensors(
     """Write tensors into files of at most ``file_bytes``, with names and index as ``from_pretrained`` expects them.
 
     Args:
-        entries: the entries of all tensors, in the order of ``tensors``.
-        tensors: names and tensors on the CPU; one is held at a time.
+        tensors: names and tensors on the CPU, in the order of ``entries``; one is held at a time.
 
     Raises:
         ValueError: a tensor does not match its entry, or the numbers differ.

@@ -109,11 +109,11 @@ class Snapshot:
         with_base: bool = True,
         parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> "Snapshot":
-        """Snapshot the parts that ``contents`` names, without copying tensors. Collective where the base is left out.
+        """Snapshot the parts that ``contents`` names, without copying tensors. Collective without the base.
 
         Args:
-            parameters: the model's, sharded, by name; by default what it has now, gathered while it computes.
-            with_base: whether to store the weights that adapters are trained on, where there are some.
+            with_base: whether to store the weights that adapters are trained on.
+            parameters: the sharded parameters by name, for a model that has gathered its own to compute.
         """
         contents = frozenset(contents)
         if "hf_model" in contents:

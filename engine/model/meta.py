@@ -116,10 +116,8 @@ def kept_in_float32(model: nn.Module) -> re.Pattern:
 def materialize(model: nn.Module, device: torch.device | str, shards: torch.device | str | None = None) -> None:
     """Allocate this rank's shards, poisoned, and move buffers to ``device``.
 
-    Moving off the meta device breaks ties between parameters, so they are tied again.
-
-    Args:
-        shards: device of the shards; ``device`` by default, ``cpu`` under FSDP's CPU offload policy.
+    Moving off the meta device breaks ties between parameters, so they are tied again. Under FSDP's CPU offload policy
+    ``shards`` are on ``cpu``.
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,13 +190,12 @@ def check_not_quantised(config: PretrainedConfig, path: str, setting: str = "act
         return
     kind = found.get("quant_method", "unknown")
     rule = f"its config says that the weights are quantised ({kind}); weights to train are bfloat16 or float32."
+    works = "the same model in bfloat16: from_pretrained with a quantization_config that dequantises, if there is "
+    works += f"one for {kind}, then save_pretrained"
     if kind in DEQUANTISED:
         works = f"the folder that `python -m epfsdp2.recipes.dequantise {path} <new folder>` writes"
         if not Path(path).is_dir():
             works += f", where {path} is downloaded to a folder first (hf download)"
-    else:
-        works = "the same model in bfloat16: from_pretrained with a quantization_config that dequantises, if there is "
-        works += f"one for {kind}, then save_pretrained"
     raise SettingError(f"{setting}.path", path, rule, works)
 
 

@@ -46,8 +46,7 @@ class MultiLRScheduler(LRScheduler):
         if state_dict.keys() != self.schedulers.keys():
             raise ValueError(
                 f"The saved schedule belongs to the optimizers {sorted(state_dict)}, but this run has "
-                f"{sorted(self.schedulers)}."
-                " Leave extra out of checkpoint.load_contents to start a new schedule."
+                f"{sorted(self.schedulers)}. Leave extra out of checkpoint.load_contents to start a new schedule."
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -83,10 +83,6 @@ class MultiOptimizer(Optimizer):
         for optimizer in self.optimizers.values():
             optimizer.step()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all inner optimizers by parameter name.
 
@@ -98,14 +94,14 @@ class MultiOptimizer(Optimizer):
         return {
             "state": {fqn: dict(state[p]) for p, fqn in self._fqns.items() if p in state},
             "param_groups": [
-                {**group, "params": [self._fqns[p] for p in group["params"]], "optimizer": name, "algorithm": _name(o)}
+                {**group, "params": [self._fqns[p] for p in group["params"]], "optimizer": name, "algorithm": _class(o)}
                 for name, o in self.optimizers.items()
                 for group in o.param_groups
             ],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` whose tensors are sharded as this optimizer's; they are used, not copied.
+        """Load a ``state_dict`` whose tensors are sharded like this optimizer's; they are used, not copied.
 
         A parameter may have been in another inner optimizer or group. Options that choose a kernel (``fused`` and the
         like) keep their values.
@@ -121,16 +117,13 @@ class MultiOptimizer(Optimizer):
             self._restore_dtypes(optimizer, state)
 
     def check_groups(self, saved: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        """Check that the ``param_groups`` of a ``state_dict`` have this optimizer's parameters and algorithms.
-
-        Returns:
-            The saved group of each parameter.
+        """Check that saved ``param_groups`` have this optimizer's parameters and algorithms; return each one's group.
 
         Raises:
             ValueError: names the first parameters that do not fit.
         """
         group_of = {fqn: group for group in saved for fqn in group["params"]}
-        own = {self._fqns[p]: _name(o) for o in self.optimizers.values() for p in _parameters(o)}
+        own = {self._fqns[p]: _class(o) for o in self.optimizers.values() for p in _parameters(o)}
         missing = [fqn for fqn in own if fqn not in group_of]
         extra = [fqn for fqn in group_of if fqn not in own]
         other = [fqn for fqn in own if fqn in group_of and group_of[fqn]["algorithm"] != own[fqn]]
@@ -205,8 +198,7 @@ def build_multi_optimizer(
 
     Args:
         build: makes an optimizer for parameters of one mesh.
-        matrices: makes an optimizer such as ``Muon`` for the groups of ``matrix_groups``: the matrices of the hidden
-            layers on both meshes. ``build``'s optimizers then get the remaining parameters.
+        matrices: makes an optimizer such as ``Muon`` for ``matrix_groups``; ``build`` gets the other parameters then.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = matrix_groups(model) if matrices is not None else []
@@ -227,10 +219,7 @@ def optimizer_from_config(
     """Build the optimizer of verl's ``optim`` settings (``FSDPOptimizerConfig``, or an object with its fields).
 
     With ``optimizer=Muon`` of ``torch.optim``, ``Muon`` steps the matrices and AdamW the rest; ``lr`` and
-    ``weight_decay`` apply to both, ``betas`` to AdamW.
-
-    Args:
-        build: verl's ``build_optimizer``, for every other optimizer.
+    ``weight_decay`` apply to both, ``betas`` to AdamW. ``build`` (verl's) makes every other optimizer.
     """
     if not wants_muon(config):
         return build_multi_optimizer(model, build)
@@ -256,7 +245,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in _KERNEL_OPTIONS | {"params", "optimizer", "algorithm"}}
 
 
-def _name(optimizer: Optimizer) -> str:
+def _class(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 

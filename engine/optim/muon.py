@@ -129,15 +129,9 @@ class Muon(Optimizer):
 def newton_schulz(
     matrices: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Orthogonalise a stack of matrices: bring their singular values near 1.
+    """Orthogonalise matrices ``(B, m, n)``, computed and returned in ``dtype``: bring their singular values near 1.
 
-    Args:
-        matrices: ``(B, m, n)``.
-        coefficients: the quintic iteration's (``torch/optim/_muon.py``).
-        dtype: the dtype of the computation.
-
-    Returns:
-        ``(B, m, n)`` in ``dtype``.
+    ``coefficients`` are those of the quintic iteration (``torch/optim/_muon.py``).
     """
     a, b, c = coefficients
     tall = matrices.shape[-2] > matrices.shape[-1]

@@ -23,7 +23,7 @@ class Blocks:
     dtype: torch.dtype = FP8
 
     def sharing(self, held: IndexRange) -> IndexRange:
-        """Return the range of the scale tensor that covers a range of the weight."""
+        """Return the range of the scales that a range of the weight shares."""
         return blocks_of(held, self.size)
 
     def maxima(self, values: torch.Tensor, held: IndexRange) -> torch.Tensor:

@@ -130,7 +130,6 @@ def test_every_accepted_optimizer_steps_as_on_the_plain_model_and_resumes_bit_fo
         ("AdamW", {"differentiable": True}, "it raises RuntimeError: a leaf Variable"),
         ("Adafactor", {"impl": "transformers.optimization", "relative_step": False}, "depends on other elements"),
         ("Muon", {"impl": "torch.optim._muon"}, "depends on other elements"),
-        ("ByNorm", {"impl": __name__}, "depends on other elements"),
         ("ByRow", {"impl": __name__}, "depends on other elements"),
         ("CountsSteps", {"impl": __name__}, "its state 'steps' can't be saved, being no plain tensor"),
         ("NeedsArgument", {"impl": __name__}, "it raises TypeError: .*'needed'"),
@@ -171,16 +170,6 @@ def test_load_state_dict_of_a_learning_rate_that_is_a_tensor_leaves_it_one():
     multi.param_groups[0]["lr"].fill_(0.0)
     multi.load_state_dict(state)
     assert torch.equal(multi.param_groups[0]["lr"], torch.tensor(0.25))
-
-
-class ByNorm(torch.optim.SGD):
-    """Scales the rate by the norm of the whole weight, like LARS and LAMB."""
-
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad *= param.detach().norm() / param.grad.norm()
-        super().step()
 
 
 class ByRow(torch.optim.SGD):

@@ -11,8 +11,8 @@ from torch import nn
 from epfsdp2.engine.optim import loss_scale
 from epfsdp2.engine.optim.loss_scale import LossOverflowError, LossScale
 from epfsdp2.engine.optim.multi_optimizer import optimizer_from_config
-from epfsdp2.engine.topology.dtensor import is_adapter, is_expert_parameter, local_tensor
-from tests.support.engine.sharded import whole_gradients, whole_tensors
+from epfsdp2.engine.topology.dtensor import is_expert_parameter, local_tensor
+from tests.support.engine.sharded import whole_gradients
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker, reference_update
@@ -109,32 +109,6 @@ def test_update_in_float16_with_other_settings_has_the_gradients_of_float32_to_i
     run_ranks(_close_to_float32, 2, save_qwen3_moe(tmp_path), OTHERS)
 
 
-def _adapters_of(worker, batch):
-    """Return the gradients of an update of random adapters, and their norm."""
-    from verl.utils import tensordict_utils as tu
-
-    engine, seen = worker.engine, {}
-    adapters = {name: p for name, p in engine.module.named_parameters() if is_adapter(name)}
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    with torch.no_grad():
-        for param in adapters.values():
-            local_tensor(param).normal_(std=0.1, generator=generator)
-    step = engine.optimizer.step
-    engine.optimizer.step = lambda *a: (seen.update(whole_tensors({n: p.grad for n, p in adapters.items()})), step(*a))
-    return seen, tu.get(worker.train_batch(ppo_batch(batch)), "metrics")["grad_norm"]
-
-
-def _adapters_close_to_float32(folder):
-    lora = {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-    single, half = ppo_worker(folder, 2, model=lora), _half(folder, model=lora)
-    batch = of_this_rank(single, ppo_samples())
-    (wanted, norm), (seen, its_norm) = _adapters_of(single, batch), _adapters_of(half, batch)
-    assert half.engine.clipped_step.skipped == 0 and abs(its_norm / norm - 1) < 1e-2
-    assert wanted.keys() == seen.keys() and any(".experts." in name for name in wanted)
-    for name, want in wanted.items():
-        assert (seen[name] - want).norm() < 2e-2 * want.norm(), name
-
-
 def _with_muon(worker):
     """Replace the worker's optimizer by one with Muon."""
     from verl.workers.config.optimizer import build_optimizer
@@ -213,6 +187,6 @@ def _each_check(checks):
 
 def test_training_in_float16_is_scaled_exactly_skips_overflows_on_all_ranks_and_resumes(tmp_path):
     folder = save_qwen3_moe(tmp_path / "model")
-    checks = [(check, folder) for check in (_is_exact, _adapters_close_to_float32, _skips_everywhere, _ends)]
+    checks = [(check, folder) for check in (_is_exact, _skips_everywhere, _ends)]
     checks += [(_close_to_float32, folder, FEW), (_resumes, folder, tmp_path / "saved")]
     run_ranks(_each_check, 2, checks)

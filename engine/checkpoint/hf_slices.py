@@ -43,8 +43,8 @@ class SliceCopy:
 
     def copy(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Copy values that were read from ``source`` into the values of the range."""
-        dropped = [d for d in range(values.dim()) if d not in self.order]
         kept = sorted(self.order)
+        dropped = [d for d in range(values.dim()) if d not in kept]
         values = values.squeeze(dropped) if dropped else values
         into[self.target] = values.permute([kept.index(d) for d in self.order]).to(into.dtype)
 

@@ -105,7 +105,8 @@ def match_weights(
             if name in copies:
                 continue
             stored = [own for own in (name, *tied.get(name, ())) if own in sources]
-            fits = _fits(target, sources.get(name), files)
+            source = sources.get(name)
+            fits = source is not None and (source.converter is not None or _has_shape(target, source, files))
             if initialize(name, local_tensor(target), fits):
                 initialized[name] = fits
                 unused += stored
@@ -207,15 +208,10 @@ def verify_experts(model: nn.Module, matched: Matched, count: int = 2) -> list[s
 
 
 def _check_tied(matched: Matched, reads: bool, model: nn.Module, device: torch.device | str) -> None:
-    """Check that tied tensors are equal where the checkpoint has several of them; collective.
+    """Raise ``SettingError`` on all ranks if the checkpoint has several of tied tensors, and they differ; collective.
 
-    ``from_pretrained`` unties tensors that differ, while vLLM reads only one. Each rank compares its own shard.
-
-    Args:
-        reads: whether this rank belongs to the first replica.
-
-    Raises:
-        SettingError: on all ranks, with the first tensors that differ.
+    ``from_pretrained`` unties tensors that differ, while vLLM reads only one. Each rank of the first replica, which
+    ``reads``, compares its own shard.
     """
     pairs = [(target, other) for target in matched.targets for other in target.copies]
     if not pairs:
@@ -236,13 +232,6 @@ def _check_tied(matched: Matched, reads: bool, model: nn.Module, device: torch.d
             rule = f"its config ties {other} to {first} (tie_word_embeddings), but their values differ."
             works = '"tie_word_embeddings": false in its config.json, or a checkpoint without one of the two'
             raise SettingError(f"{ACTOR_MODEL}.path", files.folder, rule, works)
-
-
-def _fits(target: torch.Tensor, source: Source | None, files: CheckpointFiles) -> bool:
-    """Return whether the checkpoint has the tensor; without a converter, also in the same shape."""
-    if source is None or source.converter is not None:
-        return source is not None
-    return files.shape(source.keys[-1][1]) == tuple(target.shape)
 
 
 def _slices_of(
@@ -270,10 +259,12 @@ def _slices_of(
 def _is_unconverted(target: torch.Tensor, source: Source, files: CheckpointFiles) -> bool:
     """Return whether the tensor has the target's shape already, so that its converter, a transpose, does nothing."""
     operations = source.converter.operations if source.converter is not None else []
-    lenient = all(
-        isinstance(operation, Transpose) and getattr(operation, "check_dims", False) for operation in operations
-    )
-    return lenient and files.shape(source.keys[-1][1]) == tuple(target.shape)
+    lenient = all(isinstance(each, Transpose) and getattr(each, "check_dims", False) for each in operations)
+    return lenient and _has_shape(target, source, files)
+
+
+def _has_shape(target: torch.Tensor, source: Source, files: CheckpointFiles) -> bool:
+    return files.shape(source.keys[-1][1]) == tuple(target.shape)
 
 
 def _faults(target: _Target, tensor: torch.Tensor, files: CheckpointFiles) -> list[str]:

@@ -57,14 +57,12 @@ def write_safetensors(
         tensors: names and tensors on the CPU, in the order of ``entries``; one is held at a time.
 
     Raises:
-        ValueError: a tensor does not match its entry, or the numbers differ.
+        ValueError: a tensor does not match its entry, or there are too few.
     """
     files = split_into_files(entries, lambda entry: entry.nbytes, file_bytes)
     coming = iter(tensors)
     for name, members in zip(write_index(folder, files), files, strict=True):
         write_file(folder / name, members, coming)
-    if (more := next(coming, None)) is not None:
-        raise ValueError(f"{more[0]} came after the last entry.")
 
 
 def write_index(folder: Path, files: Sequence[Sequence[Entry]]) -> list[str]:

@@ -54,10 +54,6 @@ def atomic_dir_all_ranks(
 
     Run code that may fail on one rank alone inside ``raise_on_all_ranks``, because the other ranks would wait for it.
 
-    Args:
-        device: device type of the tensors that the group's backend sends.
-        group: a group of all ranks.
-
     Raises:
         RankMismatchError: with the errors of the ranks that failed; ``folder`` is unchanged then.
     """

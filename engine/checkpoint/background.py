@@ -59,9 +59,8 @@ def copied_to_host(
     """Copy tensors and shards to pageable host memory; return when the copies are complete.
 
     Several threads copy, because a Ray actor has ``OMP_NUM_THREADS=1``. Tensors of an accelerator pass two pinned
-    buffers, one filled while the other is emptied: a copy straight to pageable memory has a fraction of the bandwidth.
-    Pinning all of it would waste memory: torch's host allocator rounds blocks up to powers of two and never frees them
-    (``ATen/core/CachingHostAllocator.h``, 2.13).
+    buffers, one filled while the other is emptied. Direct copies to pageable memory are several times slower. Pinning
+    all of it would waste memory: torch's host allocator rounds blocks up to powers of two and never frees them.
 
     Args:
         kept: earlier copies that are no longer read. Those that fit are overwritten, because the first write to new

@@ -86,11 +86,7 @@ class CheckpointSlice:
         )
 
     def copy_into(self, wanted: IndexRange, size: tuple[int, ...]) -> SliceCopy | None:
-        """Return the copy into an index range of the parameter; None if the tensor has nothing of it.
-
-        Args:
-            size: the tensor's actual shape.
-        """
+        """Return the copy of a tensor of shape ``size`` into a range of the parameter; None if it has no part of it."""
         source = [slice(0, 1)] * len(size)
         order: list[int] = []
         targets: list[slice | int] = [0] * len(wanted.low)
@@ -170,8 +166,7 @@ def _slices_of(model: Any, name: str, probed: tuple[int, ...], is_stack: bool) -
 def _probe(model: Any, name: str, probed: tuple[int, ...], parts: int = 1) -> list[CheckpointSlice] | None:
     """Describe the checkpoint tensors that come from a parameter; None if they are not slices of it.
 
-    Args:
-        parts: number of equal parts (e.g. experts) to split each tensor's first dim into, as a dim of its own.
+    Each tensor's first dim is split into ``parts`` (e.g. experts), as a dim of its own.
     """
     found: dict[str, list[_Line | None]] = {}
     for dim, size in enumerate(probed):

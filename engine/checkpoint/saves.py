@@ -20,9 +20,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"  # verl's
 class CheckpointSaver:
     """Writes the checkpoints of one engine, one after another.
 
-    Args:
-        device: device type of the tensors that the default group's backend sends.
-        save_config: writes the model's config and its tokenizer into a folder.
+    ``save_config`` writes the model's config and its tokenizer into a folder.
     """
 
     def __init__(self, device: str, save_config: Callable[[Path], None]):

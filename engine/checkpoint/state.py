@@ -157,9 +157,8 @@ class Snapshot:
             left_out = {name for name in of_model if "model" not in self.contents or self.base and not is_adapter(name)}
             with raise_on_all_ranks(device, group):
                 _write_shards(shards, {n: t for n, t in self.tensors.items() if n not in left_out})
-            if left_out and "hf_model" in self.contents:
-                shards = partial / _FOR_HF
-                with raise_on_all_ranks(device, group):
+                if left_out and "hf_model" in self.contents:
+                    shards = partial / _FOR_HF
                     _write_shards(shards, of_model)
             with raise_on_all_ranks(device, group):
                 if self.random:
@@ -312,13 +311,8 @@ def _restore_random_state(folder: Path) -> None:
     except (SafetensorError, KeyError, RuntimeError, TypeError) as error:
         raise CheckpointError(f"{path} holds no random state: {error}") from error
     if len(saved) < ranks and rank == 0:
-        logger.warning(
-            "epfsdp2: %s has the random state of %d ranks and this run has %d: the others start from a seed made of "
-            "rank 0's state and their number",
-            folder,
-            len(saved),
-            ranks,
-        )
+        said = "epfsdp2: %s has the random state of %d ranks and this run has %d: the others start from a seed made of "
+        logger.warning(said + "rank 0's state and their number", folder, len(saved), ranks)
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:

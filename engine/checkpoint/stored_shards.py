@@ -76,11 +76,10 @@ def first_held(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torc
 def shard_files(
     tensors: Mapping[str, torch.Tensor], number: int, ranks: int
 ) -> dict[str, dict[str, tuple[IndexRange, torch.Tensor]]]:
-    """Return the files that a rank writes, by their names: its range of each tensor, and the values, views.
+    """Return the files that a rank writes, by name: its range of each tensor, and the values, views.
 
-    Args:
-        number: of the rank's file, from 1 to ``ranks``. A rank with two ranges of a tensor (gate and up)
-            writes the second to another file, because names in a file are unique.
+    The rank's file has a ``number`` from 1 to ``ranks``. A rank with two ranges of a tensor (gate and up) writes the
+    second to another file, because names in a file are unique.
     """
     files: dict[str, dict[str, tuple[IndexRange, torch.Tensor]]] = {}
     for name, tensor in tensors.items():

@@ -56,11 +56,7 @@ def tower_parameters(model: Any) -> set[str]:
 
 
 class VisionTowerSync:
-    """Keeps the vision towers of one model in step over all ranks.
-
-    Args:
-        model: a transformers model, before or after it is sharded.
-    """
+    """Keeps the vision towers of a transformers model, sharded or not yet, in step over all ranks."""
 
     def __init__(self, model: Any):
         self._model = model

@@ -185,9 +185,10 @@ class _BucketExchange:
 
     def _my_views(self) -> Iterator[tuple[Block, torch.Tensor]]:
         """Yield every block with the view of this rank's piece in the flat buffer, ordered by owner."""
-        pieces = [block.pieces[self.bucket.rank] for block in self.bucket.all_blocks()]
+        blocks = [block for owned in self.bucket.blocks for block in owned]
+        pieces = [block.pieces[self.bucket.rank] for block in blocks]
         flat = self.mine.split([piece.numel for piece in pieces])
-        for block, piece, part in zip(self.bucket.all_blocks(), pieces, flat, strict=True):
+        for block, piece, part in zip(blocks, pieces, flat, strict=True):
             yield block, part.view(piece.shape)
 
     def _orthogonalize(self) -> None:

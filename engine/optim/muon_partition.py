@@ -182,9 +182,6 @@ class Bucket:
     device: torch.device
     dtype: torch.dtype
 
-    def all_blocks(self) -> Iterator[Block]:
-        return (block for owned in self.blocks for block in owned)
-
 
 def build_buckets(
     params: Sequence[torch.Tensor], layout: Layout, ns_dtype: torch.dtype | None, bucket_bytes: int

@@ -146,29 +146,31 @@ def _damaged(folder, out):
     assert {path.suffix for path in out.rglob("*") if path.is_file()} == {".safetensors", ".json"}  # no pickle
     before = {name: param.to_local().clone() for name, param in model.named_parameters()}
 
-    def is_refused(words, change, path):
+    shard, manifest = next((out / "dist_ckpt").glob("*00002*.safetensors")), out / MANIFEST
+    changes = [
+        (shard, rf"{shard.name} \(its checksum differs\)", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+        (shard, rf"{shard.name} \(\d+ of \d+ bytes\)", lambda content: content[:-8]),
+        (shard, rf"{shard.name} \(missing\)", None),
+        (
+            manifest,
+            "newer format 3; this version of epfsdp2 reads 2",
+            lambda c: c.replace(b'"format": 2', b'"format": 3'),
+        ),
+        (manifest, f"{MANIFEST} is damaged", lambda content: content[:-8]),
+    ]
+    for path, words, change in changes:
         content = path.read_bytes()
+        dist.barrier()
         if dist.get_rank() == 0:
-            change(path, content)
+            path.unlink() if change is None else path.write_bytes(change(content))
         dist.barrier()
         with pytest.raises(CheckpointError, match=words):
             checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
         dist.barrier()
         if dist.get_rank() == 0:
             path.write_bytes(content)
-
-    shard = next((out / "dist_ckpt").glob("*00002*.safetensors"))
-    flipped = lambda path, content: path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # noqa: E731
-    is_refused(rf"{shard.name} \(its checksum differs\)", flipped, shard)
-    cut_off = lambda path, content: path.write_bytes(content[:-8])  # noqa: E731
-    is_refused(rf"{shard.name} \(\d+ of \d+ bytes\)", cut_off, shard)
-    is_refused(rf"{shard.name} \(missing\)", lambda path, content: path.unlink(), shard)
-    manifest = out / MANIFEST
-    newer = lambda path, content: path.write_bytes(content.replace(b'"format": 2', b'"format": 3'))  # noqa: E731
-    is_refused("newer format 3; this version of epfsdp2 reads 2", newer, manifest)
-    is_refused(f"{MANIFEST} is damaged", cut_off, manifest)
+        dist.barrier()
     assert all(torch.equal(before[name], param.to_local()) for name, param in model.named_parameters())
-    dist.barrier()
     checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
 
 

@@ -65,21 +65,8 @@ class Trip:
 
 # On 4 ranks the experts of an EP rank are cut as well. Each way in which checkpoints hold experts is among these.
 _CUT = (
-    "cohere2_moe",
-    "dbrx",
-    "deepseek_v3",
-    "deepseek_v4",
-    "ernie4_5_moe",
-    "ernie4_5_vl_moe",
-    "gemma4",
-    "glm4_moe",
-    "gpt_oss",
-    "jamba",
-    "mixtral",
-    "nemotron_h",
-    "qwen3_moe_12",
-    "qwen3_next",
-    "qwen3_vl_moe",
+    *("cohere2_moe", "dbrx", "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "ernie4_5_vl_moe", "gemma4", "glm4_moe"),
+    *("gpt_oss", "jamba", "mixtral", "nemotron_h", "qwen3_moe_12", "qwen3_next", "qwen3_vl_moe"),
 )
 TRIPS = [
     *(Trip(family, 2) for family in ALL),

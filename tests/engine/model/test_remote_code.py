@@ -19,17 +19,15 @@ from tests.parity import families
 from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
 
+
+def _auto_map(module: str, name: str) -> dict[str, str]:
+    kinds = {"AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    models = {auto: f"modeling_{module}.{name}{kind}" for auto, kind in kinds.items()}
+    return {"AutoConfig": f"configuration_{module}.{name}Config", **models}
+
+
 # As in the config.json of moonshotai/Moonlight-16B-A3B, moonshotai/Kimi-K2-Instruct and inclusionAI/Ling-mini-2.0.
-DEEPSEEK = {
-    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
-    "AutoModel": "modeling_deepseek.DeepseekV3Model",
-    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
-}
-BAILING = {
-    "AutoConfig": "configuration_bailing_moe_v2.BailingMoeV2Config",
-    "AutoModel": "modeling_bailing_moe_v2.BailingMoeV2Model",
-    "AutoModelForCausalLM": "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM",
-}
+DEEPSEEK, BAILING = _auto_map("deepseek", "DeepseekV3"), _auto_map("bailing_moe_v2", "BailingMoeV2")
 # Such code keeps experts in a list, where no engine can stack them.
 CONFIGURATION = """
 from transformers import Qwen3Config

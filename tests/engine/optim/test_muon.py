@@ -1,5 +1,6 @@
 """Muon on sharded parameters against torch's Muon in one process, on matrices that were split by hand."""
 
+import contextlib
 import functools
 import math
 import zlib
@@ -169,18 +170,18 @@ def test_muon_two_steps_of_training_equal_the_reference(tmp_path):
     run_ranks(_each_trains, WORLD, [(save_qwen3_moe(tmp_path / "moe"), cases), dense])
 
 
-class _Traffic:
-    """Counts the elements that this rank sends and receives in each ``all_to_all_single``."""
+@contextlib.contextmanager
+def _exchanges():
+    """Yield a list with each all-to-all: ranks of its group, dtypes, elements sent to others, elements received."""
+    seen, call = [], dist.all_to_all_single
 
-    def __init__(self):
-        self.sent, self.received = [], []
-        self.call = dist.all_to_all_single
+    def spy(output, given, output_splits, input_splits, group=None, async_op=False):
+        sent = sum(input_splits) - input_splits[dist.get_rank(group)]
+        seen.append((dist.get_process_group_ranks(group), {output.dtype, given.dtype}, sent, sum(output_splits)))
+        return call(output, given, output_splits, input_splits, group=group, async_op=async_op)
 
-    def __call__(self, output, given, output_splits, input_splits, group=None, async_op=False):
-        rank = dist.get_rank(group)
-        self.sent.append(sum(input_splits) - input_splits[rank])
-        self.received.append(sum(output_splits))
-        return self.call(output, given, output_splits, input_splits, group=group, async_op=async_op)
+    with mock.patch.object(muon_module.dist, "all_to_all_single", spy):
+        yield seen
 
 
 def _sends_little(cases, bucket_bytes):
@@ -197,16 +198,15 @@ def _sends_little(cases, bucket_bytes):
             ranks = matrix_shard_step(param).parts if matrix_shard_step(param) else 1
             expected += 2 * (1 - 1 / ranks) * local_tensor(param).numel()
             assert math.prod(param.shape[-2:]) * param.itemsize < bucket_bytes
-        traffic = _Traffic()
-        with mock.patch.object(muon_module.dist, "all_to_all_single", traffic):
+        with _exchanges() as seen:
             Muon(groups, bucket_bytes=bucket_bytes).step()
         sent = [torch.zeros(2) for _ in range(WORLD)]
-        dist.all_gather(sent, torch.tensor([float(sum(traffic.sent)), expected]))
+        dist.all_gather(sent, torch.tensor([float(sum(elements for _, _, elements, _ in seen)), expected]))
         total, wanted = torch.stack(sent).sum(dim=0).tolist()
         # Uneven shards make the difference: owners hold more or less of their own matrices.
         assert abs(total - wanted) <= 0.05 * wanted, (where, total, wanted)
         assert max(float(s[0]) for s in sent) <= 1.2 * total / WORLD, (where, sent)
-        assert max(traffic.received, default=0) * 4 <= 2 * bucket_bytes, (where, max(traffic.received))
+        assert max((received for *_, received in seen), default=0) * 4 <= 2 * bucket_bytes, where
 
 
 def _steps_equally(bucket_bytes):
@@ -220,15 +220,9 @@ def _steps_equally(bucket_bytes):
             if param.dim() > 1:
                 param.grad = torch.zeros_like(param)
                 local_tensor(param.grad).copy_(_mine(param, _gradient(name, param.shape, 0)) * times)
-        groups, call = [], dist.all_to_all_single
-
-        def spy(*args, call=call, groups=groups, **kwargs):
-            groups.append(dist.get_process_group_ranks(kwargs["group"]))
-            return call(*args, **kwargs)
-
-        with mock.patch.object(muon_module.dist, "all_to_all_single", spy):
+        with _exchanges() as seen:
             Muon(matrix_groups(model), bucket_bytes=bucket_bytes).step()
-        orders.append(groups)
+        orders.append([ranks for ranks, *_ in seen])
         after.append([local_tensor(param).clone() for param in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(after[0], after[1], strict=True))
     assert orders[0] == orders[1] == orders[2] and len(orders[0]) > 4
@@ -248,15 +242,9 @@ def _bfloat16_is_sent():
             plain[name].grad = _gradient(name, param.shape, 0)
             param.grad = torch.zeros_like(param)
             local_tensor(param.grad).copy_(_mine(param, plain[name].grad))
-    dtypes, call = set(), dist.all_to_all_single
-
-    def spy(output, given, *args, **kwargs):
-        dtypes.update((output.dtype, given.dtype))
-        return call(output, given, *args, **kwargs)
-
-    with mock.patch.object(muon_module.dist, "all_to_all_single", spy):
+    with _exchanges() as seen:
         Muon(matrix_groups(model), weight_decay=0.0, ns_dtype="bf16").step()
-    assert dtypes == {torch.bfloat16}
+    assert seen and all(dtypes == {torch.bfloat16} for _, dtypes, *_ in seen)
     before = {name: param.detach().clone() for name, param in plain.items()}
     Muon(matrix_groups(reference), weight_decay=0.0, ns_dtype="bf16").step()
     after = whole_parameters(model)

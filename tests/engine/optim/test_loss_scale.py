@@ -1,6 +1,5 @@
 """Training in float16: the loss is scaled, all ranks skip the same steps, and a run resumes the scale."""
 
-import copy
 from unittest import mock
 
 import pytest
@@ -10,13 +9,11 @@ from torch import nn
 
 from epfsdp2.engine.optim import loss_scale
 from epfsdp2.engine.optim.loss_scale import LossOverflowError, LossScale
-from epfsdp2.engine.optim.multi_optimizer import optimizer_from_config
 from epfsdp2.engine.topology.dtensor import is_expert_parameter, local_tensor
 from tests.support.engine.sharded import whole_gradients
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker, reference_update
-from tests.support.trainer.verl_worker import optimizer_config
 
 START = 2.0**8  # gradients of such small models overflow at a run's initial scale
 FEW = [
@@ -109,17 +106,6 @@ def test_update_in_float16_with_other_settings_has_the_gradients_of_float32_to_i
     run_ranks(_close_to_float32, 2, save_qwen3_moe(tmp_path), OTHERS)
 
 
-def _with_muon(worker):
-    """Replace the worker's optimizer by one with Muon."""
-    from verl.workers.config.optimizer import build_optimizer
-
-    config = copy.copy(optimizer_config())
-    object.__setattr__(config, "optimizer", "Muon")
-    engine = worker.engine
-    engine.optimizer = optimizer_from_config(engine.module, config, lambda params: build_optimizer(params, config))
-    return worker
-
-
 def _overflows(engine, rank):
     """Make an element of one expert's gradient infinite on one rank before the step."""
     step = engine.optimizer_step
@@ -135,19 +121,18 @@ def _overflows(engine, rank):
 
 def _skips_everywhere(folder):
     """An overflow in one expert of one rank skips the step of all optimizers on all ranks."""
-    for optimizer in (lambda worker: worker, _with_muon):
-        worker = optimizer(_half(folder))
-        batch = of_this_rank(worker, ppo_samples())
-        worker.train_batch(ppo_batch(batch))
-        before = _values(worker)
-        step = worker.engine.optimizer_step
-        _overflows(worker.engine, rank=1)
-        worker.train_batch(ppo_batch(batch))
-        assert _equal(before, _values(worker))
-        assert worker.engine.clipped_step.skipped == 1 and worker.engine.scaler.value == START / 2
-        worker.engine.optimizer_step = step
-        worker.train_batch(ppo_batch(batch))
-        assert not _equal(before, _values(worker)) and worker.engine.clipped_step.skipped == 1
+    worker = _half(folder)
+    batch = of_this_rank(worker, ppo_samples())
+    worker.train_batch(ppo_batch(batch))
+    before = _values(worker)
+    step = worker.engine.optimizer_step
+    _overflows(worker.engine, rank=1)
+    worker.train_batch(ppo_batch(batch))
+    assert _equal(before, _values(worker))
+    assert worker.engine.clipped_step.skipped == 1 and worker.engine.scaler.value == START / 2
+    worker.engine.optimizer_step = step
+    worker.train_batch(ppo_batch(batch))
+    assert not _equal(before, _values(worker)) and worker.engine.clipped_step.skipped == 1
 
 
 def _ends(folder):

@@ -20,32 +20,11 @@ def _backward(params):
     sum(p.sum() for p in params.values()).backward()
 
 
-# -- one optimizer -----------------------------------------------------------------------------------------------------
-
-
-def test_multi_optimizer_is_one_optimizer_to_a_scheduler():
-    params, multi = _two()
-    assert isinstance(multi, torch.optim.Optimizer)
-    schedule = torch.optim.lr_scheduler.LambdaLR(multi, lambda step: 0.5**step)
-    _backward(params)
-    multi.step()
-    schedule.step()
-    assert [group["lr"] for o in multi.optimizers.values() for group in o.param_groups] == [0.05, 0.05]
-    assert set(multi.state) == {params["a"]} | set(multi.optimizers["experts"].state)
-    assert multi.state[params["a"]]["exp_avg"].shape == (3,)
-    assert torch.equal(params["b"].detach(), torch.full((2, 2), 0.9))
-    multi.zero_grad()
-    assert all(p.grad is None for p in params.values())
-
-
 def test_multi_optimizer_without_parameters_or_with_a_group_added_later_is_refused():
     with pytest.raises(ValueError, match="no trainable parameter"):
         MultiOptimizer({}, [])
     with pytest.raises(ValueError, match=r"add it to one of .optimizers, \['dense', 'experts'\]"):
         _two()[1].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-
-
-# -- its state ---------------------------------------------------------------------------------------------------------
 
 
 def test_multi_optimizer_state_is_by_name_whichever_optimizer_holds_it():
@@ -110,9 +89,6 @@ def test_init_state_leaves_parameters_unchanged(second):
     assert multi.state[params["a"]].keys() == {"step", "exp_avg", "exp_avg_sq"}
     for key, value in had.get("b", {}).items():
         assert value is None or torch.equal(multi.state[params["b"]][key], value)
-
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 def test_adam_and_adamw_take_the_fused_kernel_unless_a_kernel_was_chosen(tmp_path):

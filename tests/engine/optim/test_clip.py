@@ -1,5 +1,6 @@
 """Clipping by one norm over both meshes, and steps that are skipped."""
 
+import functools
 import itertools
 from unittest.mock import patch
 
@@ -15,7 +16,12 @@ from tests.support.logs import logged_lines
 from tests.support.ranks import each_case, run_ranks
 
 WORLD = 4
-MESHES = [(1, -1), (2, -1), (4, -1), (1, 2), (2, 2), (1, 1)]
+MESHES = [(1, -1), (4, -1), (2, 2)]
+
+
+@functools.cache
+def _meshes(ep, fsdp_size=-1):
+    return build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
 
 
 def _parameters(meshes, dtype=torch.float32, scale=1.0):
@@ -39,7 +45,7 @@ def _reference(grads):
 def _one_norm_and_one_coefficient():
     """One all-reduce and one pass over the gradients."""
     for ep, fsdp_size in MESHES:
-        meshes = build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
+        meshes = _meshes(ep, fsdp_size)
         for dtype, max_norm in itertools.product((torch.float32, torch.bfloat16), (0.5, 1e9, None, 0.0, float("inf"))):
             params, grads = _parameters(meshes, dtype)
             before = [p.grad.to_local()._version for p in params[:4]]
@@ -56,7 +62,7 @@ def _one_norm_and_one_coefficient():
 
 
 def _accumulated_in_float32():
-    meshes = build_meshes("cpu", Topology.arrange(WORLD, 2))
+    meshes = _meshes(2)
     ones = distribute_tensor(torch.ones(2**16, dtype=torch.bfloat16), meshes.dense, [Replicate(), Shard(0)])
     param = nn.Parameter(torch.zeros_like(ones))
     param.grad = ones
@@ -68,7 +74,7 @@ def _accumulated_in_float32():
 
 def _copies_count_once():
     """A shard that several ranks hold counts once."""
-    meshes = build_meshes("cpu", Topology.arrange(WORLD, 2))
+    meshes = _meshes(2)
     grad = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     for mesh, placements in (
         (meshes.experts, [Replicate(), Replicate(), Shard(0)]),
@@ -82,7 +88,7 @@ def _copies_count_once():
 
 def _replicas_agree(bad):
     """Clip gradients that differ between replicas, as on GPUs, or of which one is bad."""
-    meshes = build_meshes("cpu", Topology.arrange(WORLD, 1, 2))
+    meshes = _meshes(1, 2)
     params, _ = _parameters(meshes)
     for param in params[:4]:
         if dist.get_rank() >= 2:
@@ -98,7 +104,7 @@ def _replicas_agree(bad):
 
 def _skipped_everywhere(bad):
     lines, rank = logged_lines(), dist.get_rank()
-    meshes = build_meshes("cpu", Topology.arrange(WORLD, 2))
+    meshes = _meshes(2)
     params, _ = _parameters(meshes)
     dense, experts = [params[0], params[1]], [params[2], params[3]]
     inner = {"dense": torch.optim.AdamW(dense), "experts": torch.optim.AdamW(experts)}

@@ -235,7 +235,8 @@ def _collect(
     places = _places(file)
     for name, shape in file.shapes.items():
         offset = places.get(name, {}).get(_OFFSET) if places is not None else [0] * len(shape)
-        if not isinstance(offset, list) or len(offset) != len(shape) or not all(map(_is_place, offset)):
+        has_dims = isinstance(offset, list) and len(offset) == len(shape)
+        if not has_dims or not all(type(at) is int and 0 <= at < 2**62 for at in offset):
             raise DamagedFileError(file.path, f"it does not say where in the whole tensor its {name} lies")
         shard, numel = _range(tuple(offset), shape), math.prod(shape)
         tensor = found.get(name)
@@ -265,10 +266,6 @@ def _places(file: SafetensorsFile) -> Mapping[str, Any] | None:
     if not isinstance(found, dict) or not all(isinstance(place, dict) for place in found.values()):
         raise DamagedFileError(file.path, "the places of its shards are damaged (no mapping)")
     return found
-
-
-def _is_place(at: Any) -> bool:
-    return isinstance(at, int) and not isinstance(at, bool) and 0 <= at < 2**62
 
 
 def _range(offset: tuple[int, ...], shape: tuple[int, ...]) -> IndexRange:

@@ -27,7 +27,6 @@ __all__ = [
     "CheckpointError",
     "verify_files",
     "verify_all_ranks",
-    "verify_sizes",
     "atomic_checkpoint_dir",
     "atomic_dir",
     "atomic_dir_all_ranks",
@@ -54,10 +53,6 @@ def atomic_dir_all_ranks(
     """Yield a temporary folder that replaces ``folder`` once all ranks have left the block; collective.
 
     Run code that may fail on one rank alone inside ``raise_on_all_ranks``, because the other ranks would wait for it.
-
-    Args:
-        device: device type of the tensors that the group's backend sends.
-        group: a group of all ranks; the default group by default.
 
     Raises:
         RankMismatchError: with the errors of the ranks that failed; ``folder`` is unchanged then.
@@ -107,14 +102,9 @@ def atomic_dir(folder: Path) -> Iterator[Path]:
 
 
 def complete_dir(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Write the manifest of ``partial_dir(folder)`` and rename it to ``folder``.
-
-    Args:
-        files: name of each file written -> its size and checksum (``file_facts``).
-    """
-    partial = partial_dir(folder)
-    _write_manifest(partial, files)
-    _replace(partial, folder)
+    """Write the manifest of ``partial_dir(folder)``, with the ``file_facts`` of each file, and rename it."""
+    _write_manifest(partial_dir(folder), files)
+    _replace(partial_dir(folder), folder)
 
 
 def verify_all_ranks(folder: Path, device: torch.device | str = "cpu") -> None:
@@ -134,19 +124,9 @@ def verify_all_ranks(folder: Path, device: torch.device | str = "cpu") -> None:
     _raise_for(folder, sorted(entry for part in _gathered(wrong) for entry in part))
 
 
-def verify_files(folder: Path) -> None:
-    """Verify every file against the manifest, in one process."""
-    _raise_for(folder, _faults(folder, _manifest(folder)["files"]))
-
-
-def verify_sizes(folder: Path) -> None:
-    """Verify every file's size against the manifest, in one process; as fast as listing the folder."""
-    wrong = []
-    for name, facts in _manifest(folder)["files"].items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else 0
-        if found != facts["bytes"]:
-            wrong.append(f"{name} ({found} of {facts['bytes']} bytes)")
-    _raise_for(folder, wrong)
+def verify_files(folder: Path, checksums: bool = True) -> None:
+    """Verify every file against the manifest, in one process; without ``checksums`` as fast as listing the folder."""
+    _raise_for(folder, _faults(folder, _manifest(folder)["files"], checksums))
 
 
 def copy_files(folder: Path, out: Path, *ignored: str) -> None:
@@ -192,11 +172,11 @@ def _raise_for(folder: Path, wrong: list[str]) -> None:
         raise CheckpointError(f"{folder}: {len(wrong)} files are not as saved: {listed(wrong)}.")
 
 
-def _faults(folder: Path, files: dict[str, dict[str, int]]) -> list[str]:
-    return [f"{name} ({fault})" for name, facts in files.items() if (fault := _fault(folder / name, facts))]
+def _faults(folder: Path, files: dict[str, dict[str, int]], checksums: bool = True) -> list[str]:
+    return [f"{name} ({fault})" for name, facts in files.items() if (fault := _fault(folder / name, facts, checksums))]
 
 
-def _fault(path: Path, facts: dict[str, int]) -> str:
+def _fault(path: Path, facts: dict[str, int], checksums: bool) -> str:
     """Return the first difference between a file and its manifest entry; empty if there is none."""
     try:
         if not path.is_file():
@@ -204,7 +184,7 @@ def _fault(path: Path, facts: dict[str, int]) -> str:
         found = path.stat().st_size
         if found != facts["bytes"]:
             return f"{found} of {facts['bytes']} bytes"
-        return "" if file_facts(path) == facts else "its checksum differs"
+        return "" if not checksums or file_facts(path) == facts else "its checksum differs"
     except OSError as error:
         return f"can't be read: {error.strerror}"
 
@@ -234,8 +214,11 @@ def _replace(partial: Path, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         partial.replace(folder)
-    with _opened(folder.parent) as directory:
+    directory = os.open(folder.parent, os.O_RDONLY)
+    try:
         os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def _write(path: Path, text: str) -> None:
@@ -244,15 +227,6 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     path.with_suffix(".new").replace(path)
-
-
-@contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        yield directory
-    finally:
-        os.close(directory)
 
 
 def partial_dir(folder: Path) -> Path:

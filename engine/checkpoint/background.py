@@ -2,9 +2,8 @@
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -30,40 +29,28 @@ class Background:
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo")
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1)  # a process that exits normally finishes the job first
+        self._job: Future[None] | None = None
 
     def start(self, name: str, job: Callable[[], None]) -> None:
-        """Start a job once the previous one has ended.
-
-        Raises:
-            BaseException: the error of the previous job.
-        """
+        """Start a job once the previous one has ended; raise the error of that one."""
         self.wait()
-        # Not a daemon: a process that exits normally finishes the job first.
-        self._thread = threading.Thread(target=self._run, args=(name, job), name=name)
-        self._thread.start()
+        self._job = self._thread.submit(_run, name, job)
 
     def wait(self) -> None:
-        """Wait for the job to end.
+        """Wait for the job to end, and raise its error, once."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
 
-        Raises:
-            BaseException: the error of the job; only the first call raises it.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
-    def _run(self, name: str, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as failure:
-            self._failure = failure
-            if dist.get_rank() == 0:
-                logger.error("epfsdp2: %s has failed, which ends the run when the next one begins: %s", name, failure)
+def _run(name: str, job: Callable[[], None]) -> None:
+    try:
+        job()
+    except BaseException as failure:
+        if dist.get_rank() == 0:
+            logger.error("epfsdp2: %s has failed, which ends the run when the next one begins: %s", name, failure)
+        raise
 
 
 def copied_to_host(
@@ -71,10 +58,9 @@ def copied_to_host(
 ) -> dict[str, torch.Tensor]:
     """Copy tensors and shards to pageable host memory; return when the copies are complete.
 
-    Several threads copy, because a Ray actor has ``OMP_NUM_THREADS=1``. From an accelerator the tensors go through two
-    pinned buffers, one of which is filled while the other is emptied. A copy straight to pageable memory has a fraction
-    of the bandwidth. Pinning all of it would waste memory: torch's host allocator rounds blocks up to powers of two
-    and never frees them (``ATen/core/CachingHostAllocator.h``, 2.13).
+    Several threads copy, because a Ray actor has ``OMP_NUM_THREADS=1``. Tensors of an accelerator pass two pinned
+    buffers, one filled while the other is emptied. Direct copies to pageable memory are several times slower. Pinning
+    all of it would waste memory: torch's host allocator rounds blocks up to powers of two and never frees them.
 
     Args:
         kept: earlier copies that are no longer read. Those that fit are overwritten, because the first write to new

@@ -33,7 +33,9 @@ class _StoredTensor:
     """A tensor of the checkpoint, stored in dtype ``stored`` and written in ``dtype``.
 
     Args:
+        pieces: offset of each shard, and a function that opens its file.
         adapter: the adapter to merge into it.
+        elsewhere: reads it by its name, if it is not in the checkpoint.
     """
 
     name: str
@@ -41,10 +43,8 @@ class _StoredTensor:
     stored: torch.dtype
     dtype: torch.dtype
     pieces: Sequence[tuple[tuple[int, ...], Callable[[], SafetensorsFile]]]
-    """Offset of each shard, and what opens its file, once for all tensors."""
     adapter: "_Adapter | None" = None
     elsewhere: Callable[[str], torch.Tensor] | None = None
-    """Reads it by its name, if it is not in the checkpoint."""
 
     @property
     def nbytes(self) -> int:
@@ -73,32 +73,19 @@ class _Adapter:
 
     def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
         magnitude = None if self.magnitude is None else self.magnitude.read()
-        target = self.target
-        return merged(weight, self.a.read(), self.b.read(), target.scaling, target.is_transposed, magnitude)
+        return merged(weight, self.a.read(), self.b.read(), self.target.scaling, self.target.is_transposed, magnitude)
 
 
 @dataclass(frozen=True)
 class Base:
-    """Frozen weights that a checkpoint does not have.
-
-    Args:
-        read: reads a full tensor by its name in the model.
-        dtypes: name -> dtype in the run.
-    """
+    """Frozen weights that a checkpoint does not have: a function that reads one by its name, and the run's dtypes."""
 
     read: Callable[[str], torch.Tensor]
     dtypes: Mapping[str, torch.dtype]
 
 
-@dataclass(frozen=True)
-class _ConvertedGroup:
-    """Tensors of the model that are converted together, mostly one; held in memory at once."""
-
-    members: list[_StoredTensor]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.members)
+# Tensors of the model that are converted together, mostly one; held in memory at once.
+_Group = list[_StoredTensor]
 
 
 def write_hf_weights(
@@ -122,15 +109,15 @@ def write_hf_weights(
         targets: weights with adapters in the checkpoint, which are merged; None without adapters.
         base: frozen weights that the checkpoint lacks.
         share: rank and number of writing ranks. Each writes some of the files, and all write the index.
-        progress: show a progress bar.
 
     Raises:
         CheckpointError: tensors of the model are missing in the checkpoint.
     """
-    files = split_into_files(
-        _converted_groups(model, _with_adapters(stored, _stored(model, stored, dtypes, base), targets or {})),
-        file_bytes,
-    )
+    tensors = _with_adapters(stored, _stored(model, stored, dtypes, base), targets or {})
+    by_name = {tensor.name: tensor for tensor in tensors}
+    together = dict.fromkeys(converted_together(model, name) for name in by_name)
+    groups = [[by_name[name] for name in names] for names in together]
+    files = split_into_files(groups, lambda group: sum(tensor.nbytes for tensor in group), file_bytes)
     entries = [[entry for group in file for entry in _entries(model, group)] for file in files]
     rank, ranks = share
     names = write_index(out, entries)
@@ -188,19 +175,12 @@ def _stored(
     return found
 
 
-def _converted_groups(model: Any, tensors: list[_StoredTensor]) -> list[_ConvertedGroup]:
-    """Group tensors that are converted together, in the order of the first of each group."""
-    by_name = {tensor.name: tensor for tensor in tensors}
-    groups = dict.fromkeys(converted_together(model, name) for name in by_name)
-    return [_ConvertedGroup([by_name[name] for name in names]) for names in groups]
-
-
-def _entries(model: Any, group: _ConvertedGroup) -> list[Entry]:
-    values = [(t.name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for t in group.members]
+def _entries(model: Any, group: _Group) -> list[Entry]:
+    values = [(t.name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for t in group]
     return [Entry(name, tuple(part.shape), part.dtype) for name, part in hf_names.as_published(model, values)]
 
 
-def _values(model: Any, file: list[_ConvertedGroup], bar: tqdm) -> Iterator[tuple[str, torch.Tensor]]:
+def _values(model: Any, file: list[_Group], bar: tqdm) -> Iterator[tuple[str, torch.Tensor]]:
     for group in file:
-        yield from hf_names.as_published(model, ((t.name, t.read()) for t in group.members))
+        yield from hf_names.as_published(model, ((t.name, t.read()) for t in group))
         bar.update()

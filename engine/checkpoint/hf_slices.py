@@ -27,7 +27,7 @@ class SliceCopy:
 
     Args:
         source: the slices of the tensor.
-        order: the dims of the read values to keep, in the order of the parameter's dims.
+        order: its dims that are kept, in the order of the parameter's dims.
         target: the slices of the range's values.
     """
 
@@ -43,8 +43,8 @@ class SliceCopy:
 
     def copy(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Copy values that were read from ``source`` into the values of the range."""
-        dropped = [d for d in range(values.dim()) if d not in self.order]
         kept = sorted(self.order)
+        dropped = [d for d in range(values.dim()) if d not in kept]
         values = values.squeeze(dropped) if dropped else values
         into[self.target] = values.permute([kept.index(d) for d in self.order]).to(into.dtype)
 
@@ -86,14 +86,10 @@ class CheckpointSlice:
         )
 
     def copy_into(self, wanted: IndexRange, size: tuple[int, ...]) -> SliceCopy | None:
-        """Return the copy into an index range of the parameter; None if the tensor has nothing of it.
-
-        Args:
-            size: the tensor's actual shape.
-        """
-        source, target = [slice(0, 1)] * len(size), [0] * len(wanted.low)
+        """Return the copy of a tensor of shape ``size`` into a range of the parameter; None if it has no part of it."""
+        source = [slice(0, 1)] * len(size)
         order: list[int] = []
-        targets: list[slice | int] = list(target)
+        targets: list[slice | int] = [0] * len(wanted.low)
         for t, (low, high, at) in enumerate(zip(wanted.low, wanted.high, self.at, strict=True)):
             if t not in self.dims:
                 if not low <= at < high:
@@ -130,10 +126,9 @@ class SliceFinder:
         """Find the tensors of the family's checkpoints that a parameter is made of.
 
         Args:
-            shape: the shape of the whole parameter.
             is_stack: whether its first dim counts experts. Then only the first two experts are probed, and tensors of
                 single experts are returned for the first alone.
-            converter: the parameter's converter; parameters of one converter share cached results.
+            converter: parameters of one converter share cached results.
 
         Returns:
             None if the converter computes values or splits a dim into two, or if the parameter shares a tensor with
@@ -171,8 +166,7 @@ def _slices_of(model: Any, name: str, probed: tuple[int, ...], is_stack: bool) -
 def _probe(model: Any, name: str, probed: tuple[int, ...], parts: int = 1) -> list[CheckpointSlice] | None:
     """Describe the checkpoint tensors that come from a parameter; None if they are not slices of it.
 
-    Args:
-        parts: number of equal parts (e.g. experts) to split each tensor's first dim into, as a dim of its own.
+    Each tensor's first dim is split into ``parts`` (e.g. experts), as a dim of its own.
     """
     found: dict[str, list[_Line | None]] = {}
     for dim, size in enumerate(probed):

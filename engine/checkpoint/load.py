@@ -68,7 +68,7 @@ class Matched:
 
 
 def match_weights(
-    model: nn.Module,
+    model: Any,
     files: CheckpointFiles,
     meshes: Meshes,
     initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
@@ -91,7 +91,41 @@ def match_weights(
         RankMismatchError: only some ranks found such tensors.
     """
     with raise_on_all_ranks(meshes.dense.device_type), torch.no_grad():
-        return _match(model, files, initialize, may_be_unused)
+        sources, known = match_sources(model, files.file_of), model.state_dict()
+        tied = {first: others for first, *others in tied_names(model)}
+        copies = {name for others in tied.values() for name in others}
+        finder = SliceFinder(model)
+        wanted: list[_Target] = []
+        initialized: dict[str, bool] = {}
+        unused = [name for name in sources if name not in known]
+        allowed = [may_be_unused, _COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
+        unknown = [name for name in unused if not any(re.search(pattern, name) for pattern in allowed)]
+        wrong = [f"{_named(sources[name].keys[0][1], files)} is no tensor of the model" for name in unknown]
+        for name, target in checkpoint_tensors(model).items():
+            if name in copies:
+                continue
+            stored = [own for own in (name, *tied.get(name, ())) if own in sources]
+            source = sources.get(name)
+            fits = source is not None and (source.converter is not None or _has_shape(target, source, files))
+            if initialize(name, local_tensor(target), fits):
+                initialized[name] = fits
+                unused += stored
+                continue
+            if not stored:
+                wrong.append(f"{name} is missing")
+                continue
+            rivals = [pair for own in stored if (pair := sources[own].rivals()) is not None]
+            if rivals:
+                wrong += [f"{_named(a, files)} and {_named(b, files)} are both {name} of the model" for a, b in rivals]
+                continue
+            found = [_Target(n, sources[n], _slices_of(n, target, sources[n], finder, files)) for n in stored]
+            wrong += [fault for of in found for fault in _faults(of, target, files)]
+            wanted.append(replace(found[0], copies=tuple(found[1:])))
+        if wrong:
+            kind = type(model).__name__.removeprefix("FSDP")
+            raise ValueError(f"{files.folder} is no checkpoint of {kind}: {listed(wrong)}.")
+        unread = [key for name in unused for _, key in sources[name].keys]
+        return Matched(files, sources, wanted, initialize, initialized, unread)
 
 
 def load_weights(model: nn.Module, matched: Matched, meshes: Meshes, progress: bool = False) -> list[str]:
@@ -99,7 +133,6 @@ def load_weights(model: nn.Module, matched: Matched, meshes: Meshes, progress: b
 
     Args:
         matched: the match of this model; its ``initialize`` is called again for each tensor that it fills.
-        progress: show a progress bar.
 
     Returns:
         Names of the checkpoint's tensors that are not read.
@@ -118,16 +151,16 @@ def load_weights(model: nn.Module, matched: Matched, meshes: Meshes, progress: b
             _fill(target, tensors[target.name], model, matched.files)
     if meshes.topology.dp_replicate > 1:
         for tensor in tensors.values():
-            _copy_of_first_replica(local_tensor(tensor), meshes)
+            local = local_tensor(tensor).detach()
+            sent = local.to(device)  # the backend can't send shards from the CPU
+            dist.broadcast(sent, group=meshes.dense.get_group("dp_replicate"), group_src=0)
+            if sent.data_ptr() != local.data_ptr():
+                local.copy_(sent)
     return matched.unused
 
 
 def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads a full tensor by its name in the model, through transformers' converters.
-
-    Args:
-        model: on the meta device, not sharded.
-    """
+    """Return a function that reads a full tensor by its name in a model on meta, through transformers' converters."""
     sources, tensors = match_sources(model, files.file_of), checkpoint_tensors(model)
 
     def read(name: str) -> torch.Tensor:
@@ -142,10 +175,7 @@ def tensor_reader(model: nn.Module, files: CheckpointFiles) -> Callable[[str], t
 
 
 def verify_experts(model: nn.Module, matched: Matched, count: int = 2) -> list[str]:
-    """Compare a few of this rank's experts with the output of transformers' converter on whole tensors.
-
-    Args:
-        count: number of experts, each of another stack, spread over the model.
+    """Compare ``count`` of this rank's experts, each of another stack, with transformers' conversion of whole tensors.
 
     Returns:
         ``<stack>[<expert>]`` of each compared expert.
@@ -177,57 +207,11 @@ def verify_experts(model: nn.Module, matched: Matched, count: int = 2) -> list[s
     return done
 
 
-def _match(
-    model: nn.Module,
-    files: CheckpointFiles,
-    initialize: Callable[[str, torch.Tensor, bool], bool],
-    may_be_unused: str,
-) -> Matched:
-    sources, known = match_sources(model, files.file_of), model.state_dict()
-    tied = {first: others for first, *others in tied_names(model)}
-    copies = {name for others in tied.values() for name in others}
-    finder = SliceFinder(model)
-    wanted: list[_Target] = []
-    initialized: dict[str, bool] = {}
-    wrong: list[str] = []
-    unused = [name for name in sources if name not in known]
-    wrong += _unknown([name for name in unused if not re.search(may_be_unused, name)], sources, model, files)
-    for name, target in checkpoint_tensors(model).items():
-        if name in copies:
-            continue
-        stored = [own for own in (name, *tied.get(name, ())) if own in sources]
-        fits = _fits(target, sources.get(name), files)
-        if initialize(name, local_tensor(target), fits):
-            initialized[name] = fits
-            unused += stored
-            continue
-        if not stored:
-            wrong.append(f"{name} is missing")
-            continue
-        rivals = [pair for own in stored if (pair := sources[own].rivals()) is not None]
-        if rivals:
-            wrong += [f"{_named(a, files)} and {_named(b, files)} are both {name} of the model" for a, b in rivals]
-            continue
-        found = [_Target(n, sources[n], _slices_of(n, target, sources[n], finder, files)) for n in stored]
-        wrong += [fault for of in found for fault in _faults(of, target, files)]
-        wanted.append(replace(found[0], copies=tuple(found[1:])))
-    if wrong:
-        kind = type(model).__name__.removeprefix("FSDP")
-        raise ValueError(f"{files.folder} is no checkpoint of {kind}: {listed(wrong)}.")
-    unread = [key for name in unused for _, key in sources[name].keys]
-    return Matched(files, sources, wanted, initialize, initialized, unread)
-
-
 def _check_tied(matched: Matched, reads: bool, model: nn.Module, device: torch.device | str) -> None:
-    """Check that tied tensors are equal where the checkpoint has several of them; collective.
+    """Raise ``SettingError`` on all ranks if the checkpoint has several of tied tensors, and they differ; collective.
 
-    ``from_pretrained`` unties tensors that differ, while vLLM reads only one. Each rank compares its own shard.
-
-    Args:
-        reads: whether this rank belongs to the first replica.
-
-    Raises:
-        SettingError: on all ranks, with the first tensors that differ.
+    ``from_pretrained`` unties tensors that differ, while vLLM reads only one. Each rank of the first replica, which
+    ``reads``, compares its own shard.
     """
     pairs = [(target, other) for target in matched.targets for other in target.copies]
     if not pairs:
@@ -250,21 +234,10 @@ def _check_tied(matched: Matched, reads: bool, model: nn.Module, device: torch.d
             raise SettingError(f"{ACTOR_MODEL}.path", files.folder, rule, works)
 
 
-def _fits(target: torch.Tensor, source: Source | None, files: CheckpointFiles) -> bool:
-    """Return whether the checkpoint has the tensor; without a converter, also in the same shape."""
-    if source is None or source.converter is not None:
-        return source is not None
-    return files.shape(source.keys[-1][1]) == tuple(target.shape)
-
-
 def _slices_of(
     name: str, target: torch.Tensor, source: Source, finder: SliceFinder, files: CheckpointFiles
 ) -> list[tuple[CheckpointSlice, list[str]]] | None:
-    """Find the checkpoint's slices of a target; see ``_Target.slices``.
-
-    Raises:
-        ValueError: the numbers of experts differ.
-    """
+    """Find the checkpoint's slices of a target (``_Target.slices``)."""
     if source.converter is None or _is_unconverted(target, source, files):
         return [(CheckpointSlice.whole(name, tuple(target.shape)), [source.keys[-1][1]])]
     lists = list(source.by_pattern().values())
@@ -286,10 +259,12 @@ def _slices_of(
 def _is_unconverted(target: torch.Tensor, source: Source, files: CheckpointFiles) -> bool:
     """Return whether the tensor has the target's shape already, so that its converter, a transpose, does nothing."""
     operations = source.converter.operations if source.converter is not None else []
-    lenient = all(
-        isinstance(operation, Transpose) and getattr(operation, "check_dims", False) for operation in operations
-    )
-    return lenient and files.shape(source.keys[-1][1]) == tuple(target.shape)
+    lenient = all(isinstance(each, Transpose) and getattr(each, "check_dims", False) for each in operations)
+    return lenient and _has_shape(target, source, files)
+
+
+def _has_shape(target: torch.Tensor, source: Source, files: CheckpointFiles) -> bool:
+    return files.shape(source.keys[-1][1]) == tuple(target.shape)
 
 
 def _faults(target: _Target, tensor: torch.Tensor, files: CheckpointFiles) -> list[str]:
@@ -302,12 +277,6 @@ def _faults(target: _Target, tensor: torch.Tensor, files: CheckpointFiles) -> li
                 found = f"{_named(key, files)} is {files.shape(key)}"
                 wrong.append(f"{found}, but {target.name} of the model needs {shape}")
     return wrong
-
-
-def _unknown(names: list[str], sources: Mapping[str, Source], model: Any, files: CheckpointFiles) -> list[str]:
-    patterns = [_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
-    keys = [sources[name].keys[0][1] for name in names if not any(re.search(p, name) for p in patterns)]
-    return [f"{_named(key, files)} is no tensor of the model" for key in keys]
 
 
 def _named(key: str, files: CheckpointFiles) -> str:
@@ -345,14 +314,6 @@ def _parts_in(
         part = piece.copy_into(held.with_dim(0, 0, 1), piece.shape if piece.rows else files.shape(key))
         if part is not None:
             yield key, part.of_expert(expert, piece.rows), local[expert - held.low[0]].unsqueeze(0)
-
-
-def _copy_of_first_replica(local: torch.Tensor, meshes: Meshes) -> None:
-    """Broadcast the first replica's values; collective."""
-    sent = local.detach().to(meshes.dense.device_type)  # the backend can't send shards from the CPU
-    dist.broadcast(sent, group=meshes.dense.get_group("dp_replicate"), group_src=0)
-    if sent.data_ptr() != local.data_ptr():
-        local.detach().copy_(sent)
 
 
 def _convert(

@@ -86,12 +86,10 @@ def local_checkpoint(path: str, revision: str | None = None, device: torch.devic
 
     Args:
         revision: the commit of the model's config, so that the weights are those of the same commit.
-        device: device type of the tensors that the default group's backend sends.
 
     Raises:
         SettingError: files are not in the cache, and ``HF_HUB_OFFLINE`` forbids to download them.
-        Exception: the error of the hub, if it is the same on all ranks.
-        RankMismatchError: on all ranks, if the download failed on some.
+        Exception: the hub's error, if it is the same on all ranks, else RankMismatchError.
     """
     if os.path.isdir(path) or not HUB_ID.fullmatch(path):
         return path
@@ -117,7 +115,7 @@ def missing_weights(hub_id: str, folder: str) -> list[str]:
     """List the files of weights that a snapshot in the hub's cache lacks, of those that transformers reads.
 
     Args:
-        folder: of the snapshot; empty if the cache has none.
+        folder: the snapshot; empty if the cache has none.
 
     Raises:
         SettingError: it lacks some, and ``HF_HUB_OFFLINE`` forbids to download them.
@@ -168,12 +166,8 @@ def open_checkpoint(folder: str | Path) -> CheckpointFiles:
         with _as_setting():
             opened = {name: SafetensorsFile(folder / name) for name in names}
     if not names:
-        raise SettingError(
-            _SETTING,
-            folder,
-            "has no *.safetensors file.",
-            "a checkpoint saved with safetensors (model.save_pretrained writes them)",
-        )
+        works = "a checkpoint saved with safetensors (model.save_pretrained writes them)"
+        raise SettingError(_SETTING, folder, "has no *.safetensors file.", works)
     file_of: dict[str, str] = {}
     for name, file in opened.items():
         for key in file.shapes:
@@ -185,11 +179,7 @@ def open_checkpoint(folder: str | Path) -> CheckpointFiles:
 
 
 def check_files(checkpoint: CheckpointFiles) -> None:
-    """Check that all files exist and are complete, by their headers alone.
-
-    Raises:
-        SettingError: naming the first file that is missing or damaged.
-    """
+    """Raise ``SettingError`` with the first file that is missing or damaged, by the headers alone."""
     names = sorted(set(checkpoint.file_of.values()))
     missing = [name for name in names if not (checkpoint.folder / name).is_file()]
     if missing:
@@ -200,11 +190,7 @@ def check_files(checkpoint: CheckpointFiles) -> None:
 
 
 def _check_config(folder: Path) -> None:
-    """Check that the config names no file of weights of its own; what else is wrong with it is refused elsewhere.
-
-    Raises:
-        SettingError: with the file, which transformers would read.
-    """
+    """Raise ``SettingError`` if the config names a weight file that transformers reads and vLLM does not."""
     try:
         named = json.loads((folder / CONFIG_NAME).read_text()).get("transformers_weights")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -215,11 +201,7 @@ def _check_config(folder: Path) -> None:
 
 
 def _check_one_set(folder: Path, of_index: list[str]) -> None:
-    """Check that the files of an index are the only set of weights of the folder.
-
-    Raises:
-        SettingError: naming the file that transformers would read instead.
-    """
+    """Raise ``SettingError`` if the folder has an index's files beside a single file that transformers prefers."""
     others = [name for name in of_index if name != SAFE_WEIGHTS_NAME and (folder / name).is_file()]
     if others and (folder / SAFE_WEIGHTS_NAME).is_file():
         rule = f"it has {SAFE_WEIGHTS_NAME}, which transformers reads, and {others[0]} of its index, which vLLM reads."
@@ -246,11 +228,7 @@ def _download(hub_id: str, revision: str | None, on_this_rank: bool, device: tor
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Map each tensor to its file, as the folder's index does.
-
-    Raises:
-        DamagedFileError: it is no index, or names a file outside of the folder.
-    """
+    """Return an index's map of tensors to files; ``DamagedFileError`` if it is none, or names a file elsewhere."""
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     try:
         weight_map: dict[str, Any] = dict(json.loads(path.read_text())["weight_map"])

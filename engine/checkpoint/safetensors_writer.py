@@ -5,10 +5,10 @@ tensors. The header has dtype, shape and offsets of each tensor.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -32,12 +32,7 @@ DTYPES = {
 }
 
 
-class _HasSize(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-_Sized = TypeVar("_Sized", bound=_HasSize)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -59,18 +54,15 @@ def write_safetensors(
     """Write tensors into files of at most ``file_bytes``, with names and index as ``from_pretrained`` expects them.
 
     Args:
-        entries: the entries of all tensors, in the order of ``tensors``.
-        tensors: names and tensors on the CPU; one is held at a time.
+        tensors: names and tensors on the CPU, in the order of ``entries``; one is held at a time.
 
     Raises:
-        ValueError: a tensor does not match its entry, or the numbers differ.
+        ValueError: a tensor does not match its entry, or there are too few.
     """
-    files = split_into_files(entries, file_bytes)
+    files = split_into_files(entries, lambda entry: entry.nbytes, file_bytes)
     coming = iter(tensors)
     for name, members in zip(write_index(folder, files), files, strict=True):
         write_file(folder / name, members, coming)
-    if (more := next(coming, None)) is not None:
-        raise ValueError(f"{more[0]} came after the last entry.")
 
 
 def write_index(folder: Path, files: Sequence[Sequence[Entry]]) -> list[str]:
@@ -92,9 +84,6 @@ def write_file(
 ) -> None:
     """Write one file with as many of the tensors as there are entries.
 
-    Args:
-        metadata: of the header.
-
     Raises:
         ValueError: a tensor does not match its entry, or there are too few.
     """
@@ -107,16 +96,16 @@ def write_file(
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def split_into_files(tensors: Iterable[_Sized], file_bytes: int) -> list[list[_Sized]]:
+def split_into_files(tensors: Iterable[_T], nbytes: Callable[[_T], int], file_bytes: int) -> list[list[_T]]:
     """Split tensors into files, in order; one that is larger than ``file_bytes`` gets a file of its own."""
-    files: list[list[_Sized]] = [[]]
+    files: list[list[_T]] = [[]]
     size = 0
     for tensor in tensors:
-        if files[-1] and size + tensor.nbytes > file_bytes:
+        if files[-1] and size + nbytes(tensor) > file_bytes:
             files.append([])
             size = 0
         files[-1].append(tensor)
-        size += tensor.nbytes
+        size += nbytes(tensor)
     return files
 
 
@@ -124,12 +113,9 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Mapping] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for entry in entries:
-        header[entry.name] = {
-            "dtype": DTYPES[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": (at, at + entry.nbytes),
-        }
-        at += entry.nbytes
+        ends = at + entry.nbytes
+        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": (at, ends)}
+        at = ends
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned to eight bytes
     return len(text).to_bytes(8, "little") + text

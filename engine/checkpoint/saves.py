@@ -1,7 +1,7 @@
 """Write the checkpoints of a run, in the foreground or in the background, and remove the oldest."""
 
+import itertools
 import shutil
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"  # verl's
 class CheckpointSaver:
     """Writes the checkpoints of one engine, one after another.
 
-    Args:
-        device: device type of the tensors that the default group's backend sends.
-        save_config: writes the model's config and its tokenizer into a folder.
+    ``save_config`` writes the model's config and its tokenizer into a folder.
     """
 
     def __init__(self, device: str, save_config: Callable[[Path], None]):
@@ -31,15 +29,15 @@ class CheckpointSaver:
         self._folders: list[Path] = []
         self._background: Background | None = None
         self._copies: dict[str, torch.Tensor] = {}
-        self._after_both: _AfterBoth | None = None
+        self._after_both: Callable[[], None] | None = None
 
     def save(self, snapshot: checkpoint.Snapshot, folder: Path, max_to_keep: int | None, in_background: bool) -> None:
         """Write a snapshot; collective. In the background, return as soon as it is copied to host memory.
 
         After a save in the background verl's ``latest_checkpointed_iteration.txt`` is updated here, because verl does
-        not wait for it. It names the step when this folder is complete and verl's trainer has continued. Until then the
-        trainer writes the critic's part, its place in the data and its queue. The next save in the background copies to
-        the same memory, which a save in the foreground frees.
+        not wait for it. It names the step when this folder is complete and verl's trainer has written its own part (the
+        critic, its place in the data). The next save in the background copies to the same memory, which a save in the
+        foreground frees.
 
         Raises:
             BaseException: the error of the previous save in the background.
@@ -54,7 +52,7 @@ class CheckpointSaver:
         background = self._background = self._background or Background()
         taken, step = snapshot.on_host(self._copies), snapshot.facts["step"]
         self._copies = taken.tensors
-        after_both = self._after_both = _AfterBoth(partial(self._name_as_latest, folder, step, max_to_keep))
+        after_both = self._after_both = _on_second_call(partial(self._name_as_latest, folder, step, max_to_keep))
 
         def job() -> None:
             taken.write(folder, self._save_config, "cpu", background.group)
@@ -82,19 +80,15 @@ class CheckpointSaver:
         self._folders = remove_old([*self._folders, newest], max_to_keep)
 
 
-class _AfterBoth:
-    """Runs a job in the second of two threads that call it."""
+def _on_second_call(job: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that runs the job in its second call; two threads may call it."""
+    calls = itertools.count(1)  # CPython counts atomically
 
-    def __init__(self, job: Callable[[], None]):
-        self._job = job
-        self._lock = threading.Lock()
-        self._is_second = False
+    def called() -> None:
+        if next(calls) == 2:
+            job()
 
-    def __call__(self) -> None:
-        with self._lock:
-            is_second, self._is_second = self._is_second, True
-        if is_second:
-            self._job()
+    return called
 
 
 def remove_old(saved: list[Path], max_to_keep: int | None) -> list[Path]:

@@ -19,15 +19,15 @@ All of it is safetensors and JSON: nothing is ever unpickled.
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..errors import listed
@@ -35,7 +35,6 @@ from ..lora.adapters import lora_of
 from ..lora.frozen_base import base_checksums, difference
 from ..lora.peft_files import ADAPTER, write_adapter
 from ..model.hf_convert import cache_shapes
-from ..model.safetensors_files import DamagedFileError, SafetensorsFile
 from ..optim.loss_scale import LossScale
 from ..optim.multi_optimizer import MultiOptimizer
 from ..topology.dtensor import checkpoint_tensors, is_adapter
@@ -55,7 +54,6 @@ from .stored_shards import (
     overlapping,
     read_facts,
     read_shards,
-    stored_states,
     stored_tensors,
     write_shards,
 )
@@ -89,7 +87,7 @@ class Snapshot:
         tensors: sharded tensors by their names in SHARDS.
         facts: the content of ``trainer_state.json``.
         random: torch's random state of this rank.
-        base: the content of ``BASE``; empty where the tensors of a model are stored all.
+        base: the content of ``BASE``; empty where all tensors of the model are stored.
     """
 
     model: nn.Module
@@ -111,11 +109,11 @@ class Snapshot:
         with_base: bool = True,
         parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> "Snapshot":
-        """Snapshot the parts that ``contents`` names, without copying tensors. Collective where the base is left out.
+        """Snapshot the parts that ``contents`` names, without copying tensors. Collective without the base.
 
         Args:
-            parameters: the model's, sharded, by name; by default what it has now, gathered while it computes.
-            with_base: whether to store the weights that adapters are trained on, where there are some.
+            with_base: whether to store the weights that adapters are trained on.
+            parameters: the sharded parameters by name, for a model that has gathered its own to compute.
         """
         contents = frozenset(contents)
         if "hf_model" in contents:
@@ -147,12 +145,10 @@ class Snapshot:
         device: torch.device | str = "cpu",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Write the folder; collective.
+        """Write the folder; collective over ``group``, whose backend sends tensors of ``device``.
 
         Args:
             describe: writes config and tokenizer into a folder; called on one rank.
-            device: device type of the tensors that the group's backend sends.
-            group: a group of all ranks; the default group by default.
         """
         rank, ranks = dist.get_rank(), dist.get_world_size()
         with atomic_dir_all_ranks(folder, device, group) as partial:
@@ -161,9 +157,8 @@ class Snapshot:
             left_out = {name for name in of_model if "model" not in self.contents or self.base and not is_adapter(name)}
             with raise_on_all_ranks(device, group):
                 _write_shards(shards, {n: t for n, t in self.tensors.items() if n not in left_out})
-            if left_out and "hf_model" in self.contents:
-                shards = partial / _FOR_HF
-                with raise_on_all_ranks(device, group):
+                if left_out and "hf_model" in self.contents:
+                    shards = partial / _FOR_HF
                     _write_shards(shards, of_model)
             with raise_on_all_ranks(device, group):
                 if self.random:
@@ -238,9 +233,9 @@ def load_checkpoint(
     if schedule is not None:
         lr_scheduler.check_state_dict(schedule)
     stored: dict[str, StoredTensor] = {}
+    state: dict[str, torch.Tensor] = {}
     with raise_on_all_ranks(device):
         stored = stored_tensors(folder / SHARDS, overlapping(checkpoint_tensors(model)))
-    state: dict[str, torch.Tensor] = {}
     if "model" in contents:
         own = _of_model(model)
         if (folder / BASE).is_file():
@@ -269,10 +264,9 @@ def load_checkpoint(
 
 
 def _check_base(folder: Path, model: nn.Module) -> None:
-    """Compare the weights that a checkpoint's adapters were trained on with this model's; collective.
+    """Raise ``CheckpointError`` if this model's frozen weights are not those that the adapters were trained on.
 
-    Raises:
-        CheckpointError: with the first that differ.
+    Collective.
     """
     base = json.loads((folder / BASE).read_text())
     wrong = difference(base["tensors"], base_checksums(model))
@@ -299,38 +293,26 @@ def random_state() -> dict[str, torch.Tensor]:
 
 def _restore_random_state(folder: Path) -> None:
     """Restore this rank's state; a rank that the saved run did not have is seeded from rank 0's and its number."""
-    own, first = (folder / RNG / f"{rank:05d}.safetensors" for rank in (dist.get_rank(), 0))
-    if own.is_file():
-        with _readable(own) as random:
-            torch.set_rng_state(random.read("cpu"))
-            if "device" in random.shapes and torch.accelerator.is_available():
-                torch.get_device_module().set_rng_state(random.read("device"))
-    elif first.is_file():
-        drawn = torch.Generator()
-        with _readable(first) as random:
-            drawn.set_state(random.read("cpu"))
-        torch.manual_seed(int(torch.randint(2**62, (), generator=drawn)) + dist.get_rank())
-    saved, ranks = len(list((folder / RNG).glob("*.safetensors"))), dist.get_world_size()
-    if 0 < saved < ranks and dist.get_rank() == 0:
-        logger.warning(
-            "epfsdp2: %s has the random state of %d ranks and this run has %d: the others start from a seed made of "
-            "rank 0's state and their number",
-            folder,
-            saved,
-            ranks,
-        )
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[SafetensorsFile]:
-    """
-    Raises:
-        CheckpointError: the file is damaged, or what it holds is no random state.
-    """
+    rank, ranks, saved = dist.get_rank(), dist.get_world_size(), sorted((folder / RNG).glob("*.safetensors"))
+    if not saved:
+        return
+    own = folder / RNG / f"{rank:05d}.safetensors"
+    path = own if own.is_file() else saved[0]
     try:
-        yield SafetensorsFile(path)
-    except (DamagedFileError, RuntimeError, TypeError) as error:
+        random = load_file(path)
+        if path == own:
+            torch.set_rng_state(random["cpu"])
+            if "device" in random and torch.accelerator.is_available():
+                torch.get_device_module().set_rng_state(random["device"])
+        else:
+            drawn = torch.Generator()
+            drawn.set_state(random["cpu"])
+            torch.manual_seed(int(torch.randint(2**62, (), generator=drawn)) + rank)
+    except (SafetensorError, KeyError, RuntimeError, TypeError) as error:
         raise CheckpointError(f"{path} holds no random state: {error}") from error
+    if len(saved) < ranks and rank == 0:
+        said = "epfsdp2: %s has the random state of %d ranks and this run has %d: the others start from a seed made of "
+        logger.warning(said + "rank 0's state and their number", folder, len(saved), ranks)
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -356,11 +338,7 @@ def plain_value(value: Any) -> Any:
 
 
 def _check_tensors(folder: Path, stored: Mapping[str, StoredTensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Compare names and shapes of the saved model with this one's.
-
-    Raises:
-        CheckpointError: with the first tensors that are missing, unknown or of another shape, and their files.
-    """
+    """Raise ``CheckpointError`` with the first tensors that are missing, unknown or of another shape."""
     saved = {name: tensor for name, tensor in stored.items() if name.startswith(MODEL)}
     wrong = [f"{name} is missing" for name in own if name not in saved]
     wrong += [f"{name} (in {saved[name].file.name}) is no tensor of the model" for name in saved if name not in own]
@@ -382,7 +360,11 @@ def _optimizer_template(
         ValueError: the state does not fit.
     """
     optimizer.check_groups(groups)
-    saved = stored_states(stored)
+    saved: dict[str, dict[str, tuple[int, ...]]] = {}  # parameter -> entry -> shape
+    for name, tensor in stored.items():
+        if name.startswith(OPTIMIZER):
+            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            saved.setdefault(parameter, {})[key] = tensor.shape
     # torch allocates state at the first step, and loading needs tensors to read into.
     optimizer.init_state()
     own = optimizer.state_dict()["state"]

@@ -36,7 +36,6 @@ __all__ = [
     "read_shards",
     "shard_files",
     "shard_reads",
-    "stored_states",
     "stored_tensors",
     "write_shards",
 ]
@@ -55,8 +54,8 @@ class StoredTensor:
     Args:
         shape: of the whole tensor.
         numel: elements of all its shards.
-        file: the first that has a shard of it.
-        shards: shape and file of each shard by its offset; of those that were asked for.
+        file: the first file with a shard of it.
+        shards: offset of each wanted shard -> its shape and file.
     """
 
     dtype: torch.dtype
@@ -77,11 +76,10 @@ def first_held(tensors: Mapping[str, torch.Tensor], rank: int) -> dict[str, torc
 def shard_files(
     tensors: Mapping[str, torch.Tensor], number: int, ranks: int
 ) -> dict[str, dict[str, tuple[IndexRange, torch.Tensor]]]:
-    """Return the files that a rank writes, by their names: its range of each tensor, and the values, views.
+    """Return the files that a rank writes, by name: its range of each tensor, and the values, views.
 
-    Args:
-        number: of the rank's file, from 1 to ``ranks``. A rank with two ranges of a tensor (gate and up)
-            writes the second to another file, because names in a file are unique.
+    The rank's file has a ``number`` from 1 to ``ranks``. A rank with two ranges of a tensor (gate and up) writes the
+    second to another file, because names in a file are unique.
     """
     files: dict[str, dict[str, tuple[IndexRange, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -106,7 +104,7 @@ def stored_tensors(
     """Return the tensors in a folder of shards by name, from the files' headers.
 
     Args:
-        is_wanted: tells of a shard, by its tensor's name and its range, whether to keep its place.
+        is_wanted: whether to keep the place of a shard, by its tensor's name and its range.
 
     Raises:
         CheckpointError: a file is damaged, or shards do not make up whole tensors; names the file.
@@ -124,12 +122,9 @@ def stored_tensors(
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor]) -> Callable[[str, IndexRange], bool]:
-    """Return a function that tells whether a stored shard has values that this rank loads (``stored_tensors``).
+    """Return a filter for ``stored_tensors``: the shards with values that this rank loads into ``tensors``.
 
-    A state of the optimizer that has its parameter's dims is sharded as it is. Other tensors are small.
-
-    Args:
-        tensors: the model's, by name.
+    An optimizer state with its parameter's dims is sharded like the parameter. Other tensors are small.
     """
     held = {name: local_ranges(tensor) for name, tensor in tensors.items()}
 
@@ -141,16 +136,6 @@ def overlapping(tensors: Mapping[str, torch.Tensor]) -> Callable[[str, IndexRang
         return any(range_.intersection(shard) is not None for range_ in ranges)
 
     return is_wanted
-
-
-def stored_states(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Map parameter name -> entry of its optimizer state -> shape."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, tensor in stored.items():
-        if name.startswith(OPTIMIZER):
-            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-            found.setdefault(parameter, {})[key] = tensor.shape
-    return found
 
 
 def shard_reads(
@@ -178,11 +163,7 @@ def shard_reads(
 
 
 def read_shards(stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill this rank's shards of tensors in place; opens each file once.
-
-    Raises:
-        CheckpointError: a file is damaged, or shards lack values of a tensor.
-    """
+    """Fill this rank's shards of tensors in place, by ``shard_reads``; opens each file once."""
     try:
         for path, parts in shard_reads(stored, tensors).items():
             file = SafetensorsFile(path)
@@ -193,11 +174,7 @@ def read_shards(stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.
 
 
 def _contents_of(folder: Path) -> set[str]:
-    """Return which of ``model``, ``optimizer`` and ``extra`` a checkpoint holds.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Return which of ``model``, ``optimizer`` and ``extra`` a checkpoint holds."""
     facts, files = read_facts(folder), sorted((folder / SHARDS).glob("*.safetensors"))
     try:
         has_model = any(name.startswith(MODEL) for file in files for name in SafetensorsFile(file).shapes)
@@ -208,14 +185,14 @@ def _contents_of(folder: Path) -> set[str]:
 
 
 def check_contents(folder: Path, contents: Collection[str], node: str = "checkpoint") -> set[str]:
-    """Check that a run can resume from a checkpoint by what it loads of it, and return what the checkpoint holds.
+    """Check that a run can resume by loading ``contents`` of a checkpoint, and return what the checkpoint holds.
 
     Args:
-        node: how the user calls the role's checkpoint settings.
+        node: the role's node of checkpoint settings, as users type it.
 
     Raises:
         SettingError: the checkpoint has no weights or no optimizer state to load, or its weights are not loaded. Then a
-            run would go on from its step with the weights of ``model.path``.
+            run would continue from its step with the weights of ``model.path``.
         CheckpointError: it is damaged.
     """
     held, setting = _contents_of(folder), f"{node}.load_contents"
@@ -236,11 +213,7 @@ def check_contents(folder: Path, contents: Collection[str], node: str = "checkpo
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Return the content of ``trainer_state.json``.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Return the content of ``trainer_state.json``, or raise ``CheckpointError``."""
     try:
         facts = json.loads((folder / STATE).read_text())
         lora, groups = facts.get("lora"), facts["param_groups"]
@@ -262,7 +235,8 @@ def _collect(
     places = _places(file)
     for name, shape in file.shapes.items():
         offset = places.get(name, {}).get(_OFFSET) if places is not None else [0] * len(shape)
-        if not isinstance(offset, list) or len(offset) != len(shape) or not all(map(_is_place, offset)):
+        has_dims = isinstance(offset, list) and len(offset) == len(shape)
+        if not has_dims or not all(type(at) is int and 0 <= at < 2**62 for at in offset):
             raise DamagedFileError(file.path, f"it does not say where in the whole tensor its {name} lies")
         shard, numel = _range(tuple(offset), shape), math.prod(shape)
         tensor = found.get(name)
@@ -292,10 +266,6 @@ def _places(file: SafetensorsFile) -> Mapping[str, Any] | None:
     if not isinstance(found, dict) or not all(isinstance(place, dict) for place in found.values()):
         raise DamagedFileError(file.path, "the places of its shards are damaged (no mapping)")
     return found
-
-
-def _is_place(at: Any) -> bool:
-    return isinstance(at, int) and not isinstance(at, bool) and 0 <= at < 2**62
 
 
 def _range(offset: tuple[int, ...], shape: tuple[int, ...]) -> IndexRange:

@@ -30,9 +30,7 @@ KNOWN_AS = {
 }
 """``model_type`` of checkpoints that bring code of their own, for which transformers has no class -> what works."""
 
-NOT_CAUSAL = {
-    "diffusion_gemma": "its logits are of a canvas of tokens that is denoised, not of the next token.",
-}
+NOT_CAUSAL = {"diffusion_gemma": "its logits are of a canvas of tokens that is denoised, not of the next token."}
 """Families that give a response no log-probs, and why."""
 
 PLACES_AS_POSITIONS = {"Llama4TextAttention": {"attn_temperature_tuning": True, "use_rope": 0}}

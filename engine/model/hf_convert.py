@@ -26,13 +26,9 @@ def converter_targets(name: str, converter: WeightConverter | None) -> list[str]
 
 
 def revert(model: Any, name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the checkpoint's tensors that come from one parameter alone, by name.
+    """Return the checkpoint's tensors that come from one parameter alone, by name: views, where the layouts allow it.
 
-    Args:
-        values: the parameter's values, or those of some experts of a stack.
-
-    Returns:
-        Views of ``values`` where the layouts allow it. Some experts get the names of the first experts.
+    ``values`` may be those of some experts of a stack, which get the names of the first experts.
     """
     others = {n: torch.empty(s, device="meta") for n, s in _converted_with(model, name).items() if n != name}
     parts = revert_weight_conversion(model, {name: values, **others})

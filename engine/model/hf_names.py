@@ -1,7 +1,7 @@
 """The names under which weights are exported and synced.
 
 transformers stacks a layer's experts into fused 3-D tensors; checkpoints of most families store one matrix per expert.
-A server's loader takes the checkpoint's names always; those that take others have them in their folder of ``rollout/``.
+Every server's loader accepts the checkpoint's names. Other names of a server are in its folder of ``rollout/``.
 """
 
 import re
@@ -32,21 +32,16 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def as_singles(
     model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what ``as_checkpoint`` does, with single experts where published stacks have another layout.
+    """Yield the tensors of ``as_checkpoint``, with single experts where published stacks have another layout.
 
-    Every loader of a rollout takes these.
+    Every loader of a rollout accepts these: matrices ``[I, D]`` and ``[D, I]`` of each expert instead of stacks.
     """
-    named = as_checkpoint(model, tensors, waiting)
-    return _single_experts(named) if model.config.model_type in TRANSPOSED_WHEN_PUBLISHED else named
-
-
-def _single_experts(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the matrices of each expert, ``[I, D]`` and ``[D, I]``, instead of stacks."""
-    for name, tensor in tensors:
-        module, _, own = name.rpartition(".experts.")
-        if not name.endswith(_STACKS):
+    is_split = model.config.model_type in TRANSPOSED_WHEN_PUBLISHED
+    for name, tensor in as_checkpoint(model, tensors, waiting):
+        if not is_split or not name.endswith(_STACKS):
             yield name, tensor
             continue
+        module, _, own = name.rpartition(".experts.")
         parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,)
         for expert, matrix in enumerate(tensor):
             for part, values in zip(parts, matrix.chunk(len(parts)), strict=True):
@@ -97,8 +92,7 @@ def as_checkpoint(
         waiting: copies of tensors that are converted together with later ones. Pass the same dict to all calls that
             share a model's tensors.
 
-    Returns:
-        Views where the layouts allow it, e.g. one matrix per expert of a stack.
+    Yields views where the layouts allow it, e.g. one matrix per expert of a stack.
 
     Raises:
         ValueError: tensors are left that need others, and no ``waiting`` was given.
@@ -119,7 +113,7 @@ def as_checkpoint(
 
 
 def as_published(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what ``as_checkpoint`` does, with stacks of experts in the layout of the family's published checkpoints."""
+    """Yield the tensors of ``as_checkpoint``, with stacks of experts as in the family's published checkpoints."""
     is_transposed = model.config.model_type in TRANSPOSED_WHEN_PUBLISHED
     for name, tensor in as_checkpoint(model, tensors):
         # transformers, which tells the layouts apart by shape, takes a square stack as it is.

@@ -66,7 +66,6 @@ def build_on_meta(
 
     Args:
         auto_class: a transformers auto class, e.g. ``AutoModelForCausalLM``.
-        dtype: dtype of the parameters.
     """
     with _parameters_on_meta(), no_init_weights(), _PoisonEmpty():
         model = auto_class.from_config(for_run(config, dtype), dtype=dtype, trust_remote_code=trust_remote_code)
@@ -90,10 +89,7 @@ def copy_on_meta(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def model_of_checkpoint(folder: Path, names: Iterable[str], dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build the model of a checkpoint on meta, from its config; with a value head if the tensors' names have one.
-
-    Args:
-        names: names of the checkpoint's tensors.
+    """Build the model of a checkpoint on meta, from its config; with a value head if its tensors' ``names`` have one.
 
     Raises:
         ValueError: transformers has no such class for the config.
@@ -112,7 +108,7 @@ def model_of_checkpoint(folder: Path, names: Iterable[str], dtype: torch.dtype =
 
 
 def kept_in_float32(model: nn.Module) -> re.Pattern:
-    """Return a pattern to search in names, for parameters that the model's class keeps in float32 in any dtype."""
+    """Return a pattern to search in names: parameters that the model's class keeps in float32 in any dtype."""
     strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return re.compile("|".join(name.replace("*", ".*") for name in sorted(strict)) or r"(?!)")
 
@@ -120,10 +116,8 @@ def kept_in_float32(model: nn.Module) -> re.Pattern:
 def materialize(model: nn.Module, device: torch.device | str, shards: torch.device | str | None = None) -> None:
     """Allocate this rank's shards, poisoned, and move buffers to ``device``.
 
-    Moving off the meta device breaks ties between parameters, so they are tied again.
-
-    Args:
-        shards: device of the shards; ``device`` by default, ``cpu`` under FSDP's CPU offload policy.
+    Moving off the meta device breaks ties between parameters, so they are tied again. Under FSDP's CPU offload policy
+    ``shards`` are on ``cpu``.
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,9 +135,6 @@ def materialize(model: nn.Module, device: torch.device | str, shards: torch.devi
 
 def check_initialized(model: nn.Module, device: torch.device | str = "cpu") -> None:
     """Refuse a loaded model that still holds poison, in this rank's shards or in any buffer; collective.
-
-    Args:
-        device: device type of the tensors that the default group's backend sends.
 
     Raises:
         UninitializedError: on every rank, naming the first offenders and the ranks that hold them. It can't tell a
@@ -169,13 +160,10 @@ def check_initialized(model: nn.Module, device: torch.device | str = "cpu") -> N
 
 
 def check_no_kernels(config: PretrainedConfig, path: str, setting: str = "--model") -> None:
-    """Check that a config, as it was read from a file, asks for no code of the hub.
+    """Raise ``SettingError`` if a config, as read from a file, asks for code of the hub.
 
     A file's ``_attn_implementation`` or ``_experts_implementation`` with a slash names a repository of kernels.
     transformers downloads and imports it, whatever ``trust_remote_code`` is. The file's value wins over an argument.
-
-    Raises:
-        SettingError: it does.
     """
     for name in ("_attn_implementation", "_experts_implementation"):
         for value in (getattr(part, name, None) for part in config_parts(config)):
@@ -196,25 +184,18 @@ def quantisation_of(config: PretrainedConfig | Mapping[str, Any]) -> dict[str, A
 
 
 def check_not_quantised(config: PretrainedConfig, path: str, setting: str = "actor_rollout_ref.model") -> None:
-    """Check that the weights of a checkpoint are not quantised.
-
-    Raises:
-        SettingError: they are MXFP4, FP8 or the like.
-    """
+    """Raise ``SettingError`` if the weights of a checkpoint are quantised (MXFP4, FP8 or the like)."""
     found = quantisation_of(config)
     if found is None:
         return
     kind = found.get("quant_method", "unknown")
-    rule = (
-        f"its config says that the weights are quantised ({kind}); weights to train have to be in bfloat16 or float32."
-    )
+    rule = f"its config says that the weights are quantised ({kind}); weights to train are bfloat16 or float32."
+    works = "the same model in bfloat16: from_pretrained with a quantization_config that dequantises, if there is "
+    works += f"one for {kind}, then save_pretrained"
     if kind in DEQUANTISED:
         works = f"the folder that `python -m epfsdp2.recipes.dequantise {path} <new folder>` writes"
         if not Path(path).is_dir():
             works += f", where {path} is downloaded to a folder first (hf download)"
-    else:
-        works = "the same model in bfloat16: from_pretrained with a quantization_config that dequantises, if there is "
-        works += f"one for {kind}, then save_pretrained"
     raise SettingError(f"{setting}.path", path, rule, works)
 
 

@@ -24,11 +24,8 @@ _OF_THE_RUN = {
 def for_run(config: PretrainedConfig, dtype: torch.dtype) -> Any:
     """Return a copy of a config that leaves dtype and outputs to the run, in nested configs too.
 
-    The copy is for building a model. A checkpoint is saved with the config itself.
-
-    Args:
-        dtype: dtype of the parameters. Without it a class for token classification, or a tower, builds its layers in
-            the dtype of ``config.json``, and FSDP needs one dtype.
+    The copy is for building a model; a checkpoint is saved with the config itself. Without ``dtype`` a class for token
+    classification, or a tower, builds its layers in the dtype of ``config.json``, and FSDP needs one dtype.
     """
     own = copy.deepcopy(config)
     for part in config_parts(own):

@@ -23,9 +23,9 @@ def value_head(config: PretrainedConfig) -> str:
 
 
 def value_fields(model: Any) -> dict[str, Any]:
-    """Return the fields of a ``config.json`` by which transformers loads a critic's weights; none for another model.
+    """Return the fields of a ``config.json`` by which transformers loads a critic's weights.
 
-    A critic whose family has no token-classification class has none either, because no class loads its weights.
+    Empty for other models, and for a critic without a token-classification class.
     """
     if not hasattr(model, "score"):
         return {}
@@ -44,7 +44,7 @@ def prepare_config(config: Any) -> None:
 
 
 def give_value_head(model: Any) -> None:
-    """Put a head with one output in the place of a causal LM's, whose family has no class of its own."""
+    """Replace the head of a causal LM by one with one output, for a family without a token-classification class."""
     head = model.get_output_embeddings()
     model.set_output_embeddings(nn.Linear(head.in_features, 1, bias=False, device="meta", dtype=head.weight.dtype))
 

@@ -42,10 +42,8 @@ def why_not_images(model: Any) -> str | None:
 
 def images_error(name: str, why: str) -> SettingError:
     """Build the error for a model that gets images but can't be trained on them."""
-    rule = f"{name} can't be trained on images: {why}."
-    return SettingError(
-        "data.train_files", "data with images", rule, "data without images, or Qwen3-VL-MoE or GLM-4.5V"
-    )
+    rule, works = f"{name} can't be trained on images: {why}.", "data without images, or Qwen3-VL-MoE or GLM-4.5V"
+    return SettingError("data.train_files", "data with images", rule, works)
 
 
 def tower_parameters(model: Any) -> set[str]:
@@ -58,11 +56,7 @@ def tower_parameters(model: Any) -> set[str]:
 
 
 class VisionTowerSync:
-    """Keeps the vision towers of one model in step over all ranks.
-
-    Args:
-        model: a transformers model, before or after it is sharded.
-    """
+    """Keeps the vision towers of a transformers model, sharded or not yet, in step over all ranks."""
 
     def __init__(self, model: Any):
         self._model = model
@@ -78,7 +72,6 @@ class VisionTowerSync:
 
         Args:
             samples: verl's ``multi_modal_inputs`` of each sample: a mapping or None, possibly wrapped by tensordict.
-            device: device of the tensors that the default group's backend sends.
 
         Raises:
             SettingError: on all ranks, if a sample has images or audio that the model can't be trained on.
@@ -98,11 +91,10 @@ class VisionTowerSync:
         self._widths = dict(zip(_KINDS, widths, strict=True))
 
     def prepare_inputs(self, inputs: dict[str, Any]) -> None:
-        """Prepare the inputs of one micro-batch's forward, in place.
+        """Prepare the arguments of one micro-batch's forward, in place.
 
-        Args:
-            inputs: the arguments of the model's forward. Position ids ``(1, T)`` become ``(4, 1, T)`` if the model has
-                several rows of positions, because some models separate packed sequences only by the first of four.
+        Position ids ``(1, T)`` become ``(4, 1, T)`` if the model has several rows of positions, because some models
+        separate packed sequences only by the first of four.
         """
         self._missing = [kind for kind, width in self._widths.items() if width and inputs.get(kind) is None]
         inputs.pop("images_seqlens", None)  # verl counts FLOPs by it

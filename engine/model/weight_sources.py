@@ -29,12 +29,12 @@ class Source:
 
     Args:
         part: the index of the tensor among the converter's targets.
+        keys: (source pattern of the converter, checkpoint key), in natural order.
     """
 
     converter: WeightConverter | None = None
     part: int = 0
     keys: list[tuple[str | None, str]] = field(default_factory=list)
-    """(source pattern of the converter, checkpoint key), in natural order."""
 
     def by_pattern(self) -> dict[str | None, list[str]]:
         found: dict[str | None, list[str]] = {}

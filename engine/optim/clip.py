@@ -21,7 +21,7 @@ class ClippedStep:
 
     Args:
         max_norm: see ``clip_grad_norm_``.
-        loss_scale: the scale of the loss, adapted after each step; None for a loss without one.
+        loss_scale: adapted after each step; None for a loss without one.
 
     Attributes:
         skipped: number of steps skipped so far.
@@ -51,12 +51,8 @@ class ClippedStep:
             optimizer.zero_grad()
             if dist.get_rank() == 0:
                 of = "" if self.loss_scale is None else f" with the loss scaled by {scale:g}, which is halved"
-                logger.warning(
-                    "epfsdp2: the gradient norm is %s%s: this step is skipped on all ranks (%d so far)",
-                    norm.item(),
-                    of,
-                    self.skipped,
-                )
+                said = f"epfsdp2: the gradient norm is {norm.item()}{of}: this step is skipped on all ranks"
+                logger.warning("%s (%d so far)", said, self.skipped)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         return norm
@@ -77,8 +73,7 @@ def clip_grad_norm_(
     in the last bit, and then the parameters.
 
     Args:
-        parameters: sharded parameters; those without a gradient are ignored. Gradients may be on the host (CPU
-            offload).
+        parameters: sharded, with or without a gradient, which may be on the host (CPU offload).
         max_norm: no clipping if it is ``None``, infinite, or not positive.
         loss_scale: factor of the loss; the gradients are divided by it.
 
@@ -90,7 +85,8 @@ def clip_grad_norm_(
     for param in parameters:
         if param.grad is not None:
             shard = local_tensor(param.grad)
-            shards.setdefault((shard.device, _copies(param.grad, meshes)), []).append(shard)
+            copies = meshes.topology.world // math.prod(step.parts for step in shard_steps(param.grad))
+            shards.setdefault((shard.device, copies), []).append(shard)
 
     total = torch.zeros((), dtype=torch.float32, device=meshes.dense.device_type)
     for (_, copies), group in shards.items():
@@ -106,8 +102,3 @@ def clip_grad_norm_(
         for (device, _), group in shards.items():
             torch._foreach_mul_(group, factor.to(device))
     return norm
-
-
-def _copies(grad: torch.Tensor, meshes: Meshes) -> int:
-    """Return the number of ranks that hold this rank's shard of a gradient."""
-    return meshes.topology.world // math.prod(step.parts for step in shard_steps(grad))

@@ -46,10 +46,7 @@ class LossScale:
         return loss * self.value
 
     def update(self, finite: bool) -> None:
-        """Adapt the scale after a step. Collective where it raises.
-
-        Args:
-            finite: whether the gradients of all ranks were finite; equal on all ranks.
+        """Adapt the scale after a step whose gradients were ``finite`` on all ranks, or not. Collective if it raises.
 
         Raises:
             LossOverflowError: on all ranks, after 20 overflows in a row; names the first layer whose output overflows.

@@ -12,46 +12,30 @@ __all__ = ["MultiLRScheduler", "build_multi_lr_scheduler"]
 
 
 class MultiLRScheduler(LRScheduler):
-    """Steps one scheduler per inner optimizer as one scheduler.
+    """Steps the schedulers of the inner optimizers as one scheduler.
 
     Like torch's ``ChainedScheduler`` it has no schedule of its own: all values are those of the inner schedulers, in
     the order of ``optimizer.param_groups``.
 
     Args:
-        schedulers: schedulers by the name of the inner optimizer that they schedule.
-
-    Raises:
-        ValueError: there is not exactly one scheduler per inner optimizer.
+        schedulers: schedulers by the name of their inner optimizer.
     """
 
     def __init__(self, optimizer: MultiOptimizer, schedulers: dict[str, LRScheduler]):
-        if schedulers.keys() != optimizer.optimizers.keys():
-            raise ValueError(f"Schedulers {list(schedulers)} are not those of {list(optimizer.optimizers)}.")
-        for name, inner in optimizer.optimizers.items():
-            if schedulers[name].optimizer is not inner:
-                raise ValueError(f"The scheduler {name!r} belongs to another optimizer than the one of this name.")
-        self.optimizer = optimizer
-        self.schedulers = {name: schedulers[name] for name in optimizer.optimizers}
+        self.optimizer, self.schedulers = optimizer, schedulers
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
         """Number of steps so far, equal in all schedulers."""
         return next(iter(self.schedulers.values())).last_epoch
 
-    @property
-    def base_lrs(self) -> list[Any]:  # type: ignore[override]
-        return [lr for scheduler in self.schedulers.values() for lr in scheduler.base_lrs]
-
     def get_last_lr(self) -> list[Any]:
         """Return the learning rate of each of the optimizer's ``param_groups``."""
         return [lr for scheduler in self.schedulers.values() for lr in scheduler.get_last_lr()]
 
-    def get_lr(self) -> list[Any]:
-        return [lr for scheduler in self.schedulers.values() for lr in scheduler.get_lr()]
-
-    def step(self, epoch: int | None = None) -> None:
+    def step(self) -> None:  # type: ignore[override]
         for scheduler in self.schedulers.values():
-            scheduler.step() if epoch is None else scheduler.step(epoch)
+            scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each scheduler under its optimizer's name."""
@@ -62,20 +46,15 @@ class MultiLRScheduler(LRScheduler):
         if state_dict.keys() != self.schedulers.keys():
             raise ValueError(
                 f"The saved schedule belongs to the optimizers {sorted(state_dict)}, but this run has "
-                f"{sorted(self.schedulers)}."
-                " Leave extra out of checkpoint.load_contents to start a new schedule."
+                f"{sorted(self.schedulers)}. Leave extra out of checkpoint.load_contents to start a new schedule."
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state and set the optimizer's learning rates from it.
+        """Load a state that ``check_state_dict`` accepts, and set the optimizer's learning rates from it.
 
         torch's schedulers leave the rates to the optimizer's state. A run that does not load this state would take its
         first step with the initial rate.
-
-        Raises:
-            ValueError: the state belongs to other optimizers.
         """
-        self.check_state_dict(state_dict)
         for name, scheduler in self.schedulers.items():
             scheduler.load_state_dict(state_dict[name])
             for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):

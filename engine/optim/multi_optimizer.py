@@ -5,28 +5,24 @@ optimizer. For verl and learning-rate schedulers, ``MultiOptimizer`` is one ``to
 ``param_groups`` and ``state`` of all inner optimizers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import listed
-from ..topology.dtensor import is_expert_parameter, local_pieces
+from ..topology.dtensor import is_expert_parameter
 from .muon import Muon
 from .muon_partition import matrix_groups
-from .settings import adamw_arguments, check_optimizer, muon_arguments, wants_muon
+from .settings import adamw_arguments, muon_arguments, wants_muon
 
-__all__ = ["MultiOptimizer", "build_multi_optimizer", "check_optimizer", "optimizer_from_config"]
+__all__ = ["MultiOptimizer", "build_multi_optimizer", "optimizer_from_config"]
 
 # Options that choose a kernel and not the algorithm. Loading a state keeps their present values.
 _KERNEL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable", "ns_dtype", "bucket_bytes"})
-# Entries of ``torch.optim``'s states that have the parameter's shape.
-_PER_ELEMENT = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
-# Parts of module names that wrappers add.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class MultiOptimizer(Optimizer):
@@ -39,30 +35,17 @@ class MultiOptimizer(Optimizer):
         named_parameters: names for ``state_dict``, of at least all parameters of the optimizers.
 
     Raises:
-        ValueError: there is no optimizer, a group is empty, or a parameter is in two groups or has no name.
+        ValueError: there is no optimizer.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer], named_parameters: Iterable[tuple[str, torch.Tensor]]):
         if not optimizers:
             raise ValueError("MultiOptimizer needs at least one optimizer: the model has no trainable parameter.")
-        names: dict[Any, str] = {p: _strip_wrappers(name) for name, p in named_parameters}
-        self._fqns: dict[Any, str] = {}
-        for name, optimizer in optimizers.items():
-            for group in optimizer.param_groups:
-                if not group["params"]:
-                    raise ValueError(f"The optimizer {name!r} has an empty parameter group.")
-                for param in group["params"]:
-                    if param not in names:
-                        raise ValueError(f"A parameter of the optimizer {name!r} is not one of the model's.")
-                    if param in self._fqns:
-                        raise ValueError(f"{names[param]} is in more than one parameter group.")
-                    self._fqns[param] = names[param]
+        names: dict[Any, str] = {param: name for name, param in named_parameters}
+        self._fqns: dict[Any, str] = {p: names[p] for o in optimizers.values() for p in _parameters(o)}
         self.optimizers: dict[str, Optimizer] = {}
         super().__init__(self._fqns, {})
         self.optimizers = dict(optimizers)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"defaults": self.defaults, "optimizers": self.optimizers, "_fqns": self._fqns}
 
     # Properties, because load_state_dict of an inner optimizer replaces these objects. The setters ignore the
     # assignments in torch.optim.Optimizer.__init__.
@@ -77,11 +60,11 @@ class MultiOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of all inner optimizers, by parameter."""
-        return _ChainedState(list(self.optimizers.values()))
+        """The inner optimizers' own states, by parameter."""
+        return defaultdict(dict, {p: state for o in self.optimizers.values() for p, state in o.state.items()})
 
     @state.setter
-    def state(self, _state: MutableMapping[Any, Any]) -> None: ...
+    def state(self, _state: Any) -> None: ...
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a group, because the inner optimizer that should get it is unknown.
@@ -96,18 +79,9 @@ class MultiOptimizer(Optimizer):
             )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]
         for optimizer in self.optimizers.values():
             optimizer.step()
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all inner optimizers by parameter name.
@@ -116,58 +90,40 @@ class MultiOptimizer(Optimizer):
             ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], "optimizer": its name,
             "algorithm": its class, "lr": ..., ...}]}``. Tensors are the optimizers' own, sharded, not copies.
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
         state = self.state
-        packed: dict[str, Any] = {
+        return {
             "state": {fqn: dict(state[p]) for p, fqn in self._fqns.items() if p in state},
             "param_groups": [
-                {**group, "params": [self._fqns[p] for p in group["params"]], "optimizer": name, "algorithm": _name(o)}
+                {**group, "params": [self._fqns[p] for p in group["params"]], "optimizer": name, "algorithm": _class(o)}
                 for name, o in self.optimizers.items()
                 for group in o.param_groups
             ],
         }
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, packed)
-            packed = packed if changed is None else changed
-        return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict``, also one from another mesh.
+        """Load a ``state_dict`` whose tensors are sharded like this optimizer's; they are used, not copied.
 
-        A parameter may have been in another inner optimizer or group. As in torch's optimizers, tensors are used, not
-        copied. Tensors that are sharded unlike their parameter are gathered and sharded again, one at a time; a
-        checkpoint is read in place instead (``checkpoint/state.py``). Options that choose a kernel (``fused`` and the
+        A parameter may have been in another inner optimizer or group. Options that choose a kernel (``fused`` and the
         like) keep their values.
 
         Raises:
-            ValueError: names the first parameters that are missing, unknown, or of another algorithm or shape. The
-                optimizer is unchanged.
+            ValueError: names the first parameters that are missing, unknown, or of another algorithm. The optimizer is
+                unchanged.
         """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        saved_group = self.check_groups(state_dict["param_groups"])
-        state = {fqn: self._fitting(p, state_dict["state"].get(fqn)) for p, fqn in self._fqns.items()}
+        saved_group, state = self.check_groups(state_dict["param_groups"]), state_dict["state"]
         inner = {name: self._inner_state(o, saved_group, state) for name, o in self.optimizers.items()}
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(inner[name])
             self._restore_dtypes(optimizer, state)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def check_groups(self, saved: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        """Check that the ``param_groups`` of a ``state_dict`` have this optimizer's parameters and algorithms.
-
-        Returns:
-            The saved group of each parameter.
+        """Check that saved ``param_groups`` have this optimizer's parameters and algorithms; return each one's group.
 
         Raises:
             ValueError: names the first parameters that do not fit.
         """
         group_of = {fqn: group for group in saved for fqn in group["params"]}
-        own = {self._fqns[p]: _name(o) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
+        own = {self._fqns[p]: _class(o) for o in self.optimizers.values() for p in _parameters(o)}
         missing = [fqn for fqn in own if fqn not in group_of]
         extra = [fqn for fqn in group_of if fqn not in own]
         other = [fqn for fqn in own if fqn in group_of and group_of[fqn]["algorithm"] != own[fqn]]
@@ -190,7 +146,7 @@ class MultiOptimizer(Optimizer):
         Parameters and existing state are unchanged.
         """
         for optimizer in self.optimizers.values():
-            params = [p for group in optimizer.param_groups for p in group["params"]]
+            params = _parameters(optimizer)
             grads = [p.grad for p in params]
             rates = [group["lr"] for group in optimizer.param_groups]
             for p in params:
@@ -207,7 +163,7 @@ class MultiOptimizer(Optimizer):
         self, optimizer: Optimizer, saved_group: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Convert a state to the format of ``torch.optim.Optimizer.load_state_dict``: parameters by number."""
-        ids = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        ids = {p: i for i, p in enumerate(_parameters(optimizer))}
         groups = []
         for group in optimizer.param_groups:
             options = [_options(saved_group[self._fqns[p]]) for p in group["params"]]
@@ -222,31 +178,15 @@ class MultiOptimizer(Optimizer):
                 for key, value in options[0].items()
             }
             groups.append({**group, **loaded, "params": [ids[p] for p in group["params"]]})
-        packed = {i: state[self._fqns[p]] for p, i in ids.items() if state[self._fqns[p]] is not None}
+        packed = {i: state[self._fqns[p]] for p, i in ids.items() if self._fqns[p] in state}
         return {"state": packed, "param_groups": groups}
 
-    def _restore_dtypes(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any] | None]) -> None:
+    def _restore_dtypes(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Undo torch's cast of loaded states to the parameter's dtype, which rounds NAdam's ``mu_product``."""
         for param, loaded in optimizer.state.items():
-            for key, value in (state[self._fqns[param]] or {}).items():
+            for key, value in state.get(self._fqns[param], {}).items():
                 if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
                     loaded[key] = value.to(loaded[key].device)
-
-    def _fitting(self, param: torch.Tensor, saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return a parameter's saved state, sharded as the parameter."""
-        if saved is None:
-            return None
-        fitting = {}
-        for key, value in saved.items():
-            if isinstance(value, torch.Tensor):
-                if key in _PER_ELEMENT and value.shape != param.shape:
-                    raise ValueError(
-                        f"The saved {key} of {self._fqns[param]} is {tuple(value.shape)}, the parameter is "
-                        f"{tuple(param.shape)}."
-                    )
-                value = _sharded_like(param, value)
-            fitting[key] = value
-        return fitting
 
 
 def build_multi_optimizer(
@@ -258,8 +198,7 @@ def build_multi_optimizer(
 
     Args:
         build: makes an optimizer for parameters of one mesh.
-        matrices: makes an optimizer such as ``Muon`` for the groups of ``matrix_groups``: the matrices of the hidden
-            layers on both meshes. ``build``'s optimizers then get the remaining parameters.
+        matrices: makes an optimizer such as ``Muon`` for ``matrix_groups``; ``build`` gets the other parameters then.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = matrix_groups(model) if matrices is not None else []
@@ -280,10 +219,7 @@ def optimizer_from_config(
     """Build the optimizer of verl's ``optim`` settings (``FSDPOptimizerConfig``, or an object with its fields).
 
     With ``optimizer=Muon`` of ``torch.optim``, ``Muon`` steps the matrices and AdamW the rest; ``lr`` and
-    ``weight_decay`` apply to both, ``betas`` to AdamW.
-
-    Args:
-        build: verl's ``build_optimizer``, for every other optimizer.
+    ``weight_decay`` apply to both, ``betas`` to AdamW. ``build`` (verl's) makes every other optimizer.
     """
     if not wants_muon(config):
         return build_multi_optimizer(model, build)
@@ -304,61 +240,14 @@ def _fused(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _sharded_like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Shard ``value`` like ``param`` if their shapes are equal; else return it unsharded."""
-    if not isinstance(param, DTensor):
-        return value.full_tensor() if isinstance(value, DTensor) else value
-    full = value
-    if isinstance(value, DTensor):
-        if (value.device_mesh, value.placements) == (param.device_mesh, param.placements):
-            return value
-        full = value.full_tensor()
-    if full.shape != param.shape:
-        return full
-    sharded = torch.empty_like(param.detach(), dtype=full.dtype)
-    for held, values in local_pieces(sharded):
-        values.copy_(full[held.slices])
-    return sharded
-
-
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved group's hyperparameters."""
     return {k: v for k, v in group.items() if k not in _KERNEL_OPTIONS | {"params", "optimizer", "algorithm"}}
 
 
-def _name(optimizer: Optimizer) -> str:
+def _class(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
 
-def _strip_wrappers(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-class _ChainedState(MutableMapping):
-    """The per-parameter states of several optimizers as one mapping."""
-
-    def __init__(self, optimizers: Iterable[Optimizer]):
-        self._states = [o.state for o in optimizers]
-        self._owner = {p: o.state for o in optimizers for group in o.param_groups for p in group["params"]}
-
-    def __getitem__(self, param: Any) -> Any:
-        return self._owner[param][param]
-
-    def __setitem__(self, param: Any, value: Any) -> None:
-        self._owner[param][param] = value
-
-    def __delitem__(self, param: Any) -> None:
-        del self._owner[param][param]
-
-    def __contains__(self, param: Any) -> bool:
-        # The states are defaultdicts: reading a missing entry would create it.
-        return param in self._owner and param in self._owner[param]
-
-    def __iter__(self) -> Iterator[Any]:
-        for state in self._states:
-            yield from state
-
-    def __len__(self) -> int:
-        return sum(len(state) for state in self._states)
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -12,7 +12,7 @@ arXiv:2502.16982), so AdamW's learning rate and weight decay carry over.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,8 @@ __all__ = ["ADJUST_LR_FNS", "NS_DTYPES", "Muon", "newton_schulz"]
 ADJUST_LR_FNS = ("match_rms_adamw", "original")
 NS_DTYPES = {
     "auto": None,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp32", "float32"), torch.float32),
 }
 
 
@@ -81,41 +79,21 @@ class Muon(Optimizer):
             raise ValueError(f"adjust_lr_fn is one of {list(ADJUST_LR_FNS)}, not {adjust_lr_fn!r}.")
         if ns_dtype not in NS_DTYPES:
             raise ValueError(f"ns_dtype is one of {list(NS_DTYPES)}, not {ns_dtype!r}.")
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": tuple(ns_coefficients),
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype,
-            "bucket_bytes": bucket_bytes,
-            **vars(Layout()),
-        }
+        own = {"ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        common = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
+        defaults = {**common, **own, "ns_dtype": ns_dtype, "bucket_bytes": bucket_bytes, **vars(Layout())}
         self._bucket_cache: dict[tuple[int, ...], list[Bucket]] = {}
         super().__init__(params, defaults)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.dim() not in (2, 3) or param.shape[group["out_dim"]] % group["parts"]:
-                    shape, parts = tuple(param.shape), group["parts"]
-                    raise ValueError(
-                        f"Muon takes matrices and stacks of them: {shape} can't be split into {parts} parts."
-                    )
+                    wrong = f"{tuple(param.shape)} can't be split into {group['parts']} parts."
+                    raise ValueError(f"Muon takes matrices and stacks of them: {wrong}")
                 matrix_shard_step(param)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._bucket_cache = {}
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; collective over the ranks that share a matrix."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         exchanges = []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -131,7 +109,6 @@ class Muon(Optimizer):
             under_way = exchange
         if under_way is not None:
             under_way.finish()
-        return loss
 
     def _decay_and_accumulate(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> None:
         for p in params:
@@ -141,7 +118,7 @@ class Muon(Optimizer):
         torch._foreach_lerp_(momentum, [_grad(p) for p in params], 1 - group["momentum"])
         torch._foreach_mul_([local_tensor(p) for p in params], 1 - float(group["lr"]) * group["weight_decay"])
 
-    def _buckets(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> list["Bucket"]:
+    def _buckets(self, group: dict[str, Any], params: Sequence[torch.Tensor]) -> list[Bucket]:
         key = tuple(id(p) for p in params)
         if key not in self._bucket_cache:
             layout = Layout(group["parts"], group["out_dim"], group["interleaved"])
@@ -152,15 +129,9 @@ class Muon(Optimizer):
 def newton_schulz(
     matrices: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Orthogonalise a stack of matrices: bring their singular values near 1.
+    """Orthogonalise matrices ``(B, m, n)``, computed and returned in ``dtype``: bring their singular values near 1.
 
-    Args:
-        matrices: ``(B, m, n)``.
-        coefficients: the quintic iteration's (``torch/optim/_muon.py``).
-        dtype: the dtype of the computation.
-
-    Returns:
-        ``(B, m, n)`` in ``dtype``.
+    ``coefficients`` are those of the quintic iteration (``torch/optim/_muon.py``).
     """
     a, b, c = coefficients
     tall = matrices.shape[-2] > matrices.shape[-1]
@@ -214,9 +185,10 @@ class _BucketExchange:
 
     def _my_views(self) -> Iterator[tuple[Block, torch.Tensor]]:
         """Yield every block with the view of this rank's piece in the flat buffer, ordered by owner."""
-        pieces = [block.pieces[self.bucket.rank] for block in self.bucket.all_blocks()]
+        blocks = [block for owned in self.bucket.blocks for block in owned]
+        pieces = [block.pieces[self.bucket.rank] for block in blocks]
         flat = self.mine.split([piece.numel for piece in pieces])
-        for block, piece, part in zip(self.bucket.all_blocks(), pieces, flat, strict=True):
+        for block, piece, part in zip(blocks, pieces, flat, strict=True):
             yield block, part.view(piece.shape)
 
     def _orthogonalize(self) -> None:

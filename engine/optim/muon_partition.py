@@ -78,9 +78,8 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
             if param.dim() == 3:
                 gated = module.has_gate and name in ("gate_up_proj", "gate_up_proj_lora_B")
                 outputs = -2 if is_adapter(name) else out_dim
-                found[f"{info.fqn}.{name}"] = (
-                    Layout(2, outputs, is_interleaved(module)) if gated else Layout(1, outputs)
-                )
+                layout = Layout(2, outputs, is_interleaved(module)) if gated else Layout(1, outputs)
+                found[f"{info.fqn}.{name}"] = layout
     layers = tuple(f"{name}." for name in layer_names(model))
     routers = _routers(model, {info.fqn: info.num_experts for info in experts} | _planned_experts(model))
     for fqn, module in model.named_modules():
@@ -114,8 +113,7 @@ def _planned_experts(model: nn.Module) -> dict[str, int]:
 def _routers(model: nn.Module, experts: Mapping[str, int]) -> set[nn.Module]:
     """Return the routers: classes that transformers records as such, and linears beside experts, an output per expert.
 
-    Args:
-        experts: number of experts by the name of the experts' module.
+    ``experts`` maps the name of a module of experts to their number.
     """
     classes: list[type] = []
     for module in model.modules():
@@ -135,12 +133,10 @@ def _routers(model: nn.Module, experts: Mapping[str, int]) -> set[nn.Module]:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a block that one rank holds."""
+    """The part of a block that one rank holds: its slices in the rank's shard ``[e, rows, cols]`` and in the block."""
 
     held: tuple[slice, ...]
-    """Slices in the rank's shard, viewed as ``[e, rows, cols]``."""
     whole: tuple[slice, ...]
-    """Slices in the block."""
     shape: tuple[int, ...]
 
     @property
@@ -150,13 +146,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
-    """Matrices that one rank orthogonalises: one part of consecutive experts of one parameter."""
+    """Matrices that one rank orthogonalises: one part of consecutive experts of one parameter.
+
+    Args:
+        shape: number of matrices, and the rows and columns of each.
+        pieces: by rank of the group.
+    """
 
     param: torch.Tensor
     shape: tuple[int, int, int]
-    """Number of matrices, and the rows and columns of each."""
     pieces: tuple[Piece, ...]
-    """The piece of each rank of the group."""
 
     @property
     def numel(self) -> int:
@@ -172,28 +171,24 @@ class Block:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The blocks that one pair of all-to-alls sends."""
+    """The blocks that one pair of all-to-alls sends, by their owner, a rank of the group.
+
+    ``group`` is None if the matrices are whole on this rank.
+    """
 
     blocks: tuple[tuple[Block, ...], ...]
-    """Blocks by their owner, a rank of the group."""
     group: dist.ProcessGroup | None
-    """None if the matrices are whole on this rank."""
     rank: int
     device: torch.device
     dtype: torch.dtype
-
-    def all_blocks(self) -> Iterator[Block]:
-        return (block for owned in self.blocks for block in owned)
 
 
 def build_buckets(
     params: Sequence[torch.Tensor], layout: Layout, ns_dtype: torch.dtype | None, bucket_bytes: int
 ) -> list[Bucket]:
-    """Assign the matrices of ``params`` to buckets and owners; equal on all ranks of a group.
+    """Assign the matrices of ``params`` to buckets of ``bucket_bytes`` per rank, and to owners; equal on all ranks.
 
-    Args:
-        ns_dtype: dtype of Newton-Schulz; None for the default of the device.
-        bucket_bytes: bytes of a bucket per rank.
+    ``ns_dtype`` is the dtype of Newton-Schulz, None for the default of the device.
     """
     sharers: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for param in params:
@@ -247,14 +242,10 @@ def _assign_to_ranks(blocks: Sequence[Block], total: list[int]) -> tuple[tuple[B
     return tuple(map(tuple, owned))
 
 
-def _blocks(param: torch.Tensor, step: ShardStep | None, layout: Layout, limit: int) -> Iterator[Block]:
+def _blocks(param: Any, step: ShardStep | None, layout: Layout, limit: int) -> Iterator[Block]:
     """Yield the blocks of a parameter: enough for every rank to get some, each of at most ``limit`` elements."""
     steps = shard_steps(param)
-    at = (
-        ()
-        if not isinstance(param, DTensor)
-        else tuple((s.axis, param.device_mesh.get_local_rank(s.axis)) for s in steps)
-    )
+    at = tuple((s.axis, param.device_mesh.get_local_rank(s.axis)) for s in steps)
     for shape, pieces in _shapes_and_pieces(tuple(param.shape), steps, at, step, layout, limit):
         yield Block(param, shape, pieces)
 
@@ -271,10 +262,7 @@ def _shapes_and_pieces(
 ) -> tuple[tuple[tuple[int, int, int], tuple[Piece, ...]], ...]:
     """Return shape and pieces of each block of a parameter.
 
-    Args:
-        steps: the steps that shard the parameter.
-        at: this rank's index on each axis of ``steps``.
-        step: the one of ``steps`` that shards the matrices.
+    ``step`` is the one of ``steps`` that shards the matrices. ``at`` is this rank's index on each axis.
     """
     ranks, found = step.parts if step else 1, []
     held = [shard_ranges(shape, steps, {**dict(at), **({step.axis: rank} if step else {})}) for rank in range(ranks)]
@@ -291,7 +279,7 @@ def _shapes_and_pieces(
         # If gate and up are sharded separately, a rank's shard is a piece of gate and then a piece of up.
         index = part if len(held[0]) > 1 else 0
         bounds = [_bounds(ranges[index]) for ranges in held]
-        before = [_rows_before(ranges, index, layout.out_dim) for ranges in held]
+        before = [sum(own.shape[layout.out_dim] for own in ranges[:index]) for ranges in held]
         rows, cols = (len(range(s.start, s.stop, s.step)) for s in matrix_slices)
         count = max(1, min(-(-(last - first) // ranks), limit // (rows * cols)))
         for start in range(first, last, count):
@@ -310,16 +298,10 @@ def _bounds(held: IndexRange) -> Bounds:
     return ((0, 1), *own) if len(own) == 2 else own
 
 
-def _rows_before(ranges: Sequence[IndexRange], index: int, dim: int) -> int:
-    """Return the size along ``dim`` of a shard's ranges before range ``index``."""
-    return sum(held.shape[dim] for held in ranges[:index])
-
-
 def _piece(bounds: Bounds, wanted: Sequence[slice], before: int, out_dim: int) -> Piece:
     """Return the piece of the (strided) slices ``wanted`` of a parameter that a rank with ``bounds`` holds.
 
-    Args:
-        before: offset along ``out_dim``, in the rank's shard, of the values within ``bounds``.
+    The values within ``bounds`` begin at ``before`` along ``out_dim`` of the rank's shard.
     """
     held, whole = [], []
     for dim, ((start, stop), want) in enumerate(zip(bounds, wanted, strict=True)):
@@ -333,11 +315,7 @@ def _piece(bounds: Bounds, wanted: Sequence[slice], before: int, out_dim: int) -
 
 
 def matrix_shard_step(param: torch.Tensor) -> ShardStep | None:
-    """Return the step that shards the parameter's matrices; None if a rank's matrices are whole.
-
-    Raises:
-        ValueError: there are two such steps.
-    """
+    """Return the step that shards the parameter's matrices, None if they are whole; ``ValueError`` if two do."""
     steps = [step for step in shard_steps(param) if step.parts > 1 and step.dim >= param.dim() - 2]
     if len(steps) > 1:
         raise ValueError(f"Muon can't gather matrices that are sharded over two axes: {[s.axis for s in steps]}.")

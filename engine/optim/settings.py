@@ -17,9 +17,8 @@ from ..errors import SettingError, close_matches
 from .muon import Muon
 from .shard_trial import why_not_sharded
 
-__all__ = ["ACTOR_OPTIM", "adamw_arguments", "check_optimizer", "muon_arguments", "wants_muon"]
+__all__ = ["adamw_arguments", "check_optimizer", "muon_arguments", "wants_muon"]
 
-ACTOR_OPTIM = "actor_rollout_ref.actor.optim"
 _TORCH = "torch.optim"
 _OVERRIDES = "override_optimizer_config"
 # No lr and weight_decay, which are settings of verl, for all parameters. adamw.lr exists because adjust_lr_fn=original
@@ -46,13 +45,11 @@ def adamw_arguments(config: Any) -> dict[str, Any]:
     return {**common, "betas": tuple(get_setting(config, "betas")), **_overrides(config).get("adamw", {})}
 
 
-def check_optimizer(config: Any, setting: str = ACTOR_OPTIM, device: str = "cuda") -> None:
+def check_optimizer(config: Any, setting: str, device: str = "cuda") -> None:
     """Check that the optimizer exists, accepts its arguments, and steps sharded weights like whole ones.
 
     Args:
-        config: verl's ``optim`` settings of a role.
-        setting: the name of their node, as users type it.
-        device: device type of the run.
+        config: verl's ``optim`` settings of a role, whose node is ``setting``.
 
     Raises:
         SettingError: with a value that would work.

@@ -19,10 +19,8 @@ def why_not_sharded(build: Callable[[list[nn.Parameter]], Optimizer]) -> str | N
     """Return why an optimizer can't step a sharded weight or resume, as the end of a sentence; None if it can.
 
     Step a weight whole, and a half of it alone. If the halves differ, the step of an element depends on elements of
-    other ranks. Step the half as a DTensor too, because DTensor lacks rules for some operators.
-
-    Args:
-        build: makes the optimizer, with a learning rate that changes weights near 1 visibly.
+    other ranks. Step the half as a DTensor too, because DTensor lacks rules for some operators. The learning rate has
+    to change weights near 1 visibly.
 
     Raises:
         Exception: any exception of the optimizer on the whole weight.

@@ -69,13 +69,9 @@ def scales_of(maxima: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], block: int, into: torch.Tensor) -> None:
-    """Write ``values``, rounded to bfloat16, as FP8 to ``into``.
+    """Write ``values`` ``[..., rows, columns]``, rounded to bfloat16, as FP8 to ``into``.
 
-    Args:
-        values: ``[..., rows, columns]``.
-        scales: scales of the blocks that ``values`` touch.
-        first, block: as in ``block_maxima``.
-        into: FP8 tensor of the same shape.
+    ``scales`` are those of the blocks that ``values`` touch; ``first`` and ``block`` are as in ``block_maxima``.
     """
     if (kernels := _kernels(values.device)) is not None:
         return kernels.quantise(values, scales, first, block, into)

@@ -5,9 +5,13 @@ weights. A row may be sharded: its maximum is reduced over the parts. Source: co
 ``quantization/utils/helpers.py``, ``calculate_qparams``, and ``lifecycle/forward.py``, ``quantize``.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-__all__ = ["CHANNEL_DTYPES", "quantise_rows", "round_rows_in_place", "row_maxima", "row_scales"]
+from ..topology.index_ranges import IndexRange
+
+__all__ = ["CHANNEL_DTYPES", "Channels"]
 
 CHANNEL_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # Smallest value, largest value, and half their range, by which the library divides.
@@ -15,40 +19,44 @@ _RANGES = {torch.float8_e4m3fn: (-448.0, 448.0, 448.0), torch.int8: (-128.0, 127
 _AT_ONCE = 1 << 20  # elements converted to bfloat16 at once on a CPU
 
 
-def row_maxima(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of each row of ``[..., rows, columns]``, as float32 ``[..., rows, 1]``."""
-    found = torch.maximum(values.amax(-1, keepdim=True), values.amin(-1, keepdim=True).neg_())
-    # Rounding is monotonic: round the maximum instead of every value.
-    return found.bfloat16().float()
+@dataclass(frozen=True)
+class Channels:
+    """FP8 or INT8 with one scale per row. The methods are those of ``schemes.Blocks``; ``held`` is not needed."""
 
+    dtype: torch.dtype
 
-def row_scales(maxima: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the scale of each row, rounded to bfloat16, as float32; weight = value * scale."""
-    scales = maxima.bfloat16() / _RANGES[dtype][2]
-    return scales.masked_fill_(scales == 0, torch.finfo(torch.bfloat16).eps).float()
+    def sharing(self, held: IndexRange) -> IndexRange:
+        return IndexRange((*held.low[:-1], 0), (*held.high[:-1], 1))
 
+    def maxima(self, values: torch.Tensor, held: IndexRange | None = None) -> torch.Tensor:
+        found = torch.maximum(values.amax(-1, keepdim=True), values.amin(-1, keepdim=True).neg_())
+        # Rounding is monotonic: round the maximum instead of every value.
+        return found.bfloat16().float()
 
-def quantise_rows(values: torch.Tensor, scales: torch.Tensor, into: torch.Tensor) -> None:
-    """Write ``[..., rows, columns]``, rounded to bfloat16 and divided by their rows' scales, to ``into``."""
-    if values.dim() > 2:
-        for matrix, own, target in zip(values, scales, into, strict=True):
-            quantise_rows(matrix, own, target)
-        return
-    low, high, _ = _RANGES[into.dtype]
-    rows = _rows_at_once(values)
-    for part, own, target in zip(values.split(rows), scales.split(rows), into.split(rows), strict=True):
-        quotient = (part.bfloat16() / own.bfloat16()).clamp_(low, high)
-        target.copy_(quotient if into.dtype.is_floating_point else quotient.round_())
+    def scales(self, maxima: torch.Tensor) -> torch.Tensor:
+        """Return the scale of each row, rounded to bfloat16, as float32; weight = value * scale."""
+        scales = maxima.bfloat16() / _RANGES[self.dtype][2]
+        return scales.masked_fill_(scales == 0, torch.finfo(torch.bfloat16).eps).float()
 
+    def quantise(self, values: torch.Tensor, scales: torch.Tensor, held: IndexRange | None, into: torch.Tensor) -> None:
+        """Write ``[..., rows, columns]``, rounded to bfloat16 and divided by their rows' scales, to ``into``."""
+        if values.dim() > 2:
+            for matrix, own, target in zip(values, scales, into, strict=True):
+                self.quantise(matrix, own, held, target)
+            return
+        low, high, _ = _RANGES[self.dtype]
+        rows = _rows_at_once(values)
+        for part, own, target in zip(values.split(rows), scales.split(rows), into.split(rows), strict=True):
+            quotient = (part.bfloat16() / own.bfloat16()).clamp_(low, high)
+            target.copy_(quotient if self.dtype.is_floating_point else quotient.round_())
 
-def round_rows_in_place(values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Replace whole rows ``[..., rows, columns]`` by their quantised and dequantised values."""
-    for matrix in values.flatten(0, -3) if values.dim() > 2 else [values]:
-        for part in matrix.split(_rows_at_once(matrix)):
-            scales = row_scales(row_maxima(part), dtype)
-            rounded = torch.empty(part.shape, dtype=dtype, device=part.device)
-            quantise_rows(part, scales, rounded)
-            part.copy_(rounded.float().mul_(scales))
+    def round_in_place(self, values: torch.Tensor) -> None:
+        for matrix in values.flatten(0, -3) if values.dim() > 2 else [values]:
+            for part in matrix.split(_rows_at_once(matrix)):
+                scales = self.scales(self.maxima(part))
+                rounded = torch.empty(part.shape, dtype=self.dtype, device=part.device)
+                self.quantise(part, scales, None, rounded)
+                part.copy_(rounded.float().mul_(scales))
 
 
 def _rows_at_once(matrix: torch.Tensor) -> int:

@@ -24,7 +24,6 @@ class QuantisedShards:
     Args:
         weights: sharded weights ``[..., rows, columns]`` by name, the same names on all ranks.
         values: returns the local values of a tensor; rounded to bfloat16 before quantisation.
-        scheme: the shape of the scales and the dtype of the values.
         device: device type of the all-reduce, over the default group.
         limit: bytes of scales per all-reduce; a single weight may exceed it.
         wait: waits for a collective; raises if another rank has left the sync.

@@ -56,9 +56,8 @@ def _load(values, rows, columns, top, left, stride, row_stride, column_stride, B
 @triton.jit
 def _number():
     """Return the index of this program's block in a contiguous tensor of blocks."""
-    return (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(
-        0
-    )
+    row = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    return row * tl.num_programs(0) + tl.program_id(0)
 
 
 @triton.jit

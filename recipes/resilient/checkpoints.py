@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.checkpoint.atomic_folder import MANIFEST, CheckpointError, verify_sizes
+from ...engine.checkpoint.atomic_folder import MANIFEST, CheckpointError, verify_files
 
 __all__ = ["ENDED", "FOLDER", "NOTICE", "NOW", "Saved", "latest", "saved_steps"]
 
@@ -49,7 +49,7 @@ def _fault(folder: Path, with_queue: bool) -> str:
         if not (folder / role / MANIFEST).is_file():
             return f"{role} was not saved to its end"
         try:
-            verify_sizes(folder / role)
+            verify_files(folder / role, checksums=False)
         except CheckpointError as error:
             return str(error)
     # verl writes data.pt in place, so a killed save leaves a part of it.

@@ -17,7 +17,7 @@ from epfsdp2.engine.checkpoint import background
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.engine.checkpoint.background import Background
-from epfsdp2.engine.checkpoint.saves import CheckpointSaver, name_as_latest
+from epfsdp2.engine.checkpoint.saves import CheckpointSaver
 from epfsdp2.engine.model import hf_convert
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import local_tensor
@@ -25,48 +25,15 @@ from epfsdp2.engine.topology.rank_consistency import RankMismatchError
 from tests.support.engine.checkpoints import ALL, build_trainer, raise_full_disk, train_step
 from tests.support.engine.sharded import full_tensors
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 
 
 def _full(model, meshes):
     return dict(full_tensors(model, meshes, layer_names(model), 1 << 30))
 
 
-def _in_background(folder, out):
-    ids = torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2))
-    model, meshes, optimizer, schedule = trainer = build_trainer(folder, 2)
-    train_step(trainer, ids)
-    step = out / "global_step_1"
-    wanted = _full(model, meshes)
-    saves = Background()
-    may_write = threading.Event()
-    snapshot = checkpoint.Snapshot.of(model, optimizer, schedule, ALL, 1).on_host()
-    describe = AutoConfig.from_pretrained(folder).save_pretrained
-
-    def job():
-        may_write.wait()
-        snapshot.write(step / "actor", describe, "cpu", saves.group)
-        if dist.get_rank() == 0:
-            name_as_latest(step / "actor", 1)
-
-    saves.start("a save", job)
-    train_step(trainer, ids)  # with collectives of its own, while the save waits
-    assert not (step / "actor").exists()
-    may_write.set()
-    saves.wait()
-    dist.barrier()  # rank 0 names the checkpoint, the others' jobs may end before
-    assert (out / "latest_checkpointed_iteration.txt").read_text() == "1"
-    other = build_trainer(folder, 1)
-    checkpoint.load_checkpoint(step / "actor", other[0], other[2], other[3], ALL)
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in _full(*other[:2]).items())
-    assert other[3].last_epoch == 1
-
-
-def test_background_save_during_an_update_has_the_values_from_before_it(tmp_path):
-    run_ranks(_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
-
-
 def _export_in_background(folder, out):
+    """During a forward, which it does not disturb."""
     trainer = build_trainer(folder, 2)
     model, wanted = trainer[0], _full(*trainer[:2])
     hf_convert._SHAPES.clear()  # as if nothing had been loaded or synchronised by this process
@@ -92,11 +59,8 @@ def _export_in_background(folder, out):
     assert all(torch.equal(exported[name], tensor) for name, tensor in wanted.items())
 
 
-def test_background_export_during_a_forward_leaves_the_model_unchanged(tmp_path):
-    run_ranks(_export_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
-
-
 def _named_when_both_have_ended(folder, out):
+    """It is named latest when its folder is complete and the trainer has ended its own part."""
     model, _, optimizer, schedule = build_trainer(folder, 2)
     tracker, may_write = out / "latest_checkpointed_iteration.txt", threading.Event()
     saver = CheckpointSaver("cpu", lambda folder: may_write.wait())  # called on rank 0, and all write together
@@ -128,11 +92,8 @@ def _named_when_both_have_ended(folder, out):
     assert tracker.read_text() == "2" and not (out / "global_step_1/actor").exists()
 
 
-def test_background_save_is_named_latest_when_its_folder_is_complete_and_the_trainer_has_gone_on(tmp_path):
-    run_ranks(_named_when_both_have_ended, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
-
-
 def _in_the_same_memory(folder, out):
+    """A save copies to the memory of the last one once that is written."""
     trainer = build_trainer(folder, 2)
     model, meshes, optimizer, schedule = trainer
     may_write, written = threading.Event(), []
@@ -171,11 +132,8 @@ def _in_the_same_memory(folder, out):
         assert all(torch.equal(tensor, values[name]) for name, tensor in _full(*other[:2]).items())
 
 
-def test_background_saves_copy_to_the_memory_of_the_last_one_once_it_is_written(tmp_path):
-    run_ranks(_in_the_same_memory, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
-
-
 def _fails_in_background(folder, out):
+    """Reported when the next one begins."""
     model, _, optimizer, schedule = build_trainer(folder, 2)
     saves = Background()
 
@@ -186,17 +144,21 @@ def _fails_in_background(folder, out):
 
     save(1)
     saves.wait()
-    if dist.get_rank() == 1:
-        checkpoint.save_file = raise_full_disk
-    save(2)
-    with pytest.raises((OSError, RankMismatchError), match="No space left on device"):
-        save(3)
+    with mock.patch.object(checkpoint, "save_file", raise_full_disk if dist.get_rank() == 1 else checkpoint.save_file):
+        save(2)
+        with pytest.raises((OSError, RankMismatchError), match="No space left on device"):
+            save(3)
     assert json.loads((out / "trainer_state.json").read_text())["step"] == 1
     saves.wait()
 
 
-def test_background_save_that_fails_is_reported_when_the_next_begins(tmp_path):
-    run_ranks(_fails_in_background, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+def _each_check(folder, out):
+    checks = (_export_in_background, _named_when_both_have_ended, _in_the_same_memory, _fails_in_background)
+    each_case([(check, folder, out / check.__name__) for check in checks], lambda check, *args: check(*args))
+
+
+def test_background_save_has_the_values_from_before_the_updates_during_it(tmp_path):
+    run_ranks(_each_check, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "run")
 
 
 def test_copies_of_other_shapes_and_dtypes_get_memory_of_their_own():

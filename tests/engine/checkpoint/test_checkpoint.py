@@ -3,7 +3,6 @@
 import json
 import warnings
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,7 +15,7 @@ from transformers import AutoConfig
 
 from epfsdp2.engine.checkpoint import export_hf
 from epfsdp2.engine.checkpoint import state as checkpoint
-from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, CheckpointError
+from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST, CheckpointError, partial_dir
 from epfsdp2.engine.checkpoint.saves import remove_old
 from epfsdp2.engine.checkpoint.stored_shards import first_held, read_shards, stored_tensors, write_shards
 from epfsdp2.engine.errors import SettingError
@@ -26,7 +25,7 @@ from tests.support.engine.sharded import sharded_model
 from tests.support.models.published import stored_values
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe
 from tests.support.permissions import obey_permissions
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 from tests.support.scale import on_fake_ranks
 
 
@@ -52,22 +51,12 @@ def _other_algorithms_are_refused(folder, out):
         dist.barrier()
 
 
-def test_load_checkpoint_of_another_algorithm_is_refused_before_anything_changes(tmp_path):
-    run_ranks(_other_algorithms_are_refused, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
-
-
 def _weights_alone_hold_no_optimizer(folder, out):
     model, _, optimizer, schedule = build_trainer(folder, 1)
     checkpoint.save_checkpoint(out, model, optimizer, schedule, {"model", "extra"}, step=1)
     with pytest.raises(SettingError, match=r"holds no optimizer state. What works: .*load_contents=\[model,extra\]"):
         checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
     checkpoint.load_checkpoint(out, model, optimizer, schedule, {"model", "extra"})
-
-
-def test_load_checkpoint_without_the_optimizer_says_so(tmp_path):
-    run_ranks(_weights_alone_hold_no_optimizer, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
-    assert json.loads((tmp_path / "ckpt/trainer_state.json").read_text())["step"] == 1
-    assert not (tmp_path / "ckpt.partial").exists()
 
 
 def _loads_without(folder, out):
@@ -92,10 +81,6 @@ def _loads_without(folder, out):
     assert all(torch.equal(before[name], param.to_local()) for name, param in model.named_parameters())
 
 
-def test_load_checkpoint_without_the_model_is_refused_and_without_the_rest_named(tmp_path):
-    run_ranks(_loads_without, 2, save_qwen3_moe(tmp_path / "model"), tmp_path)
-
-
 def _unstepped_parameters(folder, out):
     model, _, optimizer, schedule = build_trainer(folder, 2, muon=True)
     name = "model.layers.0.mlp.experts.down_proj"
@@ -110,37 +95,39 @@ def _unstepped_parameters(folder, out):
     assert all(param.grad is None for param in other.parameters())
 
 
-def test_load_checkpoint_of_a_parameter_without_steps_gives_it_no_optimizer_state(tmp_path):
-    run_ranks(_unstepped_parameters, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
-
-
 def _export(folder, out, file_bytes, contents):
-    checkpoint.write_hf_weights = partial(export_hf.write_hf_weights, file_bytes=file_bytes)
     model, _ = sharded_model(folder, dist.get_world_size(), 2)
     describe = AutoConfig.from_pretrained(folder).save_pretrained
-    with mock.patch.object(export_hf, "SafetensorsFile", wraps=export_hf.SafetensorsFile) as opened:
+    with (
+        mock.patch.object(checkpoint, "write_hf_weights", partial(export_hf.write_hf_weights, file_bytes=file_bytes)),
+        mock.patch.object(export_hf, "SafetensorsFile", wraps=export_hf.SafetensorsFile) as opened,
+    ):
         checkpoint.save_checkpoint(out, model, None, None, contents, 1, describe)
     files = [call.args[0] for call in opened.call_args_list]
     assert len(set(files)) == len(files) <= dist.get_world_size()  # each once, whatever the number of tensors
 
 
-@pytest.mark.parametrize(("file_bytes", "contents"), [(1 << 30, {"hf_model"}), (1 << 16, {"model", "hf_model"})])
-def test_export_equals_the_loaded_checkpoint(tmp_path, file_bytes, contents):
-    folder, saved = save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt"
-    run_ranks(_export, 4, folder, saved, file_bytes, contents)
-    assert (saved / checkpoint.SHARDS).exists() == ("model" in contents)
-    assert {path.name for path in saved.iterdir()} <= {MANIFEST, checkpoint.SHARDS, checkpoint.HF, "trainer_state.json"}
-    out = saved / checkpoint.HF
-    original, exported = stored_values(folder), stored_values(out)
-    assert exported.keys() == original.keys()
-    assert all(torch.equal(exported[name], original[name]) for name in original)
-    assert len(list(out.glob("*.safetensors"))) == (1 if file_bytes == 1 << 30 else len(_files_of(out)))
-    reloaded, reference = reference_model(out), reference_model(folder)
-    assert all(torch.equal(a, b) for a, b in zip(reloaded.parameters(), reference.parameters(), strict=True))
+def _each_export(folder, exports):
+    each_case([(folder, *export) for export in exports], _export)
 
 
-def _files_of(folder: Path) -> set[str]:
-    return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
+def test_export_equals_the_loaded_checkpoint(tmp_path):
+    folder = save_qwen3_moe(tmp_path / "model")
+    exports = [(tmp_path / "one", 1 << 30, {"hf_model"}), (tmp_path / "several", 1 << 16, {"model", "hf_model"})]
+    run_ranks(_each_export, 4, folder, exports)
+    original, reference = stored_values(folder), reference_model(folder)
+    known = {MANIFEST, checkpoint.SHARDS, checkpoint.HF, "trainer_state.json"}
+    for saved, file_bytes, contents in exports:
+        assert (saved / checkpoint.SHARDS).exists() == ("model" in contents)
+        assert {path.name for path in saved.iterdir()} <= known
+        out = saved / checkpoint.HF
+        exported = stored_values(out)
+        assert exported.keys() == original.keys()
+        assert all(torch.equal(exported[name], original[name]) for name in original)
+        assert (len(list(out.glob("*.safetensors"))) > 1) == (out / "model.safetensors.index.json").is_file()
+        assert (out / "model.safetensors").is_file() == (file_bytes == 1 << 30)
+        reloaded = reference_model(out)
+        assert all(torch.equal(a, b) for a, b in zip(reloaded.parameters(), reference.parameters(), strict=True))
 
 
 def _no_checkpoint(folder):
@@ -148,44 +135,39 @@ def _no_checkpoint(folder):
         checkpoint.load_checkpoint(folder, None, None, None, ALL)
 
 
-def test_load_checkpoint_names_a_folder_without_one(tmp_path):
-    run_ranks(_no_checkpoint, 2, tmp_path)
-
-
 def _damaged(folder, out):
     model, _, optimizer, schedule = trainer = build_trainer(folder, 2)
     train_step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
     checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+    assert {path.suffix for path in out.rglob("*") if path.is_file()} == {".safetensors", ".json"}  # no pickle
     before = {name: param.to_local().clone() for name, param in model.named_parameters()}
 
-    def is_refused(words, change, path):
+    shard, manifest = next((out / "dist_ckpt").glob("*00002*.safetensors")), out / MANIFEST
+    changes = [
+        (shard, rf"{shard.name} \(its checksum differs\)", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+        (shard, rf"{shard.name} \(\d+ of \d+ bytes\)", lambda content: content[:-8]),
+        (shard, rf"{shard.name} \(missing\)", None),
+        (
+            manifest,
+            "newer format 3; this version of epfsdp2 reads 2",
+            lambda c: c.replace(b'"format": 2', b'"format": 3'),
+        ),
+        (manifest, f"{MANIFEST} is damaged", lambda content: content[:-8]),
+    ]
+    for path, words, change in changes:
         content = path.read_bytes()
+        dist.barrier()
         if dist.get_rank() == 0:
-            change(path, content)
+            path.unlink() if change is None else path.write_bytes(change(content))
         dist.barrier()
         with pytest.raises(CheckpointError, match=words):
             checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
         dist.barrier()
         if dist.get_rank() == 0:
             path.write_bytes(content)
-
-    shard = next((out / "dist_ckpt").glob("*00002*.safetensors"))
-    flipped = lambda path, content: path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # noqa: E731
-    is_refused(rf"{shard.name} \(its checksum differs\)", flipped, shard)
-    cut_off = lambda path, content: path.write_bytes(content[:-8])  # noqa: E731
-    is_refused(rf"{shard.name} \(\d+ of \d+ bytes\)", cut_off, shard)
-    is_refused(rf"{shard.name} \(missing\)", lambda path, content: path.unlink(), shard)
-    manifest = out / MANIFEST
-    newer = lambda path, content: path.write_bytes(content.replace(b'"format": 2', b'"format": 3'))  # noqa: E731
-    is_refused("newer format 3; this version of epfsdp2 reads 2", newer, manifest)
-    is_refused(f"{MANIFEST} is damaged", cut_off, manifest)
+        dist.barrier()
     assert all(torch.equal(before[name], param.to_local()) for name, param in model.named_parameters())
-    dist.barrier()
     checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
-
-
-def test_verify_all_ranks_names_damaged_files_on_every_rank(tmp_path):
-    run_ranks(_damaged, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
 
 
 def _without_permission(folder, out, read_only):
@@ -217,12 +199,6 @@ def _without_permission(folder, out, read_only):
     checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
 
 
-def test_verify_all_ranks_names_unreadable_files_on_every_rank(tmp_path):
-    (tmp_path / "read_only").mkdir()
-    folder = save_qwen3_moe(tmp_path / "model")
-    run_ranks(_without_permission, 2, folder, tmp_path / "ckpt", tmp_path / "read_only")
-
-
 def _of_another_model(folder, other, out):
     model, _, _, schedule = build_trainer(folder, 2)
     checkpoint.save_checkpoint(out, model, None, schedule, {"model"}, step=1)
@@ -231,25 +207,59 @@ def _of_another_model(folder, other, out):
         checkpoint.load_checkpoint(out, different, None, None, {"model"})
 
 
-def test_load_checkpoint_of_another_model_is_refused(tmp_path):
-    other = save_qwen3_moe(tmp_path / "other", hidden_size=32)
-    run_ranks(_of_another_model, 2, save_qwen3_moe(tmp_path / "model"), other, tmp_path / "ckpt")
-
-
 def _fails_on_one_rank(folder, out):
     model, _, optimizer, schedule = build_trainer(folder, 2)
     checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
-    if dist.get_rank() == 1:
-        checkpoint.save_file = raise_full_disk
-    with pytest.raises((OSError, RankMismatchError), match="No space left on device"):
+    save = raise_full_disk if dist.get_rank() == 1 else checkpoint.save_file
+    failure = pytest.raises((OSError, RankMismatchError), match="No space left on device")
+    with mock.patch.object(checkpoint, "save_file", save), failure:
         checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=2)
-    assert not out.with_name("ckpt.partial").exists() or dist.get_rank() != 0
+    assert not partial_dir(out).exists() or dist.get_rank() != 0
     checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
     assert json.loads((out / "trainer_state.json").read_text())["step"] == 1
 
 
-def test_save_that_fails_on_one_rank_fails_on_all_and_replaces_nothing(tmp_path):
-    run_ranks(_fails_on_one_rank, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
+def _keeps(folder):
+    """The newest, and the one that verl would resume from."""
+    paths = [folder / f"global_step_{i}/actor" for i in range(5)]
+    if dist.get_rank() == 0:
+        for path in paths:
+            path.mkdir(parents=True)
+    dist.barrier()
+    assert remove_old(paths, None) == paths
+    assert remove_old(paths, 4) == paths[1:]
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    for named, left in (("3", paths[3:]), ("4", paths[4:])):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            tracker.write_text(named)
+        dist.barrier()
+        assert remove_old(paths[1:], 1) == left
+    dist.barrier()
+    assert [path for path in paths if path.exists()] == paths[4:]
+
+
+def _each_check(checks):
+    each_case(checks, lambda check, *args: check(*args))
+
+
+def test_checkpoint_that_is_damaged_or_of_another_run_is_refused_by_name_before_anything_changes(tmp_path):
+    folder, other = save_qwen3_moe(tmp_path / "model"), save_qwen3_moe(tmp_path / "other", hidden_size=32)
+    (tmp_path / "read_only").mkdir()
+    (tmp_path / "empty").mkdir()
+    of_model = (
+        _other_algorithms_are_refused,
+        _weights_alone_hold_no_optimizer,
+        _loads_without,
+        _unstepped_parameters,
+        _damaged,
+        _fails_on_one_rank,
+    )
+    checks = [(check, folder, tmp_path / check.__name__) for check in of_model]
+    checks += [(_no_checkpoint, tmp_path / "empty"), (_keeps, tmp_path / "kept")]
+    checks += [(_of_another_model, folder, other, tmp_path / "of_another")]
+    checks += [(_without_permission, folder, tmp_path / "unreadable", tmp_path / "read_only")]  # to the process's end
+    run_ranks(_each_check, 2, checks)
 
 
 def _saves_random_state(folder, out):
@@ -280,45 +290,6 @@ def test_load_checkpoint_on_more_ranks_seeds_them_and_logs_it(tmp_path):
     folder = save_qwen3_moe(tmp_path / "model")
     run_ranks(_saves_random_state, 2, folder, tmp_path / "ckpt")
     run_ranks(_resumes_with_more_ranks, 4, folder, tmp_path / "ckpt")
-
-
-def test_load_checkpoint_unpickles_nothing(tmp_path):
-    run_ranks(_without_pickle, 1, save_qwen3_moe(tmp_path / "model"), tmp_path / "ckpt")
-
-
-def _without_pickle(folder, out):
-    model, _, optimizer, schedule = trainer = build_trainer(folder, 1)
-    train_step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
-    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
-    assert {path.suffix for path in out.rglob("*") if path.is_file()} == {".safetensors", ".json"}
-
-
-def test_remove_old_keeps_only_the_newest_checkpoints(tmp_path):
-    run_ranks(_keeps, 1, tmp_path)
-
-
-def _keeps(folder):
-    paths = [folder / f"global_step_{i}" for i in range(4)]
-    for path in paths:
-        path.mkdir()
-    assert remove_old(paths, None) == paths
-    assert remove_old(paths, 2) == paths[2:]
-    assert [p.exists() for p in paths] == [False, False, True, True]
-
-
-def test_remove_old_keeps_the_checkpoint_that_verl_would_resume_from(tmp_path):
-    run_ranks(_keeps_the_named, 1, tmp_path)
-
-
-def _keeps_the_named(folder):
-    paths = [folder / f"global_step_{i}/actor" for i in range(4)]
-    for path in paths:
-        path.mkdir(parents=True)
-    (folder / "latest_checkpointed_iteration.txt").write_text("2")
-    assert remove_old(paths, 1) == paths[2:]
-    (folder / "latest_checkpointed_iteration.txt").write_text("3")
-    assert remove_old(paths[2:], 1) == paths[3:]
-    assert [p.exists() for p in paths] == [False, False, False, True]
 
 
 def test_shards_are_in_the_format_of_torchs_distributed_checkpoint(tmp_path):

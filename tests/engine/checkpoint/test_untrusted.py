@@ -18,7 +18,7 @@ from epfsdp2.engine.checkpoint.stored_shards import STATE, overlapping, read_fac
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.lora.peft_files import read_adapter
 from epfsdp2.engine.lora.settings import LoraSettings
-from epfsdp2.engine.model.safetensors_files import DamagedFileError, SafetensorsFile
+from epfsdp2.engine.model.safetensors_files import SafetensorsFile
 from epfsdp2.engine.preflight.model_facts import inspect_model
 from epfsdp2.recipes.plan.cards import config_of
 from tests.support.models.tiny import save_qwen3_moe
@@ -29,84 +29,66 @@ NUMBERS = (*HUGE, -1, -(2**63), 1.5, 1e308, True, None, "4", [], [4], {}, "4" * 
 DEEP = b'{"a":' * 100_000
 
 
-def _entries(header, rng):
-    return header[rng.choice([name for name in header if name != "__metadata__"])]
+def _names(header):
+    return [name for name in header if name != "__metadata__"]
 
 
-def _shape(header, rng):
-    entry = _entries(header, rng)
-    entry["shape"] = rng.choice(
-        [
-            [rng.choice(NUMBERS)],
-            [*entry["shape"], rng.choice(NUMBERS)],
-            [rng.choice(HUGE)] * rng.randint(1, 4),
-            [0, rng.choice(HUGE[2:])],  # no bytes, and no tensor of torch
-            [1] * 5000 + entry["shape"],
-            [entry["shape"][0] + rng.randint(1, 9), *entry["shape"][1:]],
-            rng.choice(NUMBERS[:-4]),
-        ]
-    )
+def _shapes(shape, rng):
+    return [
+        [rng.choice(NUMBERS)],
+        [*shape, rng.choice(NUMBERS)],
+        [rng.choice(HUGE)] * rng.randint(1, 4),
+        [0, rng.choice(HUGE[2:])],  # no bytes, and no tensor of torch
+        [1] * 5000 + shape,
+        [shape[0] + rng.randint(1, 9), *shape[1:]],
+        rng.choice(NUMBERS[:-4]),
+    ]
 
 
-def _offsets(header, rng):
-    entry = _entries(header, rng)
-    begin, end = entry["data_offsets"]
+def _offsets(begin, end, rng):
     moved = rng.choice([-8, -4, -1, 1, 4, 8, 1 << 20, *HUGE])
-    entry["data_offsets"] = rng.choice(
-        [[begin + moved, end + moved], [begin, end + moved], [end, begin], [begin], [begin, end, end], [begin, None]]
-    )
+    return [[begin + moved, end + moved], [begin, end + moved], [end, begin], [begin], [begin, end, end], [begin, None]]
 
 
-def _dtype(header, rng):
-    wrong = ["F16", "F64", "I8", "F128", "U4", "", "f32", "object", None, 4, ["F32"]]
-    _entries(header, rng)["dtype"] = rng.choice(wrong)
+def _change_header(header, what, rng):
+    name, other = rng.sample(_names(header), 2)
+    entry = header[name]
+    if what == "shape":
+        entry["shape"] = rng.choice(_shapes(entry["shape"], rng))
+    elif what == "offsets":
+        entry["data_offsets"] = rng.choice([*_offsets(*entry["data_offsets"], rng), header[other]["data_offsets"]])
+    elif what == "dtype":
+        entry["dtype"] = rng.choice(["F16", "F64", "I8", "F128", "U4", "", "f32", "object", None, 4, ["F32"]])
+    elif what == "metadata":
+        header["__metadata__"] = rng.choice([3, [], "x", {"a": 1}, {"a": None}, {"a": {}}])
+    else:
+        del entry[rng.choice(list(entry))]
 
 
-def _overlap(header, rng):
-    first, second = rng.sample([name for name in header if name != "__metadata__"], 2)
-    header[first]["data_offsets"] = header[second]["data_offsets"]
-
-
-def _lacks(header, rng):
-    del _entries(header, rng)[rng.choice(["dtype", "shape", "data_offsets"])]
-
-
-def _metadata(header, rng):
-    header["__metadata__"] = rng.choice([3, [], "x", {"a": 1}, {"a": None}, {"a": {}}])
-
-
-def _named_twice(text, rng):
+def _change_text(text, rng):
     name = rng.choice("abc").encode()
-    at = text.index(b'"' + name + b'":')
-    entry = text[at : text.index(b"}", at) + 1]
-    return text.replace(entry, entry + b", " + entry)
-
-
-def _broken(text, rng):
-    text = text.rstrip()
-    at = rng.randrange(len(text))
-    return rng.choice([text[:at], b"", b"[]", b"null", DEEP, text[:at] + b"\xff\x00" + text[at:], text + b"}"])
-
-
-def _length(data, rng):
-    length = rng.choice([0, 1, len(data), 100_000_001, 2**31, 2**63, 2**64 - 1, rng.randrange(2**64)])
-    return length.to_bytes(8, "little") + data[8:]
+    begin = text.index(b'"' + name + b'":')
+    entry = text[begin : text.index(b"}", begin) + 1]
+    text, at = text.rstrip(), rng.randrange(len(text.rstrip()))
+    damaged = [text[:at], b"", b"[]", b"null", DEEP, text[:at] + b"\xff\x00" + text[at:], text + b"}"]
+    return rng.choice([*damaged, *[text.replace(entry, entry + b", " + entry)] * 7])  # a tensor that is named twice
 
 
 def _damaged(data, rng):
     """The file's bytes with one thing changed that no valid file has."""
     length = int.from_bytes(data[:8], "little")
     text, tensors = data[8 : 8 + length], data[8 + length :]
-    change = rng.choice([_shape, _offsets, _dtype, _overlap, _lacks, _metadata, _named_twice, _broken, _length, "cut"])
-    if change in (_named_twice, _broken):
-        text = change(text, rng)
-    elif change == _length:
-        return _length(data, rng)
-    elif change == "cut":
+    what = rng.choice(["shape", "offsets", "dtype", "metadata", "lacks", "text", "text", "length", "cut"])
+    if what == "cut":
         return data[: rng.randrange(len(data))] if rng.random() < 0.7 else data + bytes(rng.randint(1, 99))
+    if what == "length":
+        wrong = rng.choice([0, 1, len(data), 100_000_001, 2**31, 2**63, 2**64 - 1, rng.randrange(2**64)])
+        return wrong.to_bytes(8, "little") + data[8:]
+    if what == "text":
+        text = _change_text(text, rng)
     else:
         header = json.loads(text)
-        change(header, rng)
+        _change_header(header, what, rng)
         text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + tensors
 
@@ -126,7 +108,8 @@ def _of_a_run(path):
     stored_tensors(path.parent)
 
 
-def test_safetensors_readers_of_ten_thousand_damaged_headers_raise_with_the_files_name(tmp_path):
+@pytest.mark.parametrize("number", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_safetensors_readers_of_damaged_headers_raise_with_the_files_name(tmp_path, number):
     places = {
         _of_a_model: (tmp_path / "model" / "model.safetensors", SettingError),
         _of_an_adapter: (tmp_path / "adapter" / "adapter_model.safetensors", SettingError),
@@ -137,33 +120,17 @@ def test_safetensors_readers_of_ten_thousand_damaged_headers_raise_with_the_file
         save_file({"a": torch.ones(3, 4), "b": torch.ones(5), "c": torch.ones(2, 2, dtype=torch.int32)}, path)
         SafetensorsFile(path).read("a")
     data, rng, before = path.read_bytes(), random.Random(0), 0
-    for number in range(10_000):
-        read, (path, kind) = list(places.items())[number % len(places)]
+    for i in range(number):
+        read, (path, kind) = list(places.items())[i % len(places)]
         content = _damaged(data, rng)
         path.write_bytes(content)
         with pytest.raises(kind) as caught:
             read(path)
-            pytest.fail(f"number {number} was read: {content[:400]!r}")
+            pytest.fail(f"number {i} was read: {content[:400]!r}")
         assert path.name in str(caught.value), content[:400]
-        if number == 300:
+        if i == 300:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
-
-
-def test_safetensors_file_with_a_changed_byte_in_its_header_raises_or_reads_what_it_holds(tmp_path):
-    path, rng = tmp_path / "model.safetensors", random.Random(1)
-    save_file({"a": torch.ones(3, 4), "b": torch.ones(5)}, path)
-    data, failed = path.read_bytes(), 0
-    for _ in range(1000):
-        at = rng.randrange(8 + int.from_bytes(data[:8], "little"))
-        path.write_bytes(data[:at] + rng.randbytes(1) + data[at + 1 :])
-        try:
-            file = SafetensorsFile(path)
-            assert sum(file.read(name).nbytes for name in file.shapes) <= len(data)
-        except DamagedFileError as error:
-            failed += 1
-            assert path.name in str(error)
-    assert 500 < failed < 1000
 
 
 def _shard(path, places, shape=(2, 4), name="model.a"):
@@ -269,16 +236,8 @@ def test_read_facts_of_a_malformed_trainer_state_is_refused(tmp_path, change):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"r": "8"},
-        {"r": True},
-        {"r": None},
-        {"lora_alpha": "x"},
-        {"target_modules": 3},
-        {"target_parameters": [3]},
-        3,
-        "{",
-    ],
+    [{"r": r} for r in ("8", True, None)]
+    + [{"lora_alpha": "x"}, {"target_modules": 3}, {"target_parameters": [3]}, 3, "{"],
 )
 def test_lora_settings_of_a_malformed_adapter_config_are_refused(tmp_path, change):
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}

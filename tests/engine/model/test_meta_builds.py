@@ -28,30 +28,23 @@ def _counted(folder, model_type, settings, model):
     return worker
 
 
-def _builds_once(folder, cases):
+def _builds_once(folder, dense, cases):
     for model_type, settings, model in cases:
         worker = _counted(folder, model_type, {"ep_size": 2, "use_dynamic_bsz": False, **settings}, model)
         plan = worker.engine.run_plan
         assert plan is None if settings.get("forward_only") else not plan.sizes.untraced
+    _counted(dense, "language_model", {"ep_size": 1}, {})
 
 
 def test_engine_builds_its_model_on_meta_once(tmp_path):
+    lora = {"lora_rank": 4, "target_modules": "all-linear"}
     cases = [
-        ("language_model", {}, {}),
         ("language_model", {"dtype": "bf16", "router_aux_loss_coef": 0.1}, {}),
         ("language_model", {"forward_only": True}, {}),
-        ("language_model", {}, {"lora_rank": 4, "target_modules": "all-linear"}),
+        ("language_model", {}, lora),
         ("value_model", {"model_dtype": "bf16"}, {}),
     ]
-    run_ranks(_builds_once, 2, save_qwen3_moe(tmp_path), cases)
-
-
-def _builds_once_dense(folder):
-    _counted(folder, "language_model", {"ep_size": 1}, {})
-
-
-def test_engine_builds_a_dense_model_on_meta_once(tmp_path):
-    run_ranks(_builds_once_dense, 1, save_qwen3(tmp_path))
+    run_ranks(_builds_once, 2, save_qwen3_moe(tmp_path / "moe"), save_qwen3(tmp_path / "dense"), cases)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

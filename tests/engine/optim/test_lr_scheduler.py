@@ -1,14 +1,13 @@
 """One schedule over several optimizers."""
 
 import json
-import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from epfsdp2.engine.optim.lr_scheduler import MultiLRScheduler, build_multi_lr_scheduler
+from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
 from epfsdp2.engine.optim.multi_optimizer import MultiOptimizer
 
 
@@ -37,21 +36,9 @@ def test_lr_scheduler_of_two_optimizers_has_the_rates_of_their_groups_in_order()
         rates = [0.1 * 0.5**step, 0.5 * 0.5**step, 0.5**step]
         assert schedule.get_last_lr() == pytest.approx(rates)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(rates)
-        assert schedule.last_epoch == step and schedule.base_lrs == [0.1, 0.5, 1.0]
+        assert schedule.last_epoch == step
         optimizer.step()
         schedule.step()
-
-
-def test_lr_scheduler_stepped_in_the_wrong_order_warns_and_in_the_right_one_does_not():
-    optimizer = _optimizer()
-    schedule = build_multi_lr_scheduler(optimizer, _halving)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            optimizer.step()
-            schedule.step()
-    with pytest.warns(UserWarning, match="before `optimizer.step"):
-        build_multi_lr_scheduler(_optimizer(), _halving).step()
 
 
 def test_lr_scheduler_state_is_plain_json_and_continues_with_its_rates():
@@ -78,29 +65,4 @@ def test_lr_scheduler_state_is_plain_json_and_continues_with_its_rates():
 def test_lr_scheduler_state_of_other_optimizers_is_refused():
     schedule = build_multi_lr_scheduler(_optimizer(), _halving)
     with pytest.raises(ValueError, match=r"to the optimizers \['dense'\], but this run has \['dense', 'experts'\]"):
-        schedule.load_state_dict({"dense": schedule.state_dict()["dense"]})
-    optimizer = _optimizer()
-    with pytest.raises(ValueError, match="are not those of"):
-        MultiLRScheduler(optimizer, {"dense": _halving(optimizer.optimizers["dense"])})
-    with pytest.raises(ValueError, match="'experts' belongs to another optimizer"):
-        MultiLRScheduler(optimizer, {name: _halving(optimizer.optimizers["dense"]) for name in optimizer.optimizers})
-
-
-def test_lr_scheduler_with_verls_schedules_has_their_rates():
-    functional = pytest.importorskip("verl.utils.torch_functional")
-    optimizer = _optimizer()
-    schedule = build_multi_lr_scheduler(
-        optimizer, lambda inner: functional.get_cosine_schedule_with_warmup(inner, 2, 6, min_lr_ratio=0.1)
-    )
-    rates = []
-    for _ in range(6):
-        optimizer.step()
-        schedule.step()
-        rates.append(schedule.get_last_lr()[0])
-    assert rates[0] == pytest.approx(0.05) and rates[1] == pytest.approx(0.1) and rates[5] == pytest.approx(0.01)
-    constant = build_multi_lr_scheduler(
-        _optimizer(), lambda inner: functional.get_constant_schedule_with_warmup(inner, 1)
-    )
-    constant.optimizer.step()
-    constant.step()
-    assert constant.get_last_lr() == [0.1, 0.5, 1.0]
+        schedule.check_state_dict({"dense": schedule.state_dict()["dense"]})

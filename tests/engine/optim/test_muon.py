@@ -1,5 +1,6 @@
 """Muon on sharded parameters against torch's Muon in one process, on matrices that were split by hand."""
 
+import contextlib
 import functools
 import math
 import zlib
@@ -10,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import _muon as torch_muon
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.lora.adapters import Lora
@@ -28,11 +27,19 @@ from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.engine.muon import CONFIGS, muon_model, stepped_by_torch
 from tests.support.engine.sharded import sharded_model, whole_parameters, whole_tensors
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3, save_qwen3_moe, token_loss
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 
 WORLD = 4
 RELATIVE = 1e-5
 MESHES = [(1, -1), (2, -1), (4, -1), (1, 2), (2, 2), (1, 1)]
+FEW = [(1, -1), (2, 2)]
+DECAYED = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+PLAIN = {"lr": 0.02, "weight_decay": 0.0, "adjust_lr_fn": "original", "nesterov": False, "momentum": 0.9, "ns_steps": 3}
+LORA = LoraSettings("model", 4, 8, "all-linear", modules_to_save=("norm", "lm_head"))
+
+
+# A process group holds sockets and threads, and there are many models in a process.
+_shared_meshes = functools.cache(build_meshes)
 
 
 def _reference(config, lora=None):
@@ -47,7 +54,7 @@ def _reference(config, lora=None):
 
 
 def _sharded(config, reference, ep, fsdp_size, lora=None, **options):
-    meshes = build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
+    meshes = _shared_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size))
     config._attn_implementation = "eager"
     model = build_on_meta(AutoModelForCausalLM, config, torch.float32)
     if lora is not None:
@@ -81,6 +88,7 @@ def _equals_torch(family, cases, options, lora=None):
     reference = _reference(config, lora)
     key = "gpt_oss." if family.startswith("gpt-oss") else ""
     names = list(muon_parameters(reference))
+    assert names and (lora is None or all(name.endswith(("_lora_A", "_lora_B")) for name in names))
     weights = {key + n: p.detach() for n, p in reference.named_parameters() if n in names}
     gradients = [{n: _gradient(n, w.shape, step) for n, w in weights.items()} for step in range(2)]
     expected = stepped_by_torch(weights, gradients, **options)
@@ -100,53 +108,22 @@ def _equals_torch(family, cases, options, lora=None):
                 assert _relative(moved, should) < RELATIVE, (where, _relative(moved, should))
 
 
-@pytest.mark.parametrize("family", list(CONFIGS))
-def test_muon_on_every_mesh_and_layout_steps_like_torch_muon_on_split_matrices(family):
-    cases = [(*mesh, {"expert_shard_dim": "auto"}) for mesh in MESHES if family != "qwen3-uneven" or mesh[0] < 4]
-    if family in ("qwen3", "nemotron-h"):
-        # By default the 8 experts are whole on each rank, on every mesh.
-        cases += [(*mesh, {"expert_shard_dim": 1}) for mesh in MESHES]
-    run_ranks(_equals_torch, WORLD, family, cases, {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"})
+def _each_equals_torch(cases):
+    each_case(cases, _equals_torch)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
-def test_muon_with_torch_s_other_learning_rates_and_plain_momentum_steps_like_torch(family):
-    options = {"lr": 0.02, "weight_decay": 0.0, "adjust_lr_fn": "original", "nesterov": False, "momentum": 0.9}
-    options["ns_steps"] = 3
-    run_ranks(_equals_torch, WORLD, family, [(2, -1, {}), (1, -1, {})], options)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
-def test_muon_on_adapters_steps_like_torch_muon_on_their_matrices(family):
-    lora = LoraSettings("model", 4, 8, "all-linear", modules_to_save=("norm", "lm_head"))
-    options = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    cases = [(2, -1, {"expert_shard_dim": 0}), (1, -1, {}), (2, 2, {"cpu_offload": True})]
-    names = list(muon_parameters(_reference(CONFIGS[family](), lora)))
-    assert names and all(name.endswith(("_lora_A", "_lora_B")) for name in names)
-    run_ranks(_equals_torch, WORLD, family, cases, options, lora)
-
-
-def _wrong_splits_are_seen(cases):
-    options = {"lr": 0.02, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    for family, layout in cases:
-        split = functools.partial(_split_as, layout)
-        with mock.patch(f"{__name__}.matrix_groups", split), pytest.raises(AssertionError) as failure:
-            _equals_torch(family, [(2, -1, {})], options)
-        where, difference = failure.value.args[0]
-        assert where[-1].endswith("gate_up_proj") and difference > 1e4 * RELATIVE, (layout, where)
-
-
-def _split_as(layout, model, real=matrix_groups):
-    return [{**group, **(layout if group["parts"] == 2 else {})} for group in real(model)]
-
-
-def test_muon_with_gate_and_up_split_wrongly_differs_by_orders_of_magnitude():
-    # Gate and up as one matrix, or interleaved rows split into halves.
-    run_ranks(
-        _wrong_splits_are_seen,
-        WORLD,
-        [("qwen3", {"parts": 1}), ("gpt-oss", {"parts": 1}), ("gpt-oss", {"interleaved": False})],
-    )
+@pytest.mark.parametrize("meshes", [FEW, pytest.param(MESHES, marks=pytest.mark.long)], ids=["few", "all"])
+def test_muon_on_every_mesh_and_layout_steps_like_torch_muon_on_split_matrices(meshes):
+    """By default the 8 experts of two families are whole on each rank, so they are cut, too; and adapters."""
+    cases = []
+    for family in CONFIGS:
+        dims = ("auto", 1) if family in ("qwen3", "nemotron-h") else ("auto",)
+        of_family = [(*m, {"expert_shard_dim": dim}) for dim in dims for m in meshes]
+        cases.append((family, [case for case in of_family if family != "qwen3-uneven" or case[0] < 4], DECAYED))
+    for family in ("qwen3", "gpt-oss"):
+        cases.append((family, [(2, -1, {})], PLAIN))
+        cases.append((family, [(2, -1, {"expert_shard_dim": 0}), (2, 2, {"cpu_offload": True})], DECAYED, LORA))
+    run_ranks(_each_equals_torch, WORLD, cases, timeout=600)
 
 
 def _trains_like_the_reference(folder, cases):
@@ -174,10 +151,6 @@ def _trains_like_the_reference(folder, cases):
                 assert _relative(state["momentum_buffer"].full_tensor(), momentum[name]) < RELATIVE, (ep, name)
 
 
-def test_muon_two_steps_of_a_dense_model_equal_the_reference(tmp_path):
-    run_ranks(_trains_like_the_reference, WORLD, save_qwen3(tmp_path), [(1, -1, {}), (1, 2, {"checkpointing": "full"})])
-
-
 def _muon_and_adamw(model):
     return build_multi_optimizer(
         model,
@@ -186,26 +159,29 @@ def _muon_and_adamw(model):
     )
 
 
+def _each_trains(runs):
+    each_case(runs, _trains_like_the_reference)
+
+
 def test_muon_two_steps_of_training_equal_the_reference(tmp_path):
-    folder = save_qwen3_moe(tmp_path)
-    cases = [(1, -1, {}), (2, -1, {}), (4, -1, {}), (2, -1, {"expert_shard_dim": 1}), (2, 2, {})]
-    cases += [(2, -1, {"cpu_offload": True}), (2, -1, {"checkpointing": "full"})]
+    cases = [(1, -1, {}), (2, 2, {}), (2, -1, {"expert_shard_dim": 1}), (2, -1, {"cpu_offload": True})]
     cases += [(2, -1, {"etp": 2}), (1, -1, {"etp": 2, "expert_shard_dim": 0})]
-    run_ranks(_trains_like_the_reference, WORLD, folder, cases)
+    dense = (save_qwen3(tmp_path / "dense"), [(1, 2, {"checkpointing": "full"})])
+    run_ranks(_each_trains, WORLD, [(save_qwen3_moe(tmp_path / "moe"), cases), dense])
 
 
-class _Traffic:
-    """Counts the elements that this rank sends and receives in each ``all_to_all_single``."""
+@contextlib.contextmanager
+def _exchanges():
+    """Yield a list with each all-to-all: ranks of its group, dtypes, elements sent to others, elements received."""
+    seen, call = [], dist.all_to_all_single
 
-    def __init__(self):
-        self.sent, self.received = [], []
-        self.call = dist.all_to_all_single
+    def spy(output, given, output_splits, input_splits, group=None, async_op=False):
+        sent = sum(input_splits) - input_splits[dist.get_rank(group)]
+        seen.append((dist.get_process_group_ranks(group), {output.dtype, given.dtype}, sent, sum(output_splits)))
+        return call(output, given, output_splits, input_splits, group=group, async_op=async_op)
 
-    def __call__(self, output, given, output_splits, input_splits, group=None, async_op=False):
-        rank = dist.get_rank(group)
-        self.sent.append(sum(input_splits) - input_splits[rank])
-        self.received.append(sum(output_splits))
-        return self.call(output, given, output_splits, input_splits, group=group, async_op=async_op)
+    with mock.patch.object(muon_module.dist, "all_to_all_single", spy):
+        yield seen
 
 
 def _sends_little(cases, bucket_bytes):
@@ -222,24 +198,19 @@ def _sends_little(cases, bucket_bytes):
             ranks = matrix_shard_step(param).parts if matrix_shard_step(param) else 1
             expected += 2 * (1 - 1 / ranks) * local_tensor(param).numel()
             assert math.prod(param.shape[-2:]) * param.itemsize < bucket_bytes
-        traffic = _Traffic()
-        with mock.patch.object(muon_module.dist, "all_to_all_single", traffic):
+        with _exchanges() as seen:
             Muon(groups, bucket_bytes=bucket_bytes).step()
         sent = [torch.zeros(2) for _ in range(WORLD)]
-        dist.all_gather(sent, torch.tensor([float(sum(traffic.sent)), expected]))
+        dist.all_gather(sent, torch.tensor([float(sum(elements for _, _, elements, _ in seen)), expected]))
         total, wanted = torch.stack(sent).sum(dim=0).tolist()
         # Uneven shards make the difference: owners hold more or less of their own matrices.
         assert abs(total - wanted) <= 0.05 * wanted, (where, total, wanted)
         assert max(float(s[0]) for s in sent) <= 1.2 * total / WORLD, (where, sent)
-        assert max(traffic.received, default=0) * 4 <= 2 * bucket_bytes, (where, max(traffic.received))
-
-
-def test_muon_step_sends_each_slice_once_there_and_once_back_in_bounded_buckets():
-    cases = [(1, -1, {}), (2, -1, {}), (4, -1, {}), (2, -1, {"expert_shard_dim": 0}), (2, 2, {}), (1, 1, {})]
-    run_ranks(_sends_little, WORLD, cases, 8192)
+        assert max((received for *_, received in seen), default=0) * 4 <= 2 * bucket_bytes, where
 
 
 def _steps_equally(bucket_bytes):
+    """Deterministic, and in one order whatever the gradients."""
     config = CONFIGS["qwen3"]()
     reference, orders, after = _reference(config), [], []
     # The second run has the same gradients, the third zero gradients on some ranks.
@@ -249,15 +220,9 @@ def _steps_equally(bucket_bytes):
             if param.dim() > 1:
                 param.grad = torch.zeros_like(param)
                 local_tensor(param.grad).copy_(_mine(param, _gradient(name, param.shape, 0)) * times)
-        groups, call = [], dist.all_to_all_single
-
-        def spy(*args, call=call, groups=groups, **kwargs):
-            groups.append(dist.get_process_group_ranks(kwargs["group"]))
-            return call(*args, **kwargs)
-
-        with mock.patch.object(muon_module.dist, "all_to_all_single", spy):
+        with _exchanges() as seen:
             Muon(matrix_groups(model), bucket_bytes=bucket_bytes).step()
-        orders.append(groups)
+        orders.append([ranks for ranks, *_ in seen])
         after.append([local_tensor(param).clone() for param in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(after[0], after[1], strict=True))
     assert orders[0] == orders[1] == orders[2] and len(orders[0]) > 4
@@ -266,11 +231,8 @@ def _steps_equally(bucket_bytes):
     assert all(size == sizes[0] for size in sizes)
 
 
-def test_muon_step_is_deterministic_and_sends_in_one_order_whatever_the_gradients():
-    run_ranks(_steps_equally, WORLD, 4096)
-
-
 def _bfloat16_is_sent():
+    """Half as many bytes, and the step of one process."""
     config = CONFIGS["qwen3"]()
     reference = _reference(config)
     model = _sharded(config, reference, 2, -1)
@@ -280,15 +242,9 @@ def _bfloat16_is_sent():
             plain[name].grad = _gradient(name, param.shape, 0)
             param.grad = torch.zeros_like(param)
             local_tensor(param.grad).copy_(_mine(param, plain[name].grad))
-    dtypes, call = set(), dist.all_to_all_single
-
-    def spy(output, given, *args, **kwargs):
-        dtypes.update((output.dtype, given.dtype))
-        return call(output, given, *args, **kwargs)
-
-    with mock.patch.object(muon_module.dist, "all_to_all_single", spy):
+    with _exchanges() as seen:
         Muon(matrix_groups(model), weight_decay=0.0, ns_dtype="bf16").step()
-    assert dtypes == {torch.bfloat16}
+    assert seen and all(dtypes == {torch.bfloat16} for _, dtypes, *_ in seen)
     before = {name: param.detach().clone() for name, param in plain.items()}
     Muon(matrix_groups(reference), weight_decay=0.0, ns_dtype="bf16").step()
     after = whole_parameters(model)
@@ -298,8 +254,13 @@ def _bfloat16_is_sent():
         assert _relative(moved, should.detach()) < 2**-8, name
 
 
-def test_muon_in_bfloat16_sends_half_as_much_and_steps_like_one_process():
-    run_ranks(_bfloat16_is_sent, WORLD)
+def _each_sends(checks):
+    each_case(checks, lambda check, *args: check(*args))
+
+
+def test_muon_step_sends_each_slice_once_there_and_back_in_bounded_buckets_in_one_order():
+    cases = [(1, -1, {}), (2, -1, {"expert_shard_dim": 0}), (2, 2, {}), (1, 1, {})]
+    run_ranks(_each_sends, WORLD, [(_sends_little, cases, 8192), (_steps_equally, 4096), (_bfloat16_is_sent,)])
 
 
 def test_newton_schulz_in_bfloat16_equals_torch():
@@ -318,17 +279,6 @@ def test_newton_schulz_in_bfloat16_equals_torch():
     assert not newton_schulz(torch.zeros(1, 3, 4), coefficients, 5, 1e-7, torch.float32).any()
 
 
-def test_muon_steps_a_plain_model_in_one_process():
-    weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
-    wanted = stepped_by_torch(
-        {"w": weight.detach().clone()}, [{"w": torch.ones(6, 4).tril()}], lr=0.1, adjust_lr_fn="original"
-    )
-    optimizer = Muon([weight], lr=0.1, adjust_lr_fn="original")
-    weight.grad = torch.ones(6, 4).tril()
-    assert optimizer.step(lambda: 3.0) == 3.0
-    torch.testing.assert_close(weight.detach(), wanted[0]["w"], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -342,10 +292,8 @@ def test_muon_steps_a_plain_model_in_one_process():
     ],
 )
 def test_muon_refuses_options_out_of_range(options, said):
+    own = {"params": [nn.Parameter(torch.ones(3, 4))], "parts": options.pop("parts", 1)}
     with pytest.raises(ValueError, match=said):
-        Muon(
-            [{"params": [nn.Parameter(torch.ones(3, 4))], **{k: options[k] for k in options if k == "parts"}}],
-            **{k: options[k] for k in options if k != "parts"},
-        )
+        Muon([own], **options)
     with pytest.raises(ValueError, match="matrices and stacks"):
         Muon([nn.Parameter(torch.ones(3))])

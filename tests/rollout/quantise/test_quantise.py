@@ -1,13 +1,14 @@
-"""Weights quantised on the trainer's ranks have the bits that vLLM makes of the same weights in bfloat16."""
+"""Weights quantised on the trainer's ranks have the bits of vLLM's, or of compressed-tensors', in bfloat16."""
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.quantise.blocks import FP8, block_maxima, blocks_of, quantise, scales_of
+from epfsdp2.engine.quantise.channels import CHANNEL_DTYPES, Channels
 from epfsdp2.engine.quantise.schemes import Blocks
 from epfsdp2.engine.quantise.shards import QuantisedShards
 from epfsdp2.engine.topology.index_ranges import IndexRange
@@ -15,7 +16,7 @@ from epfsdp2.rollout.layout.layout_check import difference
 from epfsdp2.rollout.layout.slices import scale_slices
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.servers import planned_layout, target_slices
-from tests.support.models.quantised import BLOCK, SIZES
+from tests.support.models.quantised import BLOCK, SIZES, compressed
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.rollout.sent_slices import bits, check_slices_of_the_whole, collected, weights_for
@@ -31,33 +32,56 @@ def _of_vllm(weight):
     return torch.stack(values), torch.stack(scales)
 
 
+WHOLE = {
+    "blocks": (Blocks(BLOCK), _of_vllm),
+    **{kind: (Channels(CHANNEL_DTYPES[kind]), partial(compressed, kind=kind)) for kind in CHANNEL_DTYPES},
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
 @pytest.mark.parametrize("shape", [(256, 384), (200, 576), (1, 130), (127, 3)])
-def test_quantise_of_parts_of_a_weight_equals_that_of_the_whole(shape):
+def test_quantise_of_parts_of_a_weight_equals_that_of_the_whole(shape, kind):
+    scheme, of_whole = WHOLE[kind]
     torch.manual_seed(sum(shape))
     weight = (torch.randn(shape) * torch.randn(shape).exp()).bfloat16()
-    weight[:64, :128] = 0.0  # a whole block of zeros has a scale too
-    values, scales = _of_vllm(weight)
+    weight[:64, :128] = 0.0  # a whole block of zeros has a scale too, as has a row
+    values, scales = of_whole(weight)
     rows, columns = (sorted({0, size, *torch.randint(0, size + 1, (3,)).tolist()}) for size in shape)
     parts = [
         IndexRange((a, c), (b, d))
         for a, b in zip(rows, rows[1:], strict=False)
         for c, d in zip(columns, columns[1:], strict=False)
     ]
-    maxima = torch.zeros(blocks_of(IndexRange.of(shape), BLOCK).shape)
+    maxima = torch.zeros(scheme.sharing(IndexRange.of(shape)).shape)
     for part in parts:
-        at = maxima[blocks_of(part, BLOCK).slices]
-        at.copy_(torch.maximum(at, block_maxima(weight[part.slices], part.low, BLOCK)))
-    assert torch.equal(scales_of(maxima), scales)
+        at = maxima[scheme.sharing(part).slices]
+        at.copy_(torch.maximum(at, scheme.maxima(weight[part.slices], part)))
+    assert torch.equal(scheme.scales(maxima), scales)
     for part in parts:
-        own = scales[blocks_of(part, BLOCK).slices]
-        found = torch.empty(part.shape, dtype=FP8)
-        quantise(weight[part.slices], own, part.low, BLOCK, found)
+        found = torch.empty(part.shape, dtype=scheme.dtype)
+        scheme.quantise(weight[part.slices], scales[scheme.sharing(part).slices], part, found)
         assert torch.equal(bits(found), bits(values[part.slices]))
+
+
+@pytest.mark.parametrize("kind", CHANNEL_DTYPES)
+def test_quantise_of_rows_of_every_bfloat16_equals_the_library(kind):
+    scheme, of_whole = WHOLE[kind]
+    every = torch.arange(1 << 16, dtype=torch.int32).short().view(torch.bfloat16)
+    weight = every[every.isfinite()].reshape(255, -1)  # rows of one exponent, or less
+    values, scales = of_whole(weight)
+    found = torch.empty(weight.shape, dtype=scheme.dtype)
+    scheme.quantise(weight.float(), scales, None, found)
+    assert torch.equal(scheme.scales(scheme.maxima(weight)), scales)
+    assert torch.equal(bits(found), bits(values))
 
 
 def _sent(folder, cases):
     for *mesh, rollout in cases:
-        sync, weights, sent = check_slices_of_the_whole(folder, tuple(mesh), rollout, _of_vllm)
+        of_whole = WHOLE[rollout.channels or "blocks"][1]
+        sync, weights, sent = check_slices_of_the_whole(folder, tuple(mesh), rollout, of_whole)
+        if rollout.channels:
+            assert {"w13_weight_scale", "w2_weight_scale", "weight_scale"} <= {name.rpartition(".")[2] for name in sent}
+            continue
         assert any(parameter.endswith("w13_weight_scale_inv") for parameter in sent)
         plain = weights_for(sync, replace(rollout, block=0), dist.get_rank() % rollout.workers)
         elements = sum(values.numel() for values in collected(plain.tensors()).values())
@@ -66,18 +90,24 @@ def _sent(folder, cases):
         assert weights.traffic.received < 0.6 * plain.traffic.received, "embeddings and norms stay in bfloat16"
 
 
-CASES = [
-    (2, 1, Rollout(1, block=BLOCK)),
-    (2, 1, Rollout(2, block=BLOCK)),
+FEW = [
     (1, 2, Rollout(2, block=BLOCK)),
     (4, 1, Rollout(2, 2, expert_parallel=True, block=BLOCK)),
+    (2, 1, Rollout(2, channels="fp8")),
+]
+OTHERS = [
+    *((2, 1, Rollout(workers, block=BLOCK)) for workers in (1, 2)),
+    (2, 1, Rollout(1, channels="int8")),
+    (1, 2, Rollout(2, channels="int8")),
+    (4, 1, Rollout(2, 2, expert_parallel=True, channels="int8")),
 ]
 
 
-def test_quantise_of_slices_has_the_bits_that_vllm_makes_of_the_whole_weights(tmp_path):
+@pytest.mark.parametrize("cases", [FEW, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["few", "others"])
+def test_quantise_of_slices_has_the_bits_of_the_whole_weights(tmp_path, cases):
     # More experts than a round holds where every worker keeps all of them.
     folder = save_qwen3_moe(tmp_path, **{**SIZES, "num_experts": 12})
-    run_ranks(_sent, 4, folder, CASES, timeout=600)
+    run_ranks(_sent, 4, folder, cases, timeout=600)
 
 
 def test_quantise_reduces_scales_within_the_limit_and_of_one_weight_at_least():
@@ -109,3 +139,10 @@ def test_layout_difference_of_a_worker_that_is_not_quantised_names_the_first_sca
     planned, plain = (planned_layout([tensor], Rollout(2, block=block), 1, heads) for block in (BLOCK, 0))
     said = difference(planned, plain)
     assert "first model.layers.0.self_attn.o_proj.weight_scale_inv: planned is [2, 1] from 0, actual is nothing" in said
+
+
+def test_layout_of_rows_that_are_cut_has_all_their_scales_on_every_worker():
+    tensor, heads = TensorSpec("model.layers.0.self_attn.o_proj.weight", (256, 192), 1), Heads(4, 4, 64, "qwen3_moe")
+    found = planned_layout([tensor], Rollout(2, channels="int8"), 1, heads)
+    assert found["model.layers.0.self_attn.o_proj.weight"].startswith("[256, 96]")
+    assert found["model.layers.0.self_attn.o_proj.weight_scale"].startswith("[256, 1]")

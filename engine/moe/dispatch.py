@@ -28,7 +28,6 @@ __all__ = [
     "DispatchPlan",
     "Dispatched",
     "PendingPlans",
-    "chunk_bounds",
     "combine",
     "count_sorted",
     "deferred_router_grad",
@@ -45,19 +44,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """The order of slots and the splits of the all-to-all for some tokens (``start_dispatch_plans``).
+    """The order of slots and the splits of the all-to-all for some tokens (``start_dispatch_plans``)."""
 
-    Args:
-        counts_e: int64 ``(e,)``, rows of each local expert.
-        slot_order: int64 ``(T * K,)``, slots in the order of sending.
-        row_order: int64 ``(R,)``, received rows in expert order; ``None`` if they arrive in it (``ep == etp == 1``).
-        all_to_all: sends slots to the ranks of their experts.
-    """
-
-    counts_e: torch.Tensor
-    slot_order: torch.Tensor
-    row_order: torch.Tensor | None
-    all_to_all: RowExchange
+    counts_e: torch.Tensor  # int64 ``(e,)``, rows of each local expert
+    slot_order: torch.Tensor  # int64 ``(T * K,)``, slots in the order of sending
+    row_order: torch.Tensor | None  # int64 ``(R,)``, received rows in expert order; ``None`` if ``ep == etp == 1``
+    all_to_all: RowExchange  # sends slots to the ranks of their experts
 
     @property
     def rows(self) -> int:
@@ -79,12 +71,10 @@ def dispatch(
     group: dist.ProcessGroup | None,
     etp_group: dist.ProcessGroup | None = None,
 ) -> Dispatched:
-    """Send every slot's hidden state to the rank of its expert.
+    """Send every slot's hidden state to the rank of its expert; differentiable.
 
     Args:
-        hidden_TD: hidden states ``(T, D)``; gradients flow through.
-        experts_TK: global expert ids ``(T, K)``, any integer dtype; read only.
-        num_experts: ``E``.
+        experts_TK: global expert ids, any integer dtype; read only.
         group: the EP group, ``None`` where one rank holds all experts.
         etp_group: the ranks that share each expert, ``None`` where a rank holds its experts whole.
     """
@@ -97,18 +87,11 @@ def dispatch(
     return Dispatched(**vars(plan), rows_RD=permute(received_RD, plan.row_order))
 
 
-def chunk_bounds(tokens: int, chunks: int) -> list[int]:
-    """Return the ``chunks + 1`` bounds of equal chunks of tokens; sizes differ by at most one, and may be 0."""
-    return [-(-i * tokens // chunks) for i in range(chunks + 1)]
-
-
 @dataclass(frozen=True)
 class PendingPlans:
-    """Plans that lack the sizes of other ranks.
+    """Plans that lack the sizes of other ranks; ``wait`` is the one host sync of a layer's forward, called once.
 
-    Args:
-        slot_orders: ``DispatchPlan.slot_order`` of each chunk, for work that is queued before the wait.
-        wait: returns the plans, once; the one host sync of a layer's forward.
+    ``slot_orders`` of the chunks are for work that is queued before the wait.
     """
 
     slot_orders: list[torch.Tensor]
@@ -125,12 +108,7 @@ def start_dispatch_plans(
     """Start to build the plan of each chunk of tokens, with one all-to-all of counts for all of them.
 
     A recomputation inside of ``keep_plans`` reuses the plans of the forward: it sends nothing and does not wait.
-
-    Args:
-        experts_TK: global expert ids ``(T, K)``, any integer dtype; read only.
-        num_experts: ``E``.
-        chunks: parts of the ``T`` tokens (``chunk_bounds``), as many on all ranks of the group.
-        etp_group: as in ``dispatch``; it gathers the counts that the EP group exchanged.
+    All ranks of the group have the same number of chunks; the other arguments are those of ``dispatch``.
     """
     kept: _KeptPlans | None = getattr(_kept, "plans", None)
     if kept is not None and kept.replay:
@@ -142,7 +120,7 @@ def start_dispatch_plans(
         chunk_T = torch.arange(tokens, device=keys.device) * chunks // max(tokens, 1)
         keys = keys + (chunk_T * num_experts).unsqueeze(1)
     keys, order = sort_keys(keys.reshape(-1), keys_below)
-    slot_orders = _split_order(order, [k * b for b in chunk_bounds(tokens, chunks)])
+    slot_orders = _split_order(order, [k * -(-i * tokens // chunks) for i in range(chunks + 1)])
     counts = count_sorted(keys, keys_below).view(chunks, num_experts)
     keep = kept.keep if kept is not None else lambda plans: plans
     if group is None and etp_group is None:
@@ -246,8 +224,7 @@ def combine(
     result equals the unsharded model's, and the router's gradient never leaves its rank.
 
     Args:
-        output_RD: expert outputs in the order of ``dispatched.rows_RD``; its ``D`` may differ from dispatch's.
-        weights_TK: routing weights ``(T, K)``.
+        output_RD: in the order of ``dispatched.rows_RD``; its ``D`` may differ from dispatch's.
 
     Returns:
         ``(T, D)`` in the promoted dtype of outputs and weights.

@@ -1,22 +1,9 @@
 """The experts function that transformers calls in place of an experts module's forward.
 
 One function serves every family on transformers' experts interface: the module's flags give the layout of its weights,
-and its own code computes the activation. Tokens reach their experts in one of four ways:
-
-    deepep.exchange      DeepEP's kernels                            ep > 1 and engine.dispatcher=deepep
-    overlap.exchange     asynchronous all-to-alls beside compute     ep > 1, several chunks or overlapped shared experts
-    fused.on_tokens      two autograd nodes that save little         otherwise, with backend torch or triton
-    dispatch.dispatch    then ``compute`` and ``combine``            otherwise: reference, transformers:NAME
-
-``install_experts_forward`` chooses the first two (``ExpertsRuntime.exchange``), ``experts_forward`` the others.
-
-The experts have no wrapper, the modules around them do. The outermost comes first, as in ``wrap_forward.ORDER``:
-
-    recompute            each layer but the last: activation checkpointing
-    shared_experts       a block: remembers its input, for the shared experts that are computed during dispatch
-    router_replay        a block: its router's choice is overridden
-    router_losses        a block: its router's logits are recorded
-    experts_forward      the experts; a pre-hook of replay and losses reads their expert ids
+and its own code computes the activation. Tokens reach their experts in one of four ways (docs/tour.md):
+``install_experts_forward`` chooses ``deepep.exchange`` or ``overlap.exchange``, if settings ask for them.
+``experts_forward`` chooses between ``fused.on_tokens``, for backends with operators, and ``dispatch.dispatch``.
 """
 
 import functools
@@ -47,15 +34,7 @@ from .gemm.linear import Linear
 from .registered import compute_registered
 from .shared_experts import SharedExperts
 
-__all__ = [
-    "Adapters",
-    "ExpertsRuntime",
-    "adapt_experts",
-    "attach",
-    "install_experts_forward",
-    "linears",
-    "runtime_of",
-]
+__all__ = ["Adapters", "ExpertsRuntime", "adapt_experts", "attach", "install_experts_forward", "linears", "runtime_of"]
 
 _HANDLE, _ADAPTERS = "_epfsdp2", "_epfsdp2_adapters"
 
@@ -68,22 +47,15 @@ class ExpertsRuntime:
     """The state that the experts function attaches to a module.
 
     Custom experts get it by ``set_expert_parallel`` (``find.CustomExperts``).
-
-    Args:
-        num_experts: ``E``.
-        group: the EP group, ``None`` where a single rank holds all experts.
-        backend: name of a ``backends.BackendChoice``.
-        exchange: replaces the synchronous all-to-alls, where the settings ask for it.
-        etp_group: the ranks that share each expert, ``None`` where this rank holds its experts whole.
-        rows_computed: (token, expert) pairs that this rank's experts have computed so far, recomputations included.
-            Each rank of ``etp_group`` counts a pair.
     """
 
-    num_experts: int
-    group: dist.ProcessGroup | None
-    backend: str = "torch"
-    exchange: TokenExchange | None = None
-    etp_group: dist.ProcessGroup | None = None
+    num_experts: int  # ``E``
+    group: dist.ProcessGroup | None  # over ``ep``, ``None`` where a single rank holds all experts
+    backend: str = "torch"  # name of a ``backends.BackendChoice``
+    exchange: TokenExchange | None = None  # replaces the synchronous all-to-alls, where the settings ask for it
+    etp_group: dist.ProcessGroup | None = None  # the ranks that share each expert
+    # (Token, expert) pairs that this rank's experts have computed so far, recomputations included. Each rank of
+    # ``etp_group`` counts a pair.
     rows_computed: int = 0
 
 
@@ -107,10 +79,8 @@ def install_experts_forward(
     """Replace each experts module's computation by dispatch, the computation of the local experts, and combine.
 
     Args:
-        group, etp_group, backend: as in ``ExpertsRuntime``.
         dispatcher: one of ``deepep.DISPATCHERS``.
         chunks: parts in which a layer's tokens are dispatched, one while another computes.
-        overlap_shared_experts: compute a block's shared experts while its tokens are dispatched.
 
     Raises:
         SettingError: as ``overlap.check_overlap``.
@@ -157,16 +127,12 @@ def _scaling(module: nn.Module, weight: str) -> float | None:
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Dispatch, compute the local experts, combine.
+    """Dispatch, compute the local experts, combine; returns ``(T, D)`` in the dtype of ``hidden_states``.
 
     Args:
         self: the experts module, its parameters gathered over ``ep_fsdp``.
-        hidden_states: ``(T, D)``.
         top_k_index: ``(T, K)`` global expert ids; not modified, a token may list an expert twice.
         top_k_weights: ``(T, K)`` routing weights, any float dtype.
-
-    Returns:
-        ``(T, D)`` in the dtype of ``hidden_states``.
     """
     runtime: ExpertsRuntime = getattr(self, _HANDLE)
     # FSDP gathers back to the parameter's type before sharding: a DTensor over ``ep`` alone.
@@ -209,7 +175,6 @@ def compute(
 
     Args:
         weight: the module's own parameters by name, local to this rank.
-        rows_RD: in the parameters' dtype.
         counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
         scale_R: routing weights that the source rank applies; their gradient is computed here
             (``dispatch.deferred_router_grad``).
@@ -255,17 +220,10 @@ def _linear(
 def grouped_linear(
     rows: torch.Tensor, weight: torch.Tensor, counts_e: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
 ) -> torch.Tensor:
-    """Apply expert ``i``'s linear to the ``i``-th group of rows.
+    """Apply expert ``i``'s linear to the ``i``-th group of rows, ``(R, in)`` to ``(R, out)``; ``R`` may be 0.
 
-    Args:
-        rows: ``(R, in)`` grouped by expert; ``R`` may be 0.
-        weight: ``(e, out, in)``, or ``(e, in, out)`` where ``is_transposed``.
-        counts_e: int64 ``(e,)``, rows per expert, summing to ``R``; entries may be 0.
-        bias: ``(e, out)`` or ``None``.
-
-    Returns:
-        ``(R, out)``. The gradient of the weight is dense: zero for experts without rows, never ``None``, which FSDP
-        would skip on this rank only.
+    The gradient of the weight, ``(e, out, in)``, or ``(e, in, out)`` if ``is_transposed``, is dense: zero for experts
+    without rows, never ``None``, which FSDP would skip on this rank only.
     """
     in_out = weight if is_transposed else weight.transpose(-2, -1)
     offsets = torch.cumsum(counts_e, dim=0).to(torch.int32)

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from .collectives.rows import RowExchange
 from .dispatch import DispatchPlan, slot_weights
 from .gemm.backends import Backend, Groups, IndexedRows, Rows, inverse
+from .gemm.gate import gate_of
 from .gemm.linear import Linear
 
 __all__ = ["on_rows", "on_tokens"]
@@ -54,7 +55,7 @@ class _Experts:
 
     def forward_up(self, rows: Rows, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the pre-activation, and the activation where the backend fuses it (else ``None``)."""
-        gate = self.backend.gate(self.module)
+        gate = gate_of(self.module)
         if gate is not None and self.up.lora_A is None:
             return self.backend.up_gate(rows, self.up.in_out, groups, self.up.bias, gate)
         return self.up.forward(self.backend, rows, groups), None
@@ -69,7 +70,7 @@ class _Experts:
     ) -> torch.Tensor:
         """Compute the output, by ``order_R`` as in ``Backend.mm``; ``act=None`` computes the activation first."""
         if act is None:
-            gate = self.backend.gate(self.module)
+            gate = gate_of(self.module)
             with ambient:
                 act = self.activation(pre) if gate is None else self.backend.activate(pre, gate)
         return self.down.forward(self.backend, act, groups, order_R)
@@ -88,7 +89,7 @@ class _Experts:
         Args:
             grad: the gradient of the output, or with ``scale_R`` the gradient of the output times ``scale_R``.
         """
-        gate = self.backend.gate(self.module)
+        gate = gate_of(self.module)
         if gate is not None and self.down.lora_A is None:
             out_in = self.down.in_out.mT
             grad_pre, act, grad_scale = self.backend.mm_gate_backward(grad, out_in, groups, pre, scale_R, gate)

@@ -17,13 +17,10 @@ class Counts:
 
     Args:
         sent: int64 ``(ep, chunks, e)``, rows for each expert of each rank.
-        group: the EP group, None where one rank holds all experts.
-        etp_group: the ranks that share each expert; the exchanged counts are gathered over it.
+        group, etp_group: as in ``dispatch``; the exchanged counts are gathered over ``etp_group``.
     """
 
-    def __init__(
-        self, sent: torch.Tensor, group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, sent: torch.Tensor, group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None):
         self.sent, self.received, work = sent, sent, None
         if group is not None:
             self.received = torch.empty_like(sent)

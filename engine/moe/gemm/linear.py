@@ -12,21 +12,13 @@ __all__ = ["Linear"]
 
 @dataclass(frozen=True)
 class Linear:
-    """One of the experts' two linears.
+    """One of the experts' two linears."""
 
-    Args:
-        weight: ``(e, out, in)``, or ``(e, in, out)`` if ``is_transposed``.
-        bias: ``(e, out)``.
-        lora_A: ``(e, r, in)``.
-        lora_B: ``(e, out, r)``.
-        scaling: multiplies the adapter's output.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    lora_A: torch.Tensor | None
-    lora_B: torch.Tensor | None
-    scaling: float
+    weight: torch.Tensor  # ``(e, out, in)``, or ``(e, in, out)`` if ``is_transposed``
+    bias: torch.Tensor | None  # ``(e, out)``
+    lora_A: torch.Tensor | None  # ``(e, r, in)``
+    lora_B: torch.Tensor | None  # ``(e, out, r)``
+    scaling: float  # multiplies the adapter's output
     is_transposed: bool
 
     @classmethod

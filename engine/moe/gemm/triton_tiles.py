@@ -34,18 +34,15 @@ _fastest: dict[tuple, "Tile | str"] = {}
 
 
 class Tile(NamedTuple):
-    """Sizes of a GEMM's tile, its warps, stages of loads, and registers of a thread at most.
-
-    ``is_persistent``: for the kernels in ``triton_persistent.py``.
-    """
+    """Sizes of a GEMM's tile, and options of its launch."""
 
     m: int
     n: int
     k: int
     warps: int = 8
-    stages: int = 3
-    registers: int | None = None
-    is_persistent: bool = False
+    stages: int = 3  # of loads
+    registers: int | None = None  # of a thread, at most
+    is_persistent: bool = False  # for the kernels in ``triton_persistent.py``
 
     def __str__(self) -> str:
         kernel = ", persistent" if self.is_persistent else ""
@@ -145,11 +142,9 @@ def launch_fastest(
     or whose results differ from the first tile's in a bit, is not used. The times are printed.
 
     Args:
-        what: the kernel, for the printed line.
         key: the sizes, dtype and layout on which the choice depends.
         tiles: a string names a way other than one kernel.
-        launch: launches with a tile; each launch writes the same results.
-        results: the outputs; each launch may put other tensors into a list.
+        results: the outputs of ``launch``, which may put other tensors into a list.
     """
     key = (what, *key)
     has_enough = groups.rows >= _LEAST_ROWS * len(groups.counts_e)

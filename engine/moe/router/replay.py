@@ -111,13 +111,9 @@ class RouterReplay:
         self._is_recording, self._routes = False, None
 
     def differing(self, group: dist.ProcessGroup | None = None) -> float | None:
-        """Return the share of replayed routes for which the router chose other experts, and reset it.
+        """Return the share of routes of a group's ranks for which the router chose other experts, and reset it.
 
-        Args:
-            group: ranks whose tokens are counted together; collective over it.
-
-        Returns:
-            A share over all layers since the last call, without recomputations; None if nothing was replayed.
+        It counts all layers since the last call, without recomputations; None if nothing was replayed. Collective.
         """
         if not self._differing:
             return None

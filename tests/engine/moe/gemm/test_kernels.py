@@ -14,16 +14,7 @@ from epfsdp2.engine.moe.gemm.backends import Backend, Groups, IndexedRows
 from epfsdp2.engine.moe.gemm.gate import Gate
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
-from tests.support.moe.experts import (
-    FAMILIES,
-    RELATIVE,
-    D,
-    assert_equal,
-    make,
-    routed,
-    rows_with,
-    tokens_with,
-)
+from tests.support.moe.experts import FAMILIES, RELATIVE, D, assert_equal, make, routed, rows_with, tokens_with
 from tests.support.moe.interpreter import drawn, integers, interpreted_kernels
 from tests.support.ranks import run_ranks
 

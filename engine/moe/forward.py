@@ -1,9 +1,14 @@
 """The experts function that transformers calls in place of an experts module's forward.
 
 One function serves every family on transformers' experts interface: the module's flags give the layout of its weights,
-and its own code computes the activation. Tokens reach their experts in one of four ways (docs/tour.md):
-``install_experts_forward`` chooses ``deepep.exchange`` or ``overlap.exchange``, if settings ask for them.
-``experts_forward`` chooses between ``fused.on_tokens``, for backends with operators, and ``dispatch.dispatch``.
+and its own code computes the activation. Tokens reach their experts in one of four ways:
+
+    deepep.exchange      DeepEP's kernels                            ep > 1 and engine.dispatcher=deepep
+    overlap.exchange     asynchronous all-to-alls beside compute     ep > 1, several chunks or overlapped shared experts
+    fused.on_tokens      two autograd nodes that save little         otherwise, with backend torch or triton
+    dispatch.dispatch    then ``compute`` and ``combine``            otherwise: reference, transformers:NAME
+
+``install_experts_forward`` chooses the first two (``ExpertsRuntime.exchange``), ``experts_forward`` the others.
 """
 
 import functools

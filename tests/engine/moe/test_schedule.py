@@ -174,11 +174,6 @@ def _as_documented(folder):
         )
 
 
-def test_schedule_of_a_layer_is_the_table_in_the_docs(tmp_path):
-    folder = save_glm4_moe(tmp_path, num_hidden_layers=1, first_k_dense_replace=0)
-    run_ranks(_as_documented, 2, folder)
-
-
 _OF_SIZES = {"ep: counts", "copies: wait for counts", "copies: sizes to the host", "host: wait for the sizes"}
 
 
@@ -195,13 +190,8 @@ def _streams(launches):
     return [" ".join(launch.split()[:2]) if "wait" in launch else launch.split()[0] for launch in launches]
 
 
-def test_schedule_of_a_recomputed_layer_is_that_of_its_forward_without_the_counts(tmp_path):
-    folder = save_glm4_moe(tmp_path, num_hidden_layers=2, first_k_dense_replace=0)
-    run_ranks(_recomputed_equally, 2, folder)
-
-
 def _gathered_behind_attention(folder, layers):
-    events = _recorded(folder, 2)
+    events = _recorded(folder, 1)
     turn = events.index(("schedule", f"compute: attention {layers - 1}")) + 1
     forward, backward = events[:turn], events[turn:]
     for i in range(layers):
@@ -212,6 +202,13 @@ def _gathered_behind_attention(folder, layers):
         assert backward.index(("gather", f"layers.{i - 1}.experts")) < at
 
 
-def test_prefetch_of_experts_gathers_them_while_attention_computes(tmp_path):
-    folder = save_qwen3_moe(tmp_path, num_hidden_layers=3, mlp_only_layers=[])
-    run_ranks(_gathered_behind_attention, 4, folder, 3)
+def _schedules(one, two, three):
+    _as_documented(one)
+    _recomputed_equally(two)
+    _gathered_behind_attention(three, 3)
+
+
+def test_schedule_of_layers_is_the_table_in_the_docs_and_experts_are_gathered_behind_attention(tmp_path):
+    """A recomputed layer launches its forward without the counts."""
+    glm = [save_glm4_moe(tmp_path / str(n), num_hidden_layers=n, first_k_dense_replace=0) for n in (1, 2)]
+    run_ranks(_schedules, 2, *glm, save_qwen3_moe(tmp_path / "3", num_hidden_layers=3, mlp_only_layers=[]))

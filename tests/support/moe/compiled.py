@@ -47,31 +47,24 @@ _EPILOGUE_STACK = 64  # bytes that a thread may spill where a tile is finished
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _PRODUCTS = (re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b"), re.compile(r"\bFFMA\b"))  # in half precision, in float32
 _STACK = re.compile(r"\b(STL|LDL)\b")
-_MMA = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
-_INSTRUCTIONS = {
-    "mma.sync": r"\bmma\.sync",
-    "wgmma": r"wgmma\.mma_async",
-    "tcgen05": r"tcgen05\.mma",
-    "cp.async": r"cp\.async\.c[ag]\.",
-    "TMA": r"cp\.async\.bulk\.tensor",
-    "specialized warps": r"setmaxnreg",
-}
+_MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+_INSTRUCTIONS = (*_MMA.values(), "cp.async.cg", "cp.async.bulk.tensor", "setmaxnreg")
+_OPTIONAL = ("index", "a_index", "b_index", "order")  # operands that may be None
 
 
 @dataclass
 class Launch:
-    """A launch: resources of its kernel, counts of PTX instructions, and ``values``, the arguments that are numbers."""
+    """A launch: resources and PTX instructions of its kernel, and ``values``: numbers, and which operands are there."""
 
     kernel: str
     arch: int
     dtype: str
     warps: int
-    stages: int
     registers: int
     stack: int  # bytes of a thread
     spills_in_loop: bool  # the stack is used between the first product and the last
     shared: int
-    instructions: dict[str, int]
+    instructions: list[str]
     values: dict[str, Any]
     is_first_choice: bool  # the tile that runs where none is measured
 
@@ -89,7 +82,7 @@ class Launch:
     @property
     def is_indexed(self) -> bool:
         """Whether rows of an operand are read through an index."""
-        return any(self.values.get(flag) for flag in ("HAS_INDEX", "A_INDEXED", "B_INDEXED"))
+        return any(self.values.get(name) for name in ("index", "a_index", "b_index"))
 
     @property
     def is_aligned(self) -> bool:
@@ -97,14 +90,11 @@ class Launch:
         return all(self.values.get(name, 16) % 16 == 0 for name in ("K", "M", "N"))
 
     def row(self) -> dict[str, Any]:
-        named = ("ctas", "is_persistent", "is_indexed")
-        problems = [f"{self.kernel}, sm_{self.arch}, {self.dtype}, {self._tile()}: {text}" for text in self._problems()]
+        tile = [self.values.get(size, 0) for size in ("BM", "BN", "BK")]
+        problems = [f"{self.kernel}, sm_{self.arch}, {self.dtype}, {tile}: {text}" for text in self._problems()]
         row = {key: value for key, value in asdict(self).items() if key != "values"}
-        row |= {name: getattr(self, name) for name in named}
-        return row | {"is_scattered": bool(self.values.get("HAS_ORDER")), "problems": problems}
-
-    def _tile(self) -> tuple[int, int, int]:
-        return self.values.get("BM", 0), self.values.get("BN", 0), self.values.get("BK", 0)
+        row |= {name: getattr(self, name) for name in ("ctas", "is_persistent", "is_indexed")}
+        return row | {"is_scattered": self.values.get("order", False), "problems": problems}
 
     def _problems(self) -> Iterator[str]:
         """Yield the budgets that the launch is over."""
@@ -113,40 +103,16 @@ class Launch:
         least_ctas = 4
         if self.kernel in GEMMS:
             least_ctas = 2 if self.is_first_choice and self.is_aligned else 1  # one computes, another loads or stores
-            if self.dtype != "float32" and not self.instructions[_MMA[self.arch]]:
-                yield f"no {_MMA[self.arch]}"
-            for name, wanted in (("cp.async", self._asynchronous_loads()), ("TMA", self._loads_by_tma())):
-                if self.instructions[name] < wanted:
-                    yield f"{self.instructions[name]} loads by {name}, not {wanted}"
-            if self.values.get("SPECIALIZED") and not self.instructions["specialized warps"]:
-                yield "no specialized warps"
+            wanted = {
+                _MMA[self.arch]: self.dtype != "float32",
+                "cp.async.cg": self.is_aligned and not self.is_persistent,
+                "cp.async.bulk.tensor": self.is_persistent,  # TMA
+                "setmaxnreg": self.values.get("SPECIALIZED", False),
+            }
+            missing = [name for name, is_wanted in wanted.items() if is_wanted and name not in self.instructions]
+            yield from (f"no {name}" for name in missing)
         if self.ctas < least_ctas:
             yield f"{self.ctas} CTAs by {self.registers} registers, {self.shared} bytes, not {least_ctas}"
-
-    def _asynchronous_loads(self) -> int:
-        """Loads of 16 bytes of a thread if both operands of each stage are loaded asynchronously.
-
-        Rows of ``grouped_outer`` have half of the stages where it loads an index.
-        """
-        if not self.is_aligned:
-            return 0
-        bm, bn, bk = self._tile()
-        stages = (self.stages + 1) // 2 if self.kernel == "grouped_outer" and self.is_indexed else self.stages
-        columns = 2 * bn if self.kernel == "grouped_mm_gate" else bn
-        if self.is_persistent:  # all else comes by TMA
-            bm, columns = bm if self.is_indexed and not self.values["GATHERS"] else 0, 0
-        nbytes = (bm + columns) * bk * (4 if self.dtype == "float32" else 2)
-        return stages * (nbytes // (16 * 32 * self.warps))
-
-    def _loads_by_tma(self) -> int:
-        """Least TMA loads of a persistent kernel: of each operand, for each stage, or by a warp of its own.
-
-        A kernel whose loop over tiles is not merged with the loop along the sum has one for each operand.
-        """
-        if not self.is_persistent:
-            return 0
-        operands = 2 if self.values["GATHERS"] or not self.is_indexed else 1
-        return operands * (1 if self.values["SPECIALIZED"] else self.stages)
 
 
 class _Driver:
@@ -180,6 +146,7 @@ def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterat
         values = dict(zip(kernel.arg_names, (getattr(arg, "base", arg) for arg in args), strict=False)) | kwargs
         tensor = next(value for value in values.values() if isinstance(value, torch.Tensor))
         numbers = {name: value for name, value in values.items() if isinstance(value, int)}
+        numbers |= {name: values.get(name) is not None for name in _OPTIONAL}
         dtype = str(tensor.dtype).removeprefix("torch.")
         launches.append(Launch(kernel.__name__, arch, dtype, *_resources(compiled), numbers, is_first))
 
@@ -215,8 +182,8 @@ def _resources(compiled: Any) -> tuple:
             registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
             in_loop = bool(stack) and _spills_in_loop(_output(_BIN / "nvdisasm", "-c", file.name).splitlines())
         ptx, meta = compiled.asm["ptx"], compiled.metadata
-        counts = {label: len(re.findall(pattern, ptx)) for label, pattern in _INSTRUCTIONS.items()}
-        _read[compiled.hash] = meta.num_warps, meta.num_stages, registers, stack, in_loop, meta.shared, counts
+        found = [name for name in _INSTRUCTIONS if name in ptx]
+        _read[compiled.hash] = meta.num_warps, registers, stack, in_loop, meta.shared, found
     return _read[compiled.hash]
 
 

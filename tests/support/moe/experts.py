@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
@@ -23,6 +24,7 @@ __all__ = [
     "T",
     "Config",
     "assert_equal",
+    "bytes_kept",
     "grads_of",
     "make",
     "routed",
@@ -100,6 +102,21 @@ def rows_with(module, backend, rows, counts_e, scale=None):
     (out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
     grads = {"out": out, "rows": rows.grad} | grads_of(module)
     return grads if scale is None else grads | {"scale": scale.grad}
+
+
+def bytes_kept(function, without):
+    """Count the bytes of storages that autograd saves in a call, except parameters and inputs."""
+    known, kept = {t.untyped_storage()._cdata for t in without}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def grads_of(module):

@@ -11,7 +11,7 @@ import torch
 from epfsdp2.engine.moe import forward
 from epfsdp2.engine.moe.gemm import backends
 from epfsdp2.engine.moe.gemm.backends import Backend, Groups, IndexedRows
-from epfsdp2.engine.moe.gemm.gate import Gate
+from epfsdp2.engine.moe.gemm.gate import Gate, gate_of
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.moe.experts import FAMILIES, RELATIVE, D, assert_equal, make, routed, rows_with, tokens_with
@@ -70,7 +70,10 @@ def test_triton_gemms_and_sums_accumulate_in_float32(kernels):
     assert (ours.gather_sum(ones[:, :3], torch.arange(n).view(1, n), None, torch.float32) == n).all()
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), pytest.param(torch.float16, 1e-3, marks=LONG)],
+)
 def test_triton_operators_equal_torchs_and_have_their_bits_on_small_integers(kernels, dtype, bound):
     ours, twin, total = kernels.TritonBackend(), Backend(), sum(RAGGED)
     groups, whole = Groups(torch.tensor(RAGGED), total), partial(integers, dtype=dtype)
@@ -97,7 +100,7 @@ def test_triton_operators_equal_torchs_and_have_their_bits_on_small_integers(ker
         assert found.dtype == dtype and relative_error(found.float(), wanted.float()) < bound
 
 
-@pytest.mark.parametrize("gate", GATES, ids=str)
+@pytest.mark.parametrize("gate", GATES[:2], ids=str)
 def test_triton_gemm_with_a_fused_gate_equals_the_separate_gate_bit_for_bit(kernels, gate):
     ours, total, (hidden, inner) = kernels.TritonBackend(), sum(RAGGED), (24, 20)
     groups, rows = Groups(torch.tensor(RAGGED), total), integers(total, hidden)
@@ -127,11 +130,9 @@ def in_epilogue(kernels, tiles, monkeypatch):
 @pytest.mark.parametrize(
     ("gate", "dtype", "counts"),
     [
-        (GATES[0], torch.float32, [5, 0, 1, 16, 0, 18]),
+        (GATES[2], torch.float32, [5, 0, 1, 16, 0, 18]),
         (GATES[1], torch.bfloat16, [2, 0, 17]),
-        (GATES[2], torch.float16, [2, 0, 17]),
-        *((GATES[0], torch.float32, counts) for counts in ([0, 1], [0, 0])),
-        *(pytest.param(gate, torch.float32, [5, 0, 1, 16, 0, 18], marks=LONG) for gate in GATES[1:]),
+        (GATES[0], torch.float32, [0, 0]),
     ],
     ids=str,
 )
@@ -199,8 +200,7 @@ def test_triton_gemm_with_the_gates_backward_is_taken_if_faster_unless_runs_have
 
 @pytest.mark.parametrize(
     ("dtype", "counts"),
-    [(torch.float32, RAGGED), (torch.bfloat16, [2, 0, 17]), (torch.float32, [1, 0, 1]), (torch.float32, [0, 0])]
-    + [pytest.param(*case, marks=LONG) for case in ((torch.float16, RAGGED), (torch.float32, [0, 32]))],
+    [(torch.bfloat16, [2, 0, 17]), (torch.float32, [0, 0]), pytest.param(torch.float32, RAGGED, marks=LONG)],
     ids=str,
 )
 def test_triton_gemm_of_rows_read_through_an_index_equals_that_of_their_copy_bit_for_bit(kernels, dtype, counts):
@@ -300,25 +300,14 @@ def test_fastest_tile_with_other_results_or_one_that_does_not_compile_is_not_tak
         tiles.launch_fastest("mm", (9,), choices[2:], groups, launch, (out,))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_sum_of_bits_of_results_that_differ_in_one_bit_differs(tiles, dtype):
-    x = drawn(3, 5, dtype=dtype)
-    x[0, 0] = math.nan
-    other = x.clone()
-    assert tiles._sum_of_bits(x) == tiles._sum_of_bits(other)
-    other.view(torch.int16).view(-1)[-1] ^= 1
-    assert tiles._sum_of_bits(x) != tiles._sum_of_bits(other)
-
-
 @pytest.mark.parametrize(
     ("family", "has_epilogue"),
-    [*((family, False) for family in FAMILIES), ("plain", True), ("interleaved, transposed, biases", True)]
-    + [pytest.param(family, True, marks=LONG) for family in ("clamped", "transposed, biases", "no gate")],
+    [("transposed, biases", False), ("no gate", False), ("interleaved, transposed, biases", True)]
+    + [pytest.param(family, True, marks=LONG) for family in ("plain", "clamped")],
 )
 def test_triton_experts_of_every_layout_equal_plain_operators(kernels, in_epilogue, family, has_epilogue):
     """Compute the gate's backward in a second pass or in the epilogue; copy no rows if tokens stay on their rank."""
     module, inputs, launched = make(family), routed(), in_epilogue() if has_epilogue else []
-    assert (kernels.TritonBackend().gate(module) is None) == (family == "no gate")
     with mock.patch.object(kernels.TritonBackend, "take", side_effect=AssertionError("rows are copied")):
         found = tokens_with(module, "triton", *inputs)
     assert_equal(found, tokens_with(module, "reference", *inputs))
@@ -332,8 +321,7 @@ def test_triton_experts_of_every_layout_equal_plain_operators(kernels, in_epilog
 
 @pytest.mark.parametrize(
     "family",
-    ["plain", "transposed, biases"]
-    + [pytest.param(family, marks=LONG) for family in ("clamped", "interleaved, transposed, biases", "no gate")],
+    ["transposed, biases", *(pytest.param(name, marks=LONG) for name in FAMILIES if name != "transposed, biases")],
 )
 def test_triton_experts_in_half_precision_are_as_near_to_float32_as_torchs(kernels, family):
     module, (hidden, ids, weights) = make(family), routed()
@@ -346,12 +334,13 @@ def test_triton_experts_in_half_precision_are_as_near_to_float32_as_torchs(kerne
         assert errors[0] < 1.5 * errors[1] < 0.01, (name, errors)
 
 
-@pytest.mark.parametrize("has_adapters", [False, True], ids=["unknown activation", "adapters"])
-def test_triton_experts_that_are_not_fused_equal_plain_operators(kernels, has_adapters):
-    module = make("plain", adapters=has_adapters)
-    if not has_adapters:
-        module.act_fn = torch.nn.Tanh()
-    assert (kernels.TritonBackend().gate(module) is None) != has_adapters
+def test_triton_experts_with_adapters_or_an_unknown_activation_equal_plain_operators(kernels):
+    module = make("plain", adapters=True)
+    assert gate_of(module) is not None
+    assert_equal(tokens_with(module, "triton", *routed()), tokens_with(module, "reference", *routed()))
+    module = make("plain")
+    module.act_fn = torch.nn.Tanh()
+    assert gate_of(module) is None
     assert_equal(tokens_with(module, "triton", *routed()), tokens_with(module, "reference", *routed()))
 
 
@@ -374,5 +363,5 @@ def test_experts_with_every_backend_on_two_ranks_have_the_gradients_of_the_plain
     folder = save_qwen3_moe(
         tmp_path, hidden_size=24, moe_intermediate_size=20, num_experts=4, num_hidden_layers=1, mlp_only_layers=[]
     )
-    cases = [(ep, backend, "none") for ep in (1, 2) for backend in ("reference", "torch", "triton")]
-    run_ranks(_equal_the_reference, 2, folder, [*cases, (2, "triton", "full"), (1, "torch", "full")])
+    cases = [(2, "reference", "none"), (1, "triton", "none"), (2, "triton", "full"), (1, "torch", "full")]
+    run_ranks(_equal_the_reference, 2, folder, cases)

@@ -75,7 +75,7 @@ def _described(
     gathers = index is not None and (specializes or INTERPRETED)
     is_k_innermost = in_out.stride(1) == 1
     constants = {"GATHERS": gathers, "SPECIALIZED": specializes, "K_INNERMOST": is_k_innermost}
-    constants |= {"EVEN_K": in_out.shape[1] % tile.k == 0, **tile.constants(rows.dtype)}
+    constants |= {"EVEN_K": in_out.shape[1] % tile.k == 0, **tile.constants()}
     described: Any = rows
     if gathers or index is None:
         described = TensorDescriptor.from_tensor(rows, [1 if gathers else tile.m, tile.k])

@@ -57,7 +57,7 @@ class TritonBackend(Backend):
             if tile.is_persistent:
                 return persistent_launch.mm(tile, rows, index, in_out, out, order_R, groups)
             tiles = tiles_of(groups, tile.m)
-            sizes, constants = (experts, n, k, *in_out.stride()), tile.constants(rows.dtype)
+            sizes, constants = (experts, n, k, *in_out.stride()), tile.constants()
             triton_gemms.grouped_mm[(len(tiles.expert) * triton.cdiv(n, tile.n),)](
                 rows, index, in_out, bias, out, order_R, *tiles.table, *sizes, EVEN_K=k % tile.k == 0, **constants
             )
@@ -79,9 +79,7 @@ class TritonBackend(Backend):
 
         def launch(tile):
             grid = (experts * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)
-            triton_gemms.grouped_outer[grid](
-                a, a_index, b, b_index, out, groups.offsets_e, m, n, **tile.constants(a.dtype)
-            )
+            triton_gemms.grouped_outer[grid](a, a_index, b, b_index, out, groups.offsets_e, m, n, **tile.constants())
 
         indexed = a_index is not None, b_index is not None
         launch_fastest(
@@ -159,7 +157,7 @@ class TritonBackend(Backend):
             results[:] = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
             parts = pre.new_empty(blocks, groups.rows, dtype=torch.float32)
             operands = rows, index, in_out, pre, scale, *results, parts
-            sizes, constants = (experts, inner, k, groups.rows, *in_out.stride()), tile.constants(pre.dtype)
+            sizes, constants = (experts, inner, k, groups.rows, *in_out.stride()), tile.constants()
             triton_gemms.grouped_mm_gate_backward[(len(tiles.expert) * blocks,)](
                 *operands, *tiles.table, *sizes, *gate[:3], **gate.constants(), EVEN_K=k % tile.k == 0, **constants
             )
@@ -182,7 +180,7 @@ class TritonBackend(Backend):
             if tile.is_persistent:
                 return persistent_launch.up_gate(tile, rows, index, in_out, (pre, act), groups, gate)
             tiles, operands = tiles_of(groups, tile.m), (rows, index, in_out, bias, pre, act)
-            sizes, constants = (experts, inner, k, *in_out.stride()), tile.constants(rows.dtype)
+            sizes, constants = (experts, inner, k, *in_out.stride()), tile.constants()
             triton_gemms.grouped_mm_gate[(len(tiles.expert) * triton.cdiv(inner, tile.n),)](
                 *operands, *tiles.table, *sizes, *gate[:3], **gate.constants(), EVEN_K=k % tile.k == 0, **constants
             )

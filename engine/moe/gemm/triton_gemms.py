@@ -13,14 +13,7 @@ import triton.language as tl
 
 from .triton_rows import activation, gate_gradients, load_halves, store_halves, store_rows, sum_columns
 
-__all__ = ["columns_halved", "dot", "grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer"]
-
-
-@triton.jit
-def dot(a, b, total, UPCAST: tl.constexpr):
-    if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
+__all__ = ["columns_halved", "grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer"]
 
 
 @triton.jit
@@ -34,7 +27,7 @@ def _tile(expert_of, first_of, end_of, N, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _product(a, index, first, rows, in_rows, b, columns, in_columns, K, sk, sn, total, BK, EVEN_K, UPCAST):
+def _product(a, index, first, rows, in_rows, b, columns, in_columns, K, sk, sn, total, BK, EVEN_K):
     """Add to ``total`` the product of rows of ``a``, ``K`` wide, from ``first`` on, and columns of the matrix ``b``."""
     ks = tl.arange(0, BK)
     if index is not None:
@@ -51,7 +44,7 @@ def _product(a, index, first, rows, in_rows, b, columns, in_columns, K, sk, sn, 
             in_k = ks < K - k
             a_tile = tl.load(a_at, mask=in_rows[:, None] & in_k[None, :], other=0.0)
             b_tile = tl.load(b_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
-        total = dot(a_tile, b_tile, total, UPCAST)
+        total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
         a_at += BK
         b_at += BK * sk
     return total
@@ -85,7 +78,6 @@ def grouped_mm(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Multiply rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)``, and add the bias ``(e, N)``.
 
@@ -99,7 +91,7 @@ def grouped_mm(
         if bias is not None:
             total += tl.load(bias + expert * N + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         own = b + expert * se
-        total = _product(a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, EVEN_K, UPCAST)
+        total = _product(a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, EVEN_K)
         if order is not None:
             to = tl.load(order + first + rows, mask=in_rows, other=0).to(tl.int64)
             store_rows(out, total, to, in_rows, block * BN, N)
@@ -133,7 +125,6 @@ def grouped_mm_gate(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """``grouped_mm`` and its activation; one product computes a tile's ``BN`` gates and their ups."""
     expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, INNER, BM, BN)
@@ -149,7 +140,7 @@ def grouped_mm_gate(
         if bias is not None:
             total += tl.load(bias + expert * 2 * INNER + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         own = b + expert * se
-        total = _product(a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, EVEN_K, UPCAST)
+        total = _product(a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, EVEN_K)
         pre += first * 2 * INNER
         act += first * INNER
         if INTERLEAVED:
@@ -233,7 +224,6 @@ def grouped_mm_gate_backward(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Multiply ``grad`` ``(R, K)`` by ``b`` ``(e, K, INNER)``, and apply ``gate_backward`` to the product.
 
@@ -244,7 +234,7 @@ def grouped_mm_gate_backward(
         begin = block * BN
         columns = begin + tl.arange(0, BN)
         own, in_columns, d = b + expert * se, columns < INNER, tl.full((BM, BN), 0.0, tl.float32)
-        d = _product(grad, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, d, BK, EVEN_K, UPCAST)
+        d = _product(grad, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, d, BK, EVEN_K)
         by = None
         if scale is not None:
             by = tl.load(scale + first + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
@@ -269,7 +259,6 @@ def grouped_outer(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Compute ``a.T @ b`` of each expert's rows of ``a`` ``(R, M)`` and ``b`` ``(R, N)``; zero without rows."""
     columns = (N + BN - 1) // BN
@@ -291,7 +280,7 @@ def grouped_outer(
             b_at = b + (sources * N)[:, None] + ns[None, :]
         a_tile = tl.load(a_at, mask=in_rows[None, :] & (ms < M)[:, None], other=0.0)
         b_tile = tl.load(b_at, mask=in_rows[:, None] & (ns < N)[None, :], other=0.0)
-        total = dot(a_tile, b_tile, total, UPCAST)
+        total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
         a_at += BK * M
         b_at += BK * N
     at = out + expert.to(tl.int64) * M * N + ms[:, None] * N + ns[None, :]

@@ -13,7 +13,7 @@ with one keeps the compiler from merging the loops.
 import triton
 import triton.language as tl
 
-from .triton_gemms import columns_halved, dot
+from .triton_gemms import columns_halved
 from .triton_rows import activation, store_halves, store_rows
 
 __all__ = ["grouped_mm", "grouped_mm_gate"]
@@ -81,7 +81,6 @@ def grouped_mm(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Compute ``grouped_mm`` without a bias; ``b`` describes ``(e, N, K)`` if ``K_INNERMOST``, else ``(e, K, N)``."""
     blocks, rows = (N + BN - 1) // BN, tl.arange(0, BM)
@@ -95,7 +94,7 @@ def grouped_mm(
         for k in range(0, K, BK):
             a_tile = _row_tile(a, index, sources, k, K, GATHERS, EVEN_K, BK)
             b_tile = _matrix_tile(b, expert, begin, k, K_INNERMOST, BN, BK)
-            total = dot(a_tile, b_tile, total, UPCAST)
+            total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
         if order is not None:
             to = tl.load(order + first + rows, mask=rows < end - first, other=0).to(tl.int64)
             store_rows(out, total, to, rows < end - first, begin, N)
@@ -127,7 +126,6 @@ def grouped_mm_gate(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Compute ``grouped_mm_gate`` for gates above ups; ``b`` describes ``(e, 2, INNER, K)``, so one load gets both."""
     blocks, rows = (INNER + BN - 1) // BN, tl.arange(0, BM)
@@ -141,7 +139,7 @@ def grouped_mm_gate(
         for k in range(0, K, BK):
             a_tile = _row_tile(a, index, sources, k, K, GATHERS, EVEN_K, BK)
             b_tile = tl.permute(tl.reshape(b.load([expert, 0, begin, k]), (2 * BN, BK)), (1, 0))
-            total = dot(a_tile, b_tile, total, UPCAST)
+            total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
         in_rows, row = rows < end - first, first.to(tl.int64)
         g_all, u_all = columns_halved(total)
         gates, ups = columns_halved(g_all), columns_halved(u_all)

@@ -48,11 +48,9 @@ class Tile(NamedTuple):
         kernel = ", persistent" if self.is_persistent else ""
         return f"{self.m}x{self.n}x{self.k} with {self.stages} stages{kernel}"
 
-    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
         """Return the constants of a kernel with this tile."""
-        # Triton 3.9's interpreter multiplies the bits of bfloat16 as integers.
-        upcast = INTERPRETED and dtype == torch.bfloat16
-        sizes = {"BM": self.m, "BN": self.n, "BK": self.k, "UPCAST": upcast}
+        sizes = {"BM": self.m, "BN": self.n, "BK": self.k}
         return sizes | {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 

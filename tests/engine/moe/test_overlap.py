@@ -1,6 +1,7 @@
 """Overlapping all-to-alls with compute changes no numbers; ``test_schedule.py`` has the order of launches."""
 
 import contextlib
+import importlib.util
 import itertools
 from unittest.mock import patch
 
@@ -49,27 +50,29 @@ def _gradients_equal_the_reference(folder, world, cases):
     each_case(cases, check)
 
 
-def test_exchange_in_chunks_has_the_gradients_of_the_plain_model(tmp_path):
+def _ppo_updates(folder, cases):
+    with patch.object(overlap, "exchange", wraps=overlap.exchange) as exchanged:
+        check_ppo_updates(folder, cases)
+    assert {call.kwargs["chunks"] for call in exchanged.call_args_list} == {1, 2}
+    assert all(call.kwargs["shared"] is not None for call in exchanged.call_args_list)
+
+
+def _exact(folder, cases, overlapped, updates):
+    _gradients_equal_the_reference(folder, 4, cases)
+    if importlib.util.find_spec("verl") is not None:
+        _ppo_updates(overlapped, updates)
+
+
+def test_exchange_in_chunks_has_the_gradients_of_the_plain_model_and_is_exact_in_ppo_updates(tmp_path):
     cases = [
         (4, {"dispatch_chunks": 3, "expert_shard_dim": 0}),
         (2, {"dispatch_chunks": 2, "checkpointing": "selective"}),
         (4, {"dispatch_chunks": 6, "checkpointing": "full", "prefetch_depth": 0}),
         (2, {"etp": 2, "dispatch_chunks": 3, "checkpointing": "full"}),
     ]
-    run_ranks(_gradients_equal_the_reference, 4, save_qwen3_moe(tmp_path), 4, cases)
-
-
-def test_overlap_in_a_ppo_update_through_verl_is_exact(tmp_path):
-    pytest.importorskip("verl")
-    case = {"ep": 2, "overlap_shared_experts": True, "activation_checkpointing": "full"}
-    run_ranks(_ppo_updates, 4, save_glm4_moe(tmp_path), [case | {"dispatch_chunks": 2}, case | {"etp_size": 2}])
-
-
-def _ppo_updates(folder, cases):
-    with patch.object(overlap, "exchange", wraps=overlap.exchange) as exchanged:
-        check_ppo_updates(folder, cases)
-    assert {call.kwargs["chunks"] for call in exchanged.call_args_list} == {1, 2}
-    assert all(call.kwargs["shared"] is not None for call in exchanged.call_args_list)
+    update = {"ep": 2, "overlap_shared_experts": True, "activation_checkpointing": "full"}
+    updates = [update | {"dispatch_chunks": 2}, update | {"etp_size": 2}]
+    run_ranks(_exact, 4, save_qwen3_moe(tmp_path / "plain"), cases, save_glm4_moe(tmp_path / "shared"), updates)
 
 
 def _families_are_exact(folders):

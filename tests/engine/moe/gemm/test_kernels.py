@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from epfsdp2.engine.compat.torch_sms import sms_left
 from epfsdp2.engine.moe import forward
 from epfsdp2.engine.moe.gemm import backends
 from epfsdp2.engine.moe.gemm.backends import Backend, Groups, IndexedRows
@@ -351,7 +352,9 @@ def _equal_the_reference(folder, cases):
     token_loss(reference, ids).backward()
     wanted = dict(reference.named_parameters())
     for ep, backend, checkpointing in cases:
-        model, _ = sharded_model(folder, world, ep, experts_backend=backend, checkpointing=checkpointing)
+        options = {"experts_backend": backend, "checkpointing": checkpointing, "communication_sms": 20 + ep}
+        model, _ = sharded_model(folder, world, ep, **options)
+        assert sms_left() == 20 + ep
         model.train()
         token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
         for name, grad in whole_gradients(model).items():

@@ -9,13 +9,10 @@ import pytest
 import torch
 
 from epfsdp2.engine.compat.private_names import MissingNameError
-from epfsdp2.engine.compat.torch_sms import leave_sms, sms_left
+from epfsdp2.engine.compat.torch_sms import leave_sms
 from epfsdp2.engine.moe.gemm.backends import Groups
 from epfsdp2.engine.moe.gemm.gate import Gate
-from tests.support.engine.sharded import sharded_model
-from tests.support.models.tiny import save_qwen3_moe
 from tests.support.moe.interpreter import drawn, integers, interpreted_kernels
-from tests.support.ranks import run_ranks
 
 RAGGED = [5, 0, 1, 16, 0, 18]  # experts without rows, with one, with a whole tile, with a part of a tile
 GATES = Gate(1.0, 0.0, math.inf, False), Gate(1.0, 0.0, 0.7, False)
@@ -50,9 +47,7 @@ def persistent(kernels, launched, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize(
-    ("dtype", "counts"), [(torch.bfloat16, RAGGED), (torch.float32, [2, 0, 17]), (torch.float16, [0, 1])], ids=str
-)
+@pytest.mark.parametrize(("dtype", "counts"), [(torch.bfloat16, RAGGED), (torch.float32, [0, 17])], ids=str)
 def test_persistent_kernels_have_the_bits_of_the_others(kernels, persistent, launched, dtype, counts):
     ours, (hidden, inner), e, total = kernels.TritonBackend(), (24, 24), len(counts), sum(counts)
     groups, x = Groups(torch.tensor(counts), total), integers(11, hidden, dtype=dtype)
@@ -105,16 +100,6 @@ def test_persistent_gemms_with_reserved_sms_leave_them_to_collectives(kernels, m
     monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
     with pytest.raises(MissingNameError, match="engine.communication_sms=0"):
         leave_sms(1)
-
-
-def _leaves_sms(folder):
-    before = sms_left()
-    sharded_model(folder, 1, communication_sms=20)
-    assert (before, sms_left()) == (0, 20)
-
-
-def test_parallelize_with_reserved_sms_passes_them_to_the_gemms(tmp_path):
-    run_ranks(_leaves_sms, 1, save_qwen3_moe(tmp_path))
 
 
 def test_persistent_kernels_refuse_operands_that_tma_can_not_load(kernels):

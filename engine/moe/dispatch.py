@@ -273,7 +273,7 @@ def deferred_router_grad(output_RD: torch.Tensor, scale_R: torch.Tensor) -> torc
 
 
 class _TokensToSlots(torch.autograd.Function):
-    """``hidden[order // K]``; its gradient is a sum over K without atomics, so it is deterministic."""
+    """Its gradient is a sum over K without atomics, so it is deterministic."""
 
     @staticmethod
     def forward(ctx, hidden_TD, order, k, backend):
@@ -289,8 +289,6 @@ class _TokensToSlots(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """``x[order]`` for a permutation; the gradient is the inverse permutation, not a scatter-add."""
-
     @staticmethod
     def forward(ctx, x, order, backend):
         ctx.save_for_backward(order)

@@ -158,14 +158,14 @@ def experts_forward(
         out = local_experts(dispatched.rows_RD, dispatched.counts_e)
         return combine(out, dispatched, top_k_weights, runtime.group).to(hidden_states.dtype)
     pending = start_dispatch_plans(top_k_index, runtime.num_experts, runtime.group, etp_group=runtime.etp_group)
-    up, down = linears(self, weight)
     backend = backend_named(runtime.backend)
     to_send = []
     if runtime.group is not None or runtime.etp_group is not None:
         to_send.append(to_slots(hidden.detach(), pending.slot_orders[0], top_k_index.shape[-1], backend))
     (plan,) = pending.wait()
     runtime.rows_computed += plan.rows
-    return fused.on_tokens(self, backend, up, down, hidden, top_k_weights, plan, hidden_states.dtype, to_send)
+    experts = fused.Experts(self, backend, *linears(self, weight))
+    return fused.on_tokens(experts, hidden, top_k_weights, plan, hidden_states.dtype, to_send)
 
 
 def compute(
@@ -187,8 +187,8 @@ def compute(
     """
     runtime: ExpertsRuntime = getattr(module, _HANDLE)
     if has_backend(runtime.backend):
-        up, down = linears(module, weight)
-        return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e, scale_R, order_R)
+        experts = fused.Experts(module, backend_named(runtime.backend), *linears(module, weight))
+        return fused.on_rows(experts, rows_RD, counts_e, scale_R, order_R)
     assert order_R is None, f"{runtime.backend} reads no rows through an index"
     if runtime.backend == "reference":
         h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
@@ -227,8 +227,8 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Apply expert ``i``'s linear to the ``i``-th group of rows, ``(R, in)`` to ``(R, out)``; ``R`` may be 0.
 
-    The gradient of the weight, ``(e, out, in)``, or ``(e, in, out)`` if ``is_transposed``, is dense: zero for experts
-    without rows, never ``None``, which FSDP would skip on this rank only.
+    The weight is ``(e, out, in)``, or ``(e, in, out)`` if ``is_transposed``. Its gradient is zero for experts without
+    rows, never ``None``, which FSDP would skip on this rank only.
     """
     in_out = weight if is_transposed else weight.transpose(-2, -1)
     offsets = torch.cumsum(counts_e, dim=0).to(torch.int32)

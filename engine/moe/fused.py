@@ -29,11 +29,11 @@ from .gemm.backends import Backend, Groups, IndexedRows, Rows, inverse
 from .gemm.gate import gate_of
 from .gemm.linear import Linear
 
-__all__ = ["on_rows", "on_tokens"]
+__all__ = ["Experts", "on_rows", "on_tokens"]
 
 
 @dataclass(frozen=True)
-class _Experts:
+class Experts:
     """An experts module's two linears and the backend that computes them."""
 
     module: Any
@@ -45,7 +45,7 @@ class _Experts:
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.up.tensors + self.down.tensors
 
-    def holding(self, tensors: Sequence[torch.Tensor | None]) -> "_Experts":
+    def holding(self, tensors: Sequence[torch.Tensor | None]) -> "Experts":
         return replace(self, up=self.up.holding(tensors[:4]), down=self.down.holding(tensors[4:]))
 
     def activation(self, pre: torch.Tensor) -> torch.Tensor:
@@ -116,10 +116,7 @@ class _Experts:
 
 
 def on_rows(
-    module: Any,
-    backend: Backend,
-    up: Linear,
-    down: Linear,
+    experts: Experts,
     rows_RD: torch.Tensor,
     counts_e: torch.Tensor,
     scale_R: torch.Tensor | None = None,
@@ -133,15 +130,11 @@ def on_rows(
         order_R: the permutation that groups the rows, ``rows_RD[order_R]``. Weights and output have the order of
             ``rows_RD``.
     """
-    experts = _Experts(module, backend, up, down)
     return _OnRows.apply(experts, Groups(counts_e, rows_RD.shape[0]), rows_RD, scale_R, order_R, *experts.tensors)
 
 
 def on_tokens(
-    module: Any,
-    backend: Backend,
-    up: Linear,
-    down: Linear,
+    experts: Experts,
     hidden_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     plan: DispatchPlan,
@@ -156,7 +149,6 @@ def on_tokens(
         plan: made for the tokens by ``dispatch.start_dispatch_plans``.
         to_send: the slots' hidden states ``(T * K, D)``, popped when they are sent; empty without a group.
     """
-    experts = _Experts(module, backend, up, down)
     # The next node's input, popped so that it is freed early: the rows to send, then _Up's ctx and the activation.
     between: list[Any] = to_send
     call = _Call(
@@ -170,14 +162,14 @@ def on_tokens(
     )
     orders = plan.slot_order, plan.row_order
     pre = _Up.apply(call, between, *orders, hidden_TD, weights_TK, *experts.tensors)
-    return _Down.apply(call, between, *orders, pre, weights_TK.detach(), *down.tensors)
+    return _Down.apply(call, between, *orders, pre, weights_TK.detach(), *experts.down.tensors)
 
 
 @dataclass(frozen=True)
 class _Call:
     """The arguments of both nodes of ``on_tokens``; no tensor of the tokens' size, because it lives until backward."""
 
-    experts: _Experts
+    experts: Experts
     groups: Groups
     all_to_all: RowExchange
     k: int

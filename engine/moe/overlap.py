@@ -41,7 +41,7 @@ def check_overlap(
     """Check that the settings of dispatch suit the model; ``chunks=-1`` and ``shared=None`` suit every model.
 
     Raises:
-        SettingError: custom experts, which dispatch their tokens themselves, would ignore a setting; or a block has no
+        SettingError: custom experts, which dispatch their tokens themselves, would ignore a setting. Or a block has no
             shared experts, or calls them before the experts or with another tensor than its input.
     """
     settings: list[tuple[str, object, bool]] = [

@@ -54,12 +54,7 @@ torch_grouped_mm = F.grouped_mm
 
 
 class Groups:
-    """Rows grouped by expert; derived values are computed once.
-
-    Args:
-        counts_e: int64 ``(e,)``, rows per expert; entries may be 0.
-        rows: their sum.
-    """
+    """Rows grouped by expert, by int64 counts ``(e,)`` and their sum; derived values are computed once."""
 
     def __init__(self, counts_e: torch.Tensor, rows: int):
         self.counts_e, self.rows = counts_e, rows

@@ -12,16 +12,12 @@ __all__ = ["Gate", "gate_of"]
 
 
 class Gate(NamedTuple):
-    """A gated activation: ``g * sigmoid(alpha * g) * (u + beta)``, ``g <= limit``, ``-limit <= u <= limit``.
-
-    Args:
-        is_interleaved: gates are the even columns of the pre-activation and ups the odd; else the two halves.
-    """
+    """A gated activation: ``g * sigmoid(alpha * g) * (u + beta)``, ``g <= limit``, ``-limit <= u <= limit``."""
 
     alpha: float
     beta: float
     limit: float
-    is_interleaved: bool
+    is_interleaved: bool  # gates are the even columns of the pre-activation and ups the odd; else the two halves
 
     def __call__(self, pre: torch.Tensor) -> torch.Tensor:
         z, u = self._inputs(*self.halves(pre))

@@ -21,8 +21,7 @@ _SPECIALIZES = 10
 def takes(rows: torch.Tensor, in_out: torch.Tensor, bias: torch.Tensor | None, gates: int = 1) -> bool:
     """Whether TMA can load the operands: 16-bit, aligned to 16 bytes, one of the matrices' dims contiguous.
 
-    Args:
-        gates: 2 for ``up_gate``, whose matrices have ``in`` contiguous.
+    ``gates`` is 2 for ``up_gate``, whose matrices have ``in`` contiguous.
     """
     half = rows.dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     contiguous = (1,) if gates == 2 else (1, 2)

@@ -58,11 +58,7 @@ _SMALL = (Tile(16, 16, 16),)  # for the interpreter
 
 
 def mm_tiles(dtype: torch.dtype, n: int, k: int, persistent: bool = False) -> Sequence[Tile]:
-    """Return the tiles of ``grouped_mm`` for ``n`` columns over ``k``; the first runs until times are known.
-
-    Args:
-        persistent: whether the persistent kernel supports the operands.
-    """
+    """Return the tiles of ``grouped_mm`` for ``n`` columns over ``k``; the first runs until times are known."""
     if INTERPRETED:
         return _SMALL
     if dtype == torch.float32:

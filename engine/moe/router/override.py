@@ -85,16 +85,11 @@ class MaximumRouting(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        wanted: torch.Tensor,
-        is_route: torch.Tensor,
-        num_experts: int,
-        training: bool,
-        report: Callable[[torch.Tensor], None],
+        self, wanted: torch.Tensor, is_route: torch.Tensor, experts: int, training: bool, report: Callable[..., None]
     ):
         super().__init__()
         self._wanted, self._is_route = wanted, is_route
-        self._shape, self._training, self._report = (wanted.shape[0], num_experts), training, report
+        self._shape, self._training, self._report = (wanted.shape[0], experts), training, report
         self._chosen = self._masked = 0
         self._native: torch.Tensor | None = None
 

@@ -128,10 +128,10 @@ class RouterReplay:
         if self._routes is None:
             return forward(*args, **kwargs)
         layer.is_replayed, wanted = False, self._routes[:, layer.index]
-        mode: Any = _Replay(self, layer, wanted)
+        is_route = _is_route(wanted)
+        count = functools.partial(self._count, layer, wanted, is_route)
+        mode: Any = _Replay(layer, wanted, is_route, count)
         if chooses_by_maximum(block):
-            is_route = _is_route(wanted)
-            count = functools.partial(self._count, layer, wanted, is_route)
             mode = MaximumRouting(wanted, is_route, layer.num_experts, block.training, count)
         with mode:
             return forward(*args, **kwargs)
@@ -164,9 +164,9 @@ class RouterReplay:
 class _Replay(RoutingMode):
     """In one layer's block, ``topk`` returns the wanted ids for the rows that have a route."""
 
-    def __init__(self, owner: RouterReplay, layer: _Layer, wanted: torch.Tensor):
+    def __init__(self, layer: _Layer, wanted: torch.Tensor, is_route: torch.Tensor, report: Callable[..., None]):
         super().__init__(layer.num_experts)
-        self.owner, self.layer, self.wanted = owner, layer, wanted
+        self.layer, self.wanted, self.is_route, self.report = layer, wanted, is_route, report
 
     def choose(self, scores: torch.Tensor, dim: int, native: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         # Routers with expert groups choose these by topk as well, over one score per group.
@@ -178,9 +178,8 @@ class _Replay(RoutingMode):
             raise ReplayError(
                 f"{self.layer.fqn}: the router chose {tuple(ids.shape)} ids, but routes have {tuple(wanted.shape)}."
             )
-        is_route = _is_route(wanted)
-        self.owner._count(self.layer, wanted, is_route, ids)
-        return torch.where(is_route[:, None], wanted, ids)
+        self.report(ids)
+        return torch.where(self.is_route[:, None], wanted, ids)
 
 
 def _is_route(routes: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ class _Schedule(Recorder):
     def __enter__(self):
         super().__enter__()
         exchange, gather = dist.all_to_all_single, overlap.to_slots
-        up, down = fused._Experts.forward_up, fused._Experts.backward
+        up, down = fused.Experts.forward_up, fused.Experts.backward
 
         def all_to_all(output, *args, async_op=False, **kwargs):
             work = exchange(output, *args, async_op=async_op, **kwargs)
@@ -108,8 +108,8 @@ class _Schedule(Recorder):
             patch.object(dist, "all_to_all_single", all_to_all),
             patch.object(overlap, "to_slots", to_slots),
             patch.object(forward, "to_slots", to_slots),
-            patch.object(fused._Experts, "forward_up", forward_up),
-            patch.object(fused._Experts, "backward", backward),
+            patch.object(fused.Experts, "forward_up", forward_up),
+            patch.object(fused.Experts, "backward", backward),
             patch.object(torch, "get_device_module", lambda device: self.streams),
             patch.object(counts, "_copies", lambda device: self.streams),
         ):

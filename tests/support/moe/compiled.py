@@ -30,7 +30,7 @@ from epfsdp2.engine.head import triton_tiles as triton_head
 from epfsdp2.engine.head.log_probs import tile_sizes
 from epfsdp2.engine.moe.collectives.rows import AllToAll
 from epfsdp2.engine.moe.dispatch import DispatchPlan
-from epfsdp2.engine.moe.fused import on_rows, on_tokens
+from epfsdp2.engine.moe.fused import Experts, on_rows, on_tokens
 from epfsdp2.engine.moe.gemm import triton_backend
 from epfsdp2.engine.moe.gemm.gate import Gate
 from epfsdp2.engine.moe.gemm.linear import Linear
@@ -257,17 +257,18 @@ def compile_model(model: Model, arch: int, dtype: str, only_forward: bool = Fals
     weights = torch.empty(_TOKENS, model.top_k, dtype=torch.float32, device="meta", requires_grad=True)
     tokens = torch.empty(_TOKENS, h, **kwargs, requires_grad=True)
     rows = torch.empty(len(slots), h, **kwargs, requires_grad=True)
-    operators, linears = triton_backend.TritonBackend(), (linear(2 * i, h), linear(h, i))
+    operators = triton_backend.TritonBackend()
+    local = Experts(model, operators, linear(2 * i, h), linear(h, i))
     plan, launches = DispatchPlan(counts, slots, None, AllToAll([], [], None)), []
     with on_gpu(arch, launches, not only_forward):
-        out = on_tokens(model, operators, *linears, tokens, weights, plan, kwargs["dtype"], [])
+        out = on_tokens(local, tokens, weights, plan, kwargs["dtype"], [])
         forward = len(launches)
         if not only_forward:
             out.sum().backward()
             operators.take(tokens.detach(), slots)  # as tokens are sent
         if not only_forward and model in (QWEN3_30B, GPT_OSS):
-            on_rows(model, operators, *linears, rows, counts, weights.view(-1)).sum().backward()
-            on_rows(model, operators, *linears, rows, counts, weights.view(-1), slots).sum().backward()
+            on_rows(local, rows, counts, weights.view(-1)).sum().backward()
+            on_rows(local, rows, counts, weights.view(-1), slots).sum().backward()
     return [launch.row() | {"is_forward": number < forward} for number, launch in enumerate(launches)]
 
 

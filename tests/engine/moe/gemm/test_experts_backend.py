@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward, linears
-from epfsdp2.engine.moe.fused import on_rows
+from epfsdp2.engine.moe.fused import Experts, on_rows
 from epfsdp2.engine.moe.gemm import backends
 from epfsdp2.engine.moe.gemm.backends import Backend, BackendChoice, choose_backend
 from epfsdp2.engine.moe.gemm.gate import Gate, gate_of
@@ -230,12 +230,12 @@ def test_fused_experts_of_rows_in_the_order_received_equal_those_of_grouped_rows
     drawn = torch.Generator().manual_seed(0)
     rows, order = torch.randn(total, D, generator=drawn), torch.randperm(total, generator=drawn)
     scale, grad = torch.rand(total, generator=drawn), torch.randn(total, D, generator=drawn)
-    up, down = linears(module, dict(module.named_parameters(recurse=False)))
+    experts = Experts(module, IndexedBackend(), *linears(module, dict(module.named_parameters(recurse=False))))
     found = []
     for order_R in (None, order):
         x, by = rows.clone().requires_grad_(), scale.clone().requires_grad_()
         given = (x[order], by[order]) if order_R is None else (x, by)
-        out = on_rows(module, IndexedBackend(), up, down, given[0], counts_e, given[1], order_R)
+        out = on_rows(experts, given[0], counts_e, given[1], order_R)
         out.backward(grad[order] if order_R is None else grad)
         out = out.detach() if order_R is not None else torch.empty_like(out).index_copy_(0, order, out.detach())
         found.append([out, x.grad, by.grad, *(param.grad.clone() for param in module.parameters())])

@@ -110,10 +110,16 @@ def start_dispatch_plans(
     A recomputation inside of ``keep_plans`` reuses the plans of the forward: it sends nothing and does not wait.
     All ranks of the group have the same number of chunks; the other arguments are those of ``dispatch``.
     """
-    kept: _KeptPlans | None = getattr(_kept, "plans", None)
-    if kept is not None and kept.replay:
-        plans = kept.next()
+    tape, replayed = getattr(_kept, "plans", (None, None))
+    if replayed is not None:
+        plans = [_with_orders(plan, torch.int64) for plan in next(replayed)]
         return PendingPlans([plan.slot_order for plan in plans], lambda: plans)
+
+    def keep(plans: list[DispatchPlan]) -> list[DispatchPlan]:
+        if tape is not None:
+            tape.append([_with_orders(plan, torch.int32) for plan in plans])
+        return plans
+
     (tokens, k), keys_below = experts_TK.shape, chunks * num_experts
     keys = experts_TK.long()
     if chunks > 1:  # by chunk, then by expert
@@ -122,7 +128,6 @@ def start_dispatch_plans(
     keys, order = sort_keys(keys.reshape(-1), keys_below)
     slot_orders = _split_order(order, [k * -(-i * tokens // chunks) for i in range(chunks + 1)])
     counts = count_sorted(keys, keys_below).view(chunks, num_experts)
-    keep = kept.keep if kept is not None else lambda plans: plans
     if group is None and etp_group is None:
         local = AllToAll([], [], None)
         plans = [DispatchPlan(c, order, None, local) for c, order in zip(counts, slot_orders, strict=True)]
@@ -167,25 +172,11 @@ _kept = threading.local()  # backward, which recomputes, may run in another thre
 @contextmanager
 def keep_plans(tape: list[list[DispatchPlan]], replay: bool) -> Iterator[None]:
     """Append the plans that are built to ``tape``, or reuse them; every token must be routed as before."""
-    before, _kept.plans = getattr(_kept, "plans", None), _KeptPlans(tape, replay)
+    before, _kept.plans = getattr(_kept, "plans", (None, None)), (tape, iter(tape) if replay else None)
     try:
         yield
     finally:
         _kept.plans = before
-
-
-class _KeptPlans:
-    def __init__(self, tape: list[list[DispatchPlan]], replay: bool):
-        self.tape, self.replay, self.used = tape, replay, 0
-
-    def next(self) -> list[DispatchPlan]:
-        self.used += 1
-        return [_with_orders(plan, torch.int64) for plan in self.tape[self.used - 1]]
-
-    def keep(self, plans: list[DispatchPlan]) -> list[DispatchPlan]:
-        small = all(plan.slot_order.numel() < 2**31 > plan.rows for plan in plans)
-        self.tape.append([_with_orders(plan, torch.int32) for plan in plans] if small else plans)
-        return plans
 
 
 def _with_orders(plan: DispatchPlan, dtype: torch.dtype) -> DispatchPlan:

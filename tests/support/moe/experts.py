@@ -85,23 +85,25 @@ def routed(tokens=T, dtype=torch.float32, weights_dtype=torch.float32, width=D):
 
 def tokens_with(module, backend, hidden, ids, weights):
     """Return output and gradients of hidden states, routing weights and parameters, with all experts on one rank."""
-    module = copy.deepcopy(module)
-    attach(module, ExpertsRuntime(E, None, backend=backend))
-    hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
-    out = experts_forward(module, hidden, ids, weights)
-    (out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
-    return {"out": out, "hidden": hidden.grad, "weights": weights.grad} | grads_of(module)
+    leaves = {"hidden": hidden, "weights": weights}
+    return _results(module, backend, leaves, lambda own, hidden, weights: experts_forward(own, hidden, ids, weights))
 
 
 def rows_with(module, backend, rows, counts_e, scale=None):
     """Return the same for received rows, with or without routing weights that are applied on the source rank."""
-    module = copy.deepcopy(module)
+
+    def computed(own, rows, scale=None):
+        return compute(own, dict(own.named_parameters()), rows, counts_e, scale)
+
+    return _results(module, backend, {"rows": rows} if scale is None else {"rows": rows, "scale": scale}, computed)
+
+
+def _results(module, backend, leaves, function):
+    module, leaves = copy.deepcopy(module), {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
     attach(module, ExpertsRuntime(E, None, backend=backend))
-    rows, scale = rows.clone().requires_grad_(), None if scale is None else scale.clone().requires_grad_()
-    out = compute(module, dict(module.named_parameters()), rows, counts_e, scale)
+    out = function(module, **leaves)
     (out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
-    grads = {"out": out, "rows": rows.grad} | grads_of(module)
-    return grads if scale is None else grads | {"scale": scale.grad}
+    return {"out": out} | {name: leaf.grad for name, leaf in leaves.items()} | grads_of(module)
 
 
 def bytes_kept(function, without):

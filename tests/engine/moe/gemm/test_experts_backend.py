@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import itertools
-import math
 from functools import partial
 from unittest import mock
 
@@ -17,14 +16,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward, linears
 from epfsdp2.engine.moe.fused import Experts, on_rows
-from epfsdp2.engine.moe.gemm import backends
 from epfsdp2.engine.moe.gemm.backends import Backend, BackendChoice, choose_backend
-from epfsdp2.engine.moe.gemm.gate import Gate, gate_of
+from epfsdp2.engine.moe.gemm.gate import gate_of
 from tests.support.models.tiny import relative_error
 from tests.support.moe.experts import (
     ENDS,
     FAMILIES,
-    INNER,
     RELATIVE,
     D,
     E,
@@ -99,28 +96,6 @@ def test_fused_experts_in_bfloat16_are_no_further_from_float32_than_plain_operat
         ours, theirs = (relative_error(of[name].float(), value) for of in (got, plain))
         assert 0 < ours < 1.1 * theirs, (name, ours, theirs)
         assert got[name].dtype == plain[name].dtype
-
-
-def test_gather_sum_accumulates_in_float32():
-    rows, slots = torch.ones(1025, 8, dtype=torch.bfloat16), torch.arange(1025).view(1, -1)
-    for weights in (None, torch.ones(1, 1025, dtype=torch.bfloat16), torch.ones(1, 1025)):
-        # A sum in bfloat16 would stop at 256.
-        assert (Backend().gather_sum(rows, slots, weights, torch.float32) >= 1024).all()
-
-
-@pytest.mark.parametrize("gate", [Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torch_gate_in_blocks_of_rows_equals_autograd_in_float32(monkeypatch, gate, dtype):
-    monkeypatch.setattr(backends, "_BLOCK", 5 * 2 * INNER)
-    pre, grad, scale = (torch.randn(37, *width).to(dtype) for width in ((2 * INNER,), (INNER,), ()))
-    leaf, scale_leaf = (x.clone().float().requires_grad_() for x in (pre, scale))
-    act = gate(leaf)
-    (act * scale_leaf[:, None]).backward(grad.float())
-    names = "activation", "gradient", "scaled activation", "gradient of scale"
-    wanted = act.to(dtype), leaf.grad.to(dtype), (act * scale_leaf[:, None]).to(dtype), scale_leaf.grad
-    found = Backend().activate(pre, gate), *Backend().activate_backward(pre, grad, scale, gate)
-    bound = max(RELATIVE, torch.finfo(dtype).eps)
-    assert_equal(*(dict(zip(names, each, strict=True)) for each in (found, wanted)), bound)
 
 
 def test_fused_experts_under_autocast_recompute_the_activation_under_it():

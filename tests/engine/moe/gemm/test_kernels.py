@@ -1,6 +1,7 @@
 """The Triton kernels, in Triton's interpreter, equal torch's operators; sizes are not multiples of a tile."""
 
 import importlib
+import itertools
 import math
 from functools import partial
 from unittest import mock
@@ -68,7 +69,8 @@ def test_triton_gemms_and_sums_accumulate_in_float32(kernels):
     ones, groups = torch.ones(n, n, dtype=torch.bfloat16), Groups(torch.tensor([0, n]), n)
     assert (ours.mm(ones[:1], torch.ones(1, n, 3).bfloat16(), Groups(torch.tensor([1]), 1)) == n).all()
     assert (ours.outer(ones[:, :3], ones[:, :2], groups)[1] == n).all()
-    assert (ours.gather_sum(ones[:, :3], torch.arange(n).view(1, n), None, torch.float32) == n).all()
+    for backend, weights in itertools.product((ours, Backend()), (None, ones[:1], ones[:1].float())):
+        assert (backend.gather_sum(ones[:, :3], torch.arange(n).view(1, n), weights, torch.float32) == n).all()
 
 
 @pytest.mark.parametrize(
@@ -159,24 +161,6 @@ def test_triton_gemm_with_the_gates_backward_equals_two_passes_bit_for_bit(kerne
     assert len(launched) == 4
 
 
-def test_tiles_of_the_epilogue_and_of_persistent_gemms_are_offered_where_they_fit(kernels, tiles, monkeypatch):
-    monkeypatch.setattr(tiles, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    single, bfloat16, half = torch.float32, torch.bfloat16, torch.float16
-    for capability, persistent, epilogues in (
-        ((8, 0), 0, {(bfloat16, 768): 0}),
-        ((9, 0), 1, {(bfloat16, 768): 2, (single, 768): 0, (bfloat16, 64): 0}),
-        ((10, 0), 1, {(half, 768): 2}),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
-        for (dtype, inner), count in epilogues.items():
-            assert len(kernels.gate_backward_tiles(dtype, inner, 2048)) == count
-        for choose in (partial(tiles.mm_tiles, bfloat16, 2048, 768), partial(tiles.gate_tiles, bfloat16, 2048)):
-            few, more = choose(False), choose(True)
-            assert not any(tile.is_persistent for tile in few) and few[0] == more[0] and len(more) <= 3
-            assert sum(tile.is_persistent for tile in more) == persistent
-
-
 def test_triton_gemm_with_the_gates_backward_is_taken_if_faster_unless_runs_have_to_be_equal(
     kernels, tiles, monkeypatch, capsys
 ):
@@ -241,15 +225,17 @@ def test_triton_outer_of_many_columns_copies_the_rows_that_are_read_through_an_i
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
-def test_triton_gate_kernels_of_every_activation_equal_autograd(kernels, gate):
-    ours, pre, grad, scale = kernels.TritonBackend(), drawn(37, 2 * 20), drawn(37, 20, seed=1), drawn(37, seed=2)
+def test_gate_of_every_activation_equals_autograd(kernels, monkeypatch, gate):
+    monkeypatch.setattr(backends, "_BLOCK", 5 * 2 * 20)
+    pre, grad, scale = drawn(37, 2 * 20), drawn(37, 20, seed=1), drawn(37, seed=2)
     leaf, scale_leaf = pre.clone().requires_grad_(), scale.clone().requires_grad_()
     act = gate(leaf)
     (act * scale_leaf[:, None]).backward(grad)
-    assert relative_error(ours.activate(pre, gate), act.detach()) < 1e-6
-    wanted = leaf.grad, (act * scale[:, None]).detach(), scale_leaf.grad
-    for got, want in zip(ours.activate_backward(pre, grad.clone(), scale, gate), wanted, strict=True):
-        assert relative_error(got, want) < 1e-6
+    wanted = act.detach(), leaf.grad, (act * scale[:, None]).detach(), scale_leaf.grad
+    for backend in (kernels.TritonBackend(), Backend()):
+        found = backend.activate(pre, gate), *backend.activate_backward(pre, grad.clone(), scale, gate)
+        for got, want in zip(found, wanted, strict=True):
+            assert relative_error(got, want) < 1e-6
 
 
 def test_triton_tiles_of_any_counts_cover_every_row_once_and_surplus_tiles_none(kernels):

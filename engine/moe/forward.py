@@ -185,41 +185,33 @@ def compute(
             (``dispatch.deferred_router_grad``).
         order_R: the permutation that groups the rows, for a backend that reads them through an index.
     """
-    runtime: ExpertsRuntime = getattr(module, _HANDLE)
-    if has_backend(runtime.backend):
-        experts = fused.Experts(module, backend_named(runtime.backend), *linears(module, weight))
+    backend = getattr(module, _HANDLE).backend
+    if has_backend(backend):
+        experts = fused.Experts(module, backend_named(backend), *linears(module, weight))
         return fused.on_rows(experts, rows_RD, counts_e, scale_R, order_R)
-    assert order_R is None, f"{runtime.backend} reads no rows through an index"
-    if runtime.backend == "reference":
-        h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
-        h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-        out = _linear(module, h, "down_proj", weight, counts_e)
+    if backend == "reference":
+        up, down = linears(module, weight)
+        h = _plain(up, rows_RD, counts_e)
+        out = _plain(down, module._apply_gate(h) if module.has_gate else module.act_fn(h), counts_e)
     else:
-        out = compute_registered(runtime.backend, module, weight, rows_RD, counts_e)
+        out = compute_registered(backend, module, weight, rows_RD, counts_e)
     return out if scale_R is None else deferred_router_grad(out, scale_R)
 
 
 def linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[Linear, Linear]:
     """Return an experts module's first and second linear from its own parameters by name."""
-    names = (_up_name(module), "down_proj")
+    names = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
     up, down = (Linear.of(name, weight, module.is_transposed, _scaling(module, name)) for name in names)
     return up, down
 
 
-def _up_name(module: Any) -> str:
-    return "gate_up_proj" if module.has_gate else "up_proj"
-
-
-def _linear(
-    module: Any, rows: torch.Tensor, name: str, weight: Mapping[str, torch.Tensor], counts_e: torch.Tensor
-) -> torch.Tensor:
+def _plain(linear: Linear, rows: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
     """Apply one of the experts' linears, with its adapter if it has one, in plain operators."""
-    out = grouped_linear(rows, weight[name], counts_e, weight.get(f"{name}_bias"), module.is_transposed)
-    scaling = _scaling(module, name)
-    if scaling is None:
+    out = grouped_linear(rows, linear.weight, counts_e, linear.bias, linear.is_transposed)
+    if linear.lora_A is None or linear.lora_B is None:
         return out
-    low = grouped_linear(rows, weight[f"{name}_lora_A"], counts_e, None, False)
-    return out + scaling * grouped_linear(low, weight[f"{name}_lora_B"], counts_e, None, False)
+    low = grouped_linear(rows, linear.lora_A, counts_e, None, False)
+    return out + linear.scaling * grouped_linear(low, linear.lora_B, counts_e, None, False)
 
 
 def grouped_linear(

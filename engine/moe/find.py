@@ -107,14 +107,11 @@ class ExpertsInfo:
 
 
 def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> list[ExpertsInfo]:
-    """Find all experts modules, in the model's order.
+    """Find all experts modules, in the model's order; none in a dense model.
 
     Args:
         plan: ``engine.expert_plan``, for experts outside the interface: pattern of a parameter's FQN (``*`` matches
             anything) -> the dim that counts the experts. It has precedence for the modules of these parameters.
-
-    Returns:
-        An empty list for a dense model.
 
     Raises:
         UnsupportedModelError: none is found in a model that seems to have experts.

@@ -144,9 +144,7 @@ def on_tokens(
     """Dispatch this rank's tokens, compute the local experts, and combine; returns ``(T, D)`` in ``dtype``.
 
     Args:
-        hidden_TD: hidden states, in the dtype of the experts' parameters.
-        weights_TK: routing weights in any float dtype.
-        plan: made for the tokens by ``dispatch.start_dispatch_plans``.
+        hidden_TD: in the dtype of the experts' parameters; the routing weights have any float dtype.
         to_send: the slots' hidden states ``(T * K, D)``, popped when they are sent; empty without a group.
     """
     # The next node's input, popped so that it is freed early: the rows to send, then _Up's ctx and the activation.

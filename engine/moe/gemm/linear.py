@@ -70,9 +70,7 @@ class Linear:
     ) -> list[torch.Tensor | None]:
         """Return the needed gradients of ``tensors``; dense, because FSDP would skip a ``None`` on this rank only.
 
-        Args:
-            rows: the input, times the routing weights ``scale_R`` of the output.
-            grad: the output's gradient.
+        ``rows`` are the input times the routing weights ``scale_R`` of the output, whose gradient is ``grad``.
         """
         grads: list[torch.Tensor | None] = [None] * 4
         if needed[0]:

@@ -117,13 +117,8 @@ class RouterLosses:
         """Return the router loss of the forward, to be added to this rank's loss; collective.
 
         FSDP averages gradients over all ranks, and micro-batches sum them. With the scale of this loss that is the
-        mean over the tokens of the step.
-
-        Args:
-            is_token: bool ``[tokens]``; False for rows of padding.
-
-        Returns:
-            A scalar, or None if both coefficients are 0.
+        mean over the tokens of the step. It is None if both coefficients are 0. ``is_token`` ``[tokens]`` is False for
+        rows of padding.
 
         Raises:
             UnsupportedModelError: a layer's experts were not called exactly once, or its logits were not found.

@@ -42,10 +42,7 @@ class _Layer:
 
 
 class RouterReplay:
-    """Records and replays the experts of a model's tokens, layer by layer.
-
-    Args:
-        num_layers: all layers of the model, those without experts included.
+    """Records and replays the experts of the tokens of a model with ``num_layers``, those without experts included.
 
     Raises:
         UnsupportedModelError: see ``experts_by_layer``.

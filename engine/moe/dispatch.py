@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from .collectives.counts import Counts
+from .collectives.counts import start_counts
 from .collectives.rows import AllToAll, Gather, RowExchange, exchange_rows
 from .gemm.backends import TORCH, Backend, inverse
 
@@ -134,10 +134,10 @@ def start_dispatch_plans(
         return PendingPlans(slot_orders, lambda: keep(plans))
     ep = dist.get_world_size(group) if group is not None else 1
     sent = counts.view(chunks, ep, -1).transpose(0, 1).contiguous()  # [destination rank, chunk, local expert]
-    pending = Counts(sent, group, etp_group)
+    pending = start_counts(sent, group, etp_group)
 
     def wait() -> list[DispatchPlan]:
-        received, sizes_of_chunks = pending.wait()
+        received, sizes_of_chunks = pending()
         exchanges = [_row_exchange(sizes, ep, group, etp_group) for sizes in sizes_of_chunks]
         sources, _, e = received.shape
         row_bounds = [0, *itertools.accumulate(sum(sizes[2 * ep :] or sizes[ep:]) for sizes in sizes_of_chunks)]

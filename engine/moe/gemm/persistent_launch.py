@@ -32,37 +32,23 @@ def takes(rows: torch.Tensor, in_out: torch.Tensor, bias: torch.Tensor | None, g
     return half and bias is None and inner > 0 and aligned and placed
 
 
-def mm(
-    tile: Tile,
-    rows: torch.Tensor,
-    index: torch.Tensor | None,
-    in_out: torch.Tensor,
-    out: torch.Tensor,
-    order: torch.Tensor | None,
-    groups: Groups,
-) -> None:
-    """``TritonBackend.mm`` without a bias."""
-    operands, constants = _described(tile, rows, index, in_out)
+def mm(tile: Tile, operands: tuple, out: torch.Tensor, order: torch.Tensor | None, groups: Groups) -> None:
+    """``TritonBackend.mm`` of rows, index and matrices, without a bias."""
+    in_out = operands[2]
+    described, constants = _described(tile, *operands)
     sizes = len(groups.counts_e), in_out.shape[2], in_out.shape[1]
-    triton_persistent.grouped_mm[(_programs(),)](*operands, out, order, *_tiles(groups, tile), *sizes, **constants)
+    triton_persistent.grouped_mm[(_programs(),)](*described, out, order, *_tiles(groups, tile), *sizes, **constants)
 
 
-def up_gate(
-    tile: Tile,
-    rows: torch.Tensor,
-    index: torch.Tensor | None,
-    in_out: torch.Tensor,
-    results: tuple[torch.Tensor, ...],
-    groups: Groups,
-    gate: Gate,
-) -> None:
-    """``TritonBackend.up_gate`` without a bias, for gates above ups."""
-    operands, constants = _described(tile, rows, index, in_out, gates=2)
+def up_gate(tile: Tile, operands: tuple, results: tuple[torch.Tensor, ...], groups: Groups, gate: Gate) -> None:
+    """``TritonBackend.up_gate`` of rows, index and matrices, without a bias, for gates above ups."""
+    in_out = operands[2]
+    described, constants = _described(tile, *operands, gates=2)
     del constants["K_INNERMOST"]
     constants["LIMITED"] = gate.constants()["LIMITED"]
     sizes = len(groups.counts_e), in_out.shape[2] // 2, in_out.shape[1]
     triton_persistent.grouped_mm_gate[(_programs(),)](
-        *operands, *results, *_tiles(groups, tile), *sizes, *gate[:3], **constants
+        *described, *results, *_tiles(groups, tile), *sizes, *gate[:3], **constants
     )
 
 

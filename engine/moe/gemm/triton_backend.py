@@ -55,7 +55,7 @@ class TritonBackend(Backend):
 
         def launch(tile):
             if tile.is_persistent:
-                return persistent_launch.mm(tile, rows, index, in_out, out, order_R, groups)
+                return persistent_launch.mm(tile, (rows, index, in_out), out, order_R, groups)
             tiles = tiles_of(groups, tile.m)
             sizes, constants = (experts, n, k, *in_out.stride()), tile.constants()
             triton_gemms.grouped_mm[(len(tiles.expert) * triton.cdiv(n, tile.n),)](
@@ -178,7 +178,7 @@ class TritonBackend(Backend):
 
         def launch(tile):
             if tile.is_persistent:
-                return persistent_launch.up_gate(tile, rows, index, in_out, (pre, act), groups, gate)
+                return persistent_launch.up_gate(tile, (rows, index, in_out), (pre, act), groups, gate)
             tiles, operands = tiles_of(groups, tile.m), (rows, index, in_out, bias, pre, act)
             sizes, constants = (experts, inner, k, *in_out.stride()), tile.constants()
             triton_gemms.grouped_mm_gate[(len(tiles.expert) * triton.cdiv(inner, tile.n),)](

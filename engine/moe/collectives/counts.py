@@ -1,7 +1,7 @@
 """Exchange the number of rows that each rank sends, and copy the sizes to the host for the all-to-alls of rows.
 
-The exchange and the copy run on streams of their own, beside the work queued before the wait: the one host sync
-of a layer's forward.
+The exchange and the copy run on streams of their own, beside the work queued before the wait. That is the one host
+sync of a layer's forward.
 """
 
 import functools
@@ -22,7 +22,7 @@ def start_counts(
         group, etp_group: as in ``dispatch``; the exchanged counts are gathered over ``etp_group``.
 
     Returns:
-        A function that waits. It returns the numbers of received rows, ``(sources, chunks, e)``; sources are the EP
+        A function that waits. It returns the numbers of received rows, ``(sources, chunks, e)``. Sources are the EP
         ranks, or with ``etp`` the EP ranks of each of its ranks, this one last. It also returns for each chunk the rows
         to and from each EP rank, and the rows of each ``etp`` rank.
     """

@@ -116,7 +116,7 @@ def _every_way(ep, etp):
     meshes, rank = build_meshes("cpu", Topology.arrange(WORLD, ep, etp_size=etp)), dist.get_rank()
     at, plain = meshes.topology.coordinate(rank), make("plain", config=partial(Qwen3MoeConfig, **SIZES))
     parts = ("ep", EXPERTS // ep), ("etp", INNER // etp)
-    mine, columns = (slice(at[axis] * part, (at[axis] + 1) * part) for axis, part in parts)
+    mine, columns = (slice(at.get(axis, 0) * part, (at.get(axis, 0) + 1) * part) for axis, part in parts)
     own = copy.deepcopy(plain)
 
     def cut(up, down):

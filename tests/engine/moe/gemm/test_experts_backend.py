@@ -13,12 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from epfsdp2.engine.compat.torch_sms import sms_left
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.moe import forward
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward, linears
 from epfsdp2.engine.moe.fused import Experts, on_rows
-from epfsdp2.engine.moe.gemm.backends import Backend, BackendChoice, choose_backend
+from epfsdp2.engine.moe.gemm import backends
+from epfsdp2.engine.moe.gemm.backends import Backend, BackendChoice, Groups, choose_backend
 from epfsdp2.engine.moe.gemm.gate import gate_of
-from tests.support.models.tiny import relative_error
+from tests.support.engine.sharded import sharded_model, whole_gradients
+from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.moe.experts import (
     ENDS,
     FAMILIES,
@@ -35,6 +39,8 @@ from tests.support.moe.experts import (
     tokens_with,
 )
 from tests.support.moe.indexed_backend import IndexedBackend
+from tests.support.moe.interpreter import drawn
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize(("family", "tokens"), itertools.product(FAMILIES, (T, 0)))
@@ -229,3 +235,51 @@ def test_experts_forward_calls_no_function_mode():
     attach(module, ExpertsRuntime(E, None))
     with Refused():
         experts_forward(module, *given)
+
+
+def test_torch_outer_of_experts_without_rows_is_zero_where_the_kernel_leaves_garbage(monkeypatch):
+    """CUTLASS on compute capability 10.x (pytorch#172439)."""
+    groups, rows = Groups(torch.tensor([21, 0, 3, 17, 0]), 41), drawn(41, 16)
+    want = Backend().outer(rows, rows, groups)
+    grouped_mm, calls = backends.torch_grouped_mm, []
+
+    def leaves_garbage(a, b, offs):
+        calls.append(offs)
+        empty = (groups.counts_e == 0)[:, None, None]
+        return grouped_mm(a, b, offs=offs).masked_fill(empty, float("nan"))
+
+    for place in (backends, forward):
+        monkeypatch.setattr(place, "torch_grouped_mm", leaves_garbage)
+    monkeypatch.setattr(backends, "_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert relative_error(Backend().outer(rows, rows, groups), want) < 1e-6 and len(calls) == 1
+    weight = drawn(5, 16, 16).requires_grad_()
+    forward.grouped_linear(rows, weight, groups.counts_e, None, False).sum().backward()
+    assert len(calls) == 1, "autograd would compute the weight's gradient with it"
+
+
+def _equal_the_reference(folder, cases):
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    ids = token_batch(world)
+    reference = reference_model(folder).train()
+    token_loss(reference, ids).backward()
+    wanted = dict(reference.named_parameters())
+    for ep, backend, checkpointing in cases:
+        options = {"experts_backend": backend, "checkpointing": checkpointing, "communication_sms": 20 + ep}
+        model, _ = sharded_model(folder, world, ep, **options)
+        assert sms_left() == 20 + ep
+        model.train()
+        token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
+        for name, grad in whole_gradients(model).items():
+            error = relative_error(grad, wanted[name].grad)
+            assert error < RELATIVE, (ep, backend, checkpointing, name, error)
+
+
+def test_experts_with_every_backend_on_two_ranks_have_the_gradients_of_the_plain_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    folder = save_qwen3_moe(
+        tmp_path, hidden_size=24, moe_intermediate_size=20, num_experts=4, num_hidden_layers=1, mlp_only_layers=[]
+    )
+    cases = [(2, "reference", "none"), (1, "triton", "none"), (2, "triton", "full"), (1, "torch", "full")]
+    run_ranks(_equal_the_reference, 2, folder, cases)

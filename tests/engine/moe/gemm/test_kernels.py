@@ -4,21 +4,20 @@ import importlib
 import itertools
 import math
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from epfsdp2.engine.compat.torch_sms import sms_left
-from epfsdp2.engine.moe import forward
+from epfsdp2.engine.compat.private_names import MissingNameError
+from epfsdp2.engine.compat.torch_sms import leave_sms
 from epfsdp2.engine.moe.gemm import backends
 from epfsdp2.engine.moe.gemm.backends import Backend, Groups, IndexedRows
 from epfsdp2.engine.moe.gemm.gate import Gate, gate_of
-from tests.support.engine.sharded import sharded_model, whole_gradients
-from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
-from tests.support.moe.experts import FAMILIES, RELATIVE, D, assert_equal, make, routed, rows_with, tokens_with
+from tests.support.models.tiny import relative_error
+from tests.support.moe.experts import FAMILIES, D, assert_equal, make, routed, rows_with, tokens_with
 from tests.support.moe.interpreter import drawn, integers, interpreted_kernels
-from tests.support.ranks import run_ranks
 
 COUNTS = [21, 0, 3, 17, 0]
 RAGGED = [21, 0, 1, 16, 0, 33]  # experts without rows, with one, with a whole tile, with a part of a tile
@@ -39,28 +38,6 @@ def tiles(monkeypatch):
     monkeypatch.setattr(module, "_fastest", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return module
-
-
-def test_torch_outer_of_experts_without_rows_is_zero_where_the_kernel_leaves_garbage(monkeypatch):
-    """CUTLASS on compute capability 10.x (pytorch#172439)."""
-    groups, rows = Groups(torch.tensor(COUNTS), sum(COUNTS)), drawn(sum(COUNTS), 16)
-    want = Backend().outer(rows, rows, groups)
-    grouped_mm, calls = backends.torch_grouped_mm, []
-
-    def leaves_garbage(a, b, offs):
-        calls.append(offs)
-        empty = (groups.counts_e == 0)[:, None, None]
-        return grouped_mm(a, b, offs=offs).masked_fill(empty, float("nan"))
-
-    for place in (backends, forward):
-        monkeypatch.setattr(place, "torch_grouped_mm", leaves_garbage)
-    monkeypatch.setattr(backends, "_on_cpu", lambda tensor: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    assert relative_error(Backend().outer(rows, rows, groups), want) < 1e-6 and len(calls) == 1
-    weight = drawn(len(COUNTS), 16, 16).requires_grad_()
-    forward.grouped_linear(rows, weight, groups.counts_e, None, False).sum().backward()
-    assert len(calls) == 1, "autograd would compute the weight's gradient with it"
 
 
 def test_triton_gemms_and_sums_accumulate_in_float32(kernels):
@@ -128,6 +105,23 @@ def in_epilogue(kernels, tiles, monkeypatch):
         return launched
 
     return switch_on
+
+
+@pytest.fixture
+def persistent(kernels, tiles, monkeypatch):
+    """Return a function that calls another with the persistent kernels, and adds their names to a set."""
+
+    def call(function, launched):
+        def launch_it(what, key, choices, groups, launch, results=()):
+            assert key[-1] is True, "the persistent kernel does not support the operands"
+            launch(tiles.Tile(16, 16, 16, is_persistent=True))
+            launched.add(what)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(kernels, "launch_fastest", launch_it)
+            return function()
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -331,26 +325,69 @@ def test_triton_experts_with_adapters_or_an_unknown_activation_equal_plain_opera
     assert_equal(tokens_with(module, "triton", *routed()), tokens_with(module, "reference", *routed()))
 
 
-def _equal_the_reference(folder, cases):
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    ids = token_batch(world)
-    reference = reference_model(folder).train()
-    token_loss(reference, ids).backward()
-    wanted = dict(reference.named_parameters())
-    for ep, backend, checkpointing in cases:
-        options = {"experts_backend": backend, "checkpointing": checkpointing, "communication_sms": 20 + ep}
-        model, _ = sharded_model(folder, world, ep, **options)
-        assert sms_left() == 20 + ep
-        model.train()
-        token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
-        for name, grad in whole_gradients(model).items():
-            error = relative_error(grad, wanted[name].grad)
-            assert error < RELATIVE, (ep, backend, checkpointing, name, error)
+@pytest.mark.parametrize(("dtype", "counts"), [(torch.bfloat16, RAGGED), (torch.float32, [0, 17])], ids=str)
+def test_persistent_kernels_have_the_bits_of_the_others(kernels, persistent, dtype, counts):
+    launched = set()
+    ours, (hidden, inner), e, total = kernels.TritonBackend(), (24, 24), len(counts), sum(counts)
+    groups, x = Groups(torch.tensor(counts), total), integers(11, hidden, dtype=dtype)
+    index = torch.randint(11, (total,), generator=torch.Generator().manual_seed(5))
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(6))
+    for is_indexed, is_transposed in itertools.product((False, True), (False, True)):
+        rows = ours.indexed(x, index) if is_indexed else x[index]
+        down = integers(e, hidden, inner, dtype=dtype, seed=1)
+        down = down.mT.contiguous().mT if is_transposed else down
+        calls = [lambda rows=rows, down=down, to=to: (ours.mm(rows, down, groups, None, to),) for to in (None, order)]
+        if not is_transposed:
+            up = integers(e, 2 * inner, hidden, dtype=dtype, seed=2).mT
+            calls += [
+                lambda up=up, g=g, rows=rows: ours.up_gate(rows, up, groups, None, g) for g in (GATES[0], GATES[2])
+            ]
+        for call in calls:
+            assert all(map(torch.equal, persistent(call, launched), call()))
+    assert launched == {"mm", "mm and gate"}
 
 
-def test_experts_with_every_backend_on_two_ranks_have_the_gradients_of_the_plain_model(tmp_path):
-    folder = save_qwen3_moe(
-        tmp_path, hidden_size=24, moe_intermediate_size=20, num_experts=4, num_hidden_layers=1, mlp_only_layers=[]
-    )
-    cases = [(2, "reference", "none"), (1, "triton", "none"), (2, "triton", "full"), (1, "torch", "full")]
-    run_ranks(_equal_the_reference, 2, folder, cases)
+def test_persistent_kernels_read_the_same_rows_by_copies_and_by_tma(kernels, persistent, monkeypatch):
+    """On compute capability 9 rows of an index come by asynchronous copies, also if tiles don't divide ``k``."""
+    ours, total, e = kernels.TritonBackend(), sum(RAGGED), len(RAGGED)
+    groups, x, index = Groups(torch.tensor(RAGGED), total), integers(11, 40), torch.arange(total) % 11
+    described = kernels.persistent_launch._described
+
+    def without_gather(tile, rows, *args):
+        operands, how = described(tile, rows, *args)
+        return (rows, *operands[1:]), how | {"GATHERS": False}
+
+    monkeypatch.setattr(kernels.persistent_launch, "_described", without_gather)
+    for k in (40, 32):
+        weight, rows = integers(e, k, 24), ours.indexed(x[:, :k].contiguous(), index)
+        found = persistent(lambda rows=rows, weight=weight: ours.mm(rows, weight, groups), set())
+        assert torch.equal(found, ours.mm(rows, weight, groups))
+
+
+def test_persistent_gemms_with_reserved_sms_leave_them_to_collectives(kernels, monkeypatch):
+    """torch's grouped GEMM reads the same number (cuda/GroupMM.cu, ``_SMCarveout_EXPERIMENTAL``)."""
+    launch, before = kernels.persistent_launch, torch._C._get_sm_carveout_experimental()
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
+    try:
+        for asked, has_collectives, programs in ((-1, False, 132), (-1, True, 116), (24, True, 108), (0, True, 108)):
+            leave_sms(asked, has_collectives)
+            assert launch._programs() == programs
+        leave_sms(200)
+        assert launch._programs() == 1
+    finally:
+        torch._C._set_sm_carveout_experimental(before)
+    monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
+    with pytest.raises(MissingNameError, match="engine.communication_sms=0"):
+        leave_sms(1)
+
+
+def test_persistent_kernels_refuse_operands_that_tma_can_not_load(kernels):
+    takes, rows, weight = kernels.persistent_launch.takes, drawn(4, 40), drawn(2, 40, 24)
+    assert takes(rows, weight, None) and takes(rows, weight.mT.contiguous().mT, None)
+    assert not takes(rows, weight, drawn(2, 24))  # a bias
+    assert not takes(rows, drawn(2, 40, 26)[:, :, ::2], None)  # no dimension is contiguous
+    assert not takes(drawn(4, 38), drawn(2, 38, 24), None)  # rows of 152 bytes
+    assert not takes(drawn(161)[1:].view(4, 40), weight, None)  # 4 bytes behind an aligned address
+    assert not takes(rows, weight, None, gates=2) and takes(rows, weight.mT.contiguous().mT, None, gates=2)

@@ -14,7 +14,7 @@ and its own code computes the activation. Tokens reach their experts in one of f
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from .gemm.linear import Linear
 from .registered import compute_registered
 from .shared_experts import SharedExperts
 
-__all__ = ["Adapters", "ExpertsRuntime", "adapt_experts", "attach", "install_experts_forward", "linears", "runtime_of"]
+__all__ = ["ExpertsRuntime", "adapt_experts", "attach", "install_experts_forward", "linears", "runtime_of"]
 
 _HANDLE, _ADAPTERS = "_epfsdp2", "_epfsdp2_adapters"
 
@@ -62,12 +62,6 @@ class ExpertsRuntime:
     # (Token, expert) pairs that this rank's experts have computed so far, recomputations included. Each rank of
     # ``etp_group`` counts a pair.
     rows_computed: int = 0
-
-
-class Adapters(Protocol):
-    """The switch of low-rank adapters (``lora/adapters.py``)."""
-
-    enabled: bool
 
 
 def install_experts_forward(
@@ -117,8 +111,11 @@ def runtime_of(module: nn.Module) -> ExpertsRuntime | None:
     return getattr(module, _HANDLE, None)
 
 
-def adapt_experts(module: nn.Module, adapters: Adapters, weight: str, scaling: float) -> None:
-    """Add a weight's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` in the forward."""
+def adapt_experts(module: nn.Module, adapters: Any, weight: str, scaling: float) -> None:
+    """Add a weight's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` in the forward.
+
+    ``adapters.enabled`` switches them.
+    """
     module.__dict__.setdefault(_ADAPTERS, {})[weight] = adapters, scaling
 
 

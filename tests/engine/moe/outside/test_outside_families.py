@@ -90,18 +90,6 @@ MODULE = """
             self.w_out = nn.Parameter(torch.randn(6, config.hidden_size, 20) / 7)
             self.act = nn.SiLU()
 
-        def route(self, hidden):
-            weights, ids = self.gate(hidden).softmax(-1).topk(2)
-            return ids, weights
-
-        def forward(self, x):
-            hidden = x.reshape(-1, x.shape[-1])
-            ids, weights = self.route(hidden)
-            gate, up = torch.einsum("td,eod->teo", hidden, self.w_in).chunk(2, -1)
-            each = torch.einsum("teo,edo->ted", self.act(gate) * up, self.w_out)
-            chosen = each.gather(1, ids[..., None].expand(-1, -1, each.shape[-1]))
-            return (chosen * weights[..., None]).sum(1).view_as(x)
-
 
     class UsersConfig(Qwen3Config):
         model_type = "users_family"
@@ -122,7 +110,8 @@ MODULE = """
 
     def _forward(self, x):
         hidden = x.reshape(-1, x.shape[-1])
-        return self.experts(hidden, *self.route(hidden)).view_as(x)
+        weights, ids = self.gate(hidden).softmax(-1).topk(2)
+        return self.experts(hidden, ids, weights).view_as(x)
 
 
     OUTSIDE["UsersBlock"] = Block("w_in", "w_out", "act", _forward)

@@ -42,10 +42,10 @@ def _updates_and_order(folder, ordered, updates):
 def test_etp_in_ppo_updates_equals_the_plain_model_and_collectives_come_in_one_order(tmp_path):
     folder = save_qwen3_moe(tmp_path, num_hidden_layers=2, mlp_only_layers=[])
     ordered = [(1, 2, {"expert_shard_dim": 1}), (2, -1, {"dispatch_chunks": 2, "checkpointing": "full"})]
-    cut = {"ep": 2, "etp_size": 2}
+    offload = {"param_offload": True, "optimizer_offload": True, "activation_checkpointing": "full"}
+    shared = {"ulysses_sequence_parallel_size": 2, "dynamic": True, "dispatch_chunks": 2}
     updates = [
-        {**cut, "param_offload": True, "optimizer_offload": True, "activation_checkpointing": "full"},
+        {"ep": 2, "etp_size": 2, **offload, **shared},
         {"ep": 1, "etp_size": 2, "fsdp_size": 2, "offload_policy": True},
-        {**cut, "ulysses_sequence_parallel_size": 2, "dynamic": True, "dispatch_chunks": 2},
     ]
     run_ranks(_updates_and_order, WORLD, folder, ordered, updates, timeout=300)

@@ -16,6 +16,7 @@ __all__ = ["mm", "takes", "up_gate"]
 # Major compute capability on which Triton specializes warps. On 9 it would need descriptors made on the device, and
 # does not compile these (3.7 and 3.9).
 _SPECIALIZES = 10
+_Operands = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]  # rows, index and matrices
 
 
 def takes(rows: torch.Tensor, in_out: torch.Tensor, bias: torch.Tensor | None, gates: int = 1) -> bool:
@@ -32,7 +33,7 @@ def takes(rows: torch.Tensor, in_out: torch.Tensor, bias: torch.Tensor | None, g
     return half and bias is None and inner > 0 and aligned and placed
 
 
-def mm(tile: Tile, operands: tuple, out: torch.Tensor, order: torch.Tensor | None, groups: Groups) -> None:
+def mm(tile: Tile, operands: _Operands, out: torch.Tensor, order: torch.Tensor | None, groups: Groups) -> None:
     """``TritonBackend.mm`` of rows, index and matrices, without a bias."""
     in_out = operands[2]
     described, constants = _described(tile, *operands)
@@ -40,7 +41,7 @@ def mm(tile: Tile, operands: tuple, out: torch.Tensor, order: torch.Tensor | Non
     triton_persistent.grouped_mm[(_programs(),)](*described, out, order, *_tiles(groups, tile), *sizes, **constants)
 
 
-def up_gate(tile: Tile, operands: tuple, results: tuple[torch.Tensor, ...], groups: Groups, gate: Gate) -> None:
+def up_gate(tile: Tile, operands: _Operands, results: tuple[torch.Tensor, ...], groups: Groups, gate: Gate) -> None:
     """``TritonBackend.up_gate`` of rows, index and matrices, without a bias, for gates above ups."""
     in_out = operands[2]
     described, constants = _described(tile, *operands, gates=2)

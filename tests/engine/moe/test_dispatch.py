@@ -102,7 +102,7 @@ def _ways(group, etp_group):
     runtime = partial(ExpertsRuntime, EXPERTS, group, etp_group=etp_group)
     ways = {name: runtime(name) for name in ("torch", "reference", "transformers:batched_mm")}
     options = {"num_experts": EXPERTS, "group": group}
-    for backend, chunks in (("torch", 1), ("reference", 2), ("torch", 3), ("torch", 9)) if group is not None else ():
+    for backend, chunks in (("torch", 1), ("reference", 2), ("torch", 9)) if group is not None else ():
         exchange = partial(overlap.exchange, **options, etp_group=etp_group, chunks=chunks)
         ways[f"{chunks} chunks, {backend}"] = runtime(backend, exchange)
     if group is not None and etp_group is None and group.size() == WORLD:
@@ -184,13 +184,13 @@ def _kept():
 
 
 def _all():
-    each_case([(4, 1), (2, 1), (1, 1), (2, 2), (1, 4)], _every_way)
+    each_case([(4, 1), (2, 1), (2, 2), (1, 4)], _every_way)
     each_case([(torch.float32,), (torch.bfloat16,)], _summed)
     _kept()
 
 
 def test_experts_with_every_routing_and_way_equal_the_dense_loop():
-    run_ranks(_all, WORLD)
+    run_ranks(_all, WORLD, timeout=400)
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(2**15, torch.int16), (2**15 + 1, torch.int64)])

@@ -226,10 +226,10 @@ def test_gate_of_every_activation_equals_autograd(kernels, monkeypatch, gate):
     act = gate(leaf)
     (act * scale_leaf[:, None]).backward(grad)
     wanted = act.detach(), leaf.grad, (act * scale[:, None]).detach(), scale_leaf.grad
-    for backend in (kernels.TritonBackend(), Backend()):
+    for backend, bound in ((kernels.TritonBackend(), 1e-6), (Backend(), 1e-5)):
         found = backend.activate(pre, gate), *backend.activate_backward(pre, grad.clone(), scale, gate)
         for got, want in zip(found, wanted, strict=True):
-            assert relative_error(got, want) < 1e-6
+            assert relative_error(got, want) < bound
 
 
 def test_triton_tiles_of_any_counts_cover_every_row_once_and_surplus_tiles_none(kernels):

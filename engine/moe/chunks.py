@@ -19,13 +19,13 @@ from ..wrap_forward import wrap_forward
 from .find import CustomExperts, ExpertsInfo
 from .shared_experts import SharedExperts
 
-__all__ = ["DispatchSizes"]
+__all__ = ["BETWEEN", "HALF_RATE_ROWS", "HBM", "INSIDE", "TFLOPS", "DispatchSizes"]
 
-# An H100's rates; the links' are the defaults of recipes/plan/roofline.py.
-_INSIDE, _BETWEEN = 400e9, 45e9  # bytes per second of a rank to others of its node, and of its network interface
-_FLOPS = 0.58 * 989e12  # of the experts' products with the passes over memory around them
-_HALF_RATE_ROWS = 400  # rows of an expert at which a product reaches half of its rate
-_MEMORY = 3.35e12  # bytes per second
+# An H100's rates.
+INSIDE, BETWEEN = 400.0, 45.0  # GB/s of a rank to others of its node, and of its network interface
+TFLOPS, HBM = 989.0, 3350.0  # bfloat16 products, and GB/s of memory, as published
+HALF_RATE_ROWS = 400.0  # rows of an expert at which a product reaches half of its rate
+_REACHED = 0.58  # of the FLOPs, by the experts' products with the passes over memory around them
 _NODE = 8  # GPUs
 _ISSUE = 20e-6  # seconds of a collective without rows
 _MOST = 4
@@ -33,29 +33,17 @@ _MOST = 4
 
 @dataclass(frozen=True)
 class DispatchSizes:
-    """Sizes of a layer's experts.
+    """Sizes of a layer's experts."""
 
-    Args:
-        rows: experts per token, ``K``.
-        row_bytes: bytes of a sent row.
-        elements: elements of one expert's weights.
-        experts: ``E``.
-        shared: whether the block's shared experts can be computed while tokens are dispatched.
-    """
-
-    rows: int
-    row_bytes: int
-    elements: int
-    experts: int
-    shared: bool
+    rows: int  # experts per token, ``K``
+    row_bytes: int  # of a sent row
+    elements: int  # of one expert's weights
+    experts: int  # ``E``
+    shared: bool  # whether the block's shared experts can be computed while tokens are dispatched
 
     @classmethod
     def of(cls, model: Any, experts: Sequence[ExpertsInfo], dtype: torch.dtype) -> "DispatchSizes | None":
-        """Read the sizes by running copies of the blocks on the meta device.
-
-        Args:
-            model: a transformers model, not sharded yet.
-            dtype: the dtype of sent rows.
+        """Read the sizes by running copies of a model's blocks on the meta device, before it is sharded.
 
         Returns:
             None if no copy can run, layers differ, or experts dispatch their tokens themselves. Shared experts can
@@ -63,12 +51,13 @@ class DispatchSizes:
         """
         if any(isinstance(info.module, CustomExperts) for info in experts):
             return None
-        found = {cls._of(model, info, dtype) for info in experts}
+        found = {cls.of_layer(model, info, dtype) for info in experts}
         known = [sizes for sizes in found if sizes is not None]
         return replace(known[0], shared=known[0].shared and None not in found) if len(known) == 1 else None
 
     @classmethod
-    def _of(cls, model: Any, info: ExpertsInfo, dtype: torch.dtype) -> "DispatchSizes | None":
+    def of_layer(cls, model: Any, info: ExpertsInfo, dtype: torch.dtype) -> "DispatchSizes | None":
+        """Read the sizes of one layer; None if its copy can't run."""
         name = info.fqn.removeprefix(f"{info.block}.")
         block: Any = copy.deepcopy(model.get_submodule(info.block)).to("meta")
         shared, found = SharedExperts(block, block.get_submodule(name)), []
@@ -96,22 +85,19 @@ class DispatchSizes:
         return cls(rows, row_bytes, elements // info.num_experts, info.num_experts, comes_first and is_ahead)
 
     def chunks(self, tokens: int, ep: int, etp: int, recomputed: bool) -> int:
-        """Return the number of chunks; the same on all ranks, whatever their micro-batches.
+        """Return the number of chunks for micro-batches of at most ``tokens`` per rank; the same on all ranks.
 
-        Args:
-            tokens: the limit of a rank's micro-batch.
-            ep, etp: sizes of the mesh.
-            recomputed: whether backward recomputes layers.
+        ``recomputed`` says whether backward recomputes layers.
         """
         rows = tokens * self.rows
         near = min(ep, max(_NODE // etp, 1))
         sent = rows * self.row_bytes
-        way = max(sent * (near - 1) / ep / _INSIDE, sent * (1 - near / ep) / _BETWEEN)
-        product = 2 * rows * self.elements / _FLOPS
-        gradients = 3 * self.elements * self.experts // (ep * etp) * 2 / _MEMORY  # read twice and written
+        way = max(sent * (near - 1) / ep / INSIDE, sent * (1 - near / ep) / BETWEEN) / 1e9
+        product = 2 * rows * self.elements / (_REACHED * TFLOPS * 1e12)
+        gradients = 3 * self.elements * self.experts // (ep * etp) * 2 / (HBM * 1e9)  # read twice and written
 
         def seconds(n: int) -> float:
-            forward = product * (1 + n * _HALF_RATE_ROWS * self.experts / (rows * ep * etp))
+            forward = product * (1 + n * HALF_RATE_ROWS * self.experts / (rows * ep * etp))
 
             def of_pass(compute: float) -> float:
                 return 2 * way / n + max(compute, 2 * way * (1 - 1 / n)) + 2 * n * _ISSUE

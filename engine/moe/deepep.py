@@ -27,13 +27,7 @@ _COLUMNS = 256  # kernels copy units of 512 bytes
 
 
 def check_deepep(device: str, ep: int, hidden: int, dtype: torch.dtype, full_determinism: bool = False) -> None:
-    """Check that DeepEP is installed and can send such rows; on a machine with a GPU, that it can be imported.
-
-    Args:
-        device: verl's device name.
-        hidden: columns of a row.
-        dtype: the dtype of sent rows.
-        full_determinism: whether torch fills memory that it allocates, which DeepEP 2 refuses.
+    """Check that DeepEP is installed and can send rows of ``hidden`` columns; with a GPU, that it can be imported.
 
     Raises:
         SettingError: DeepEP can't be imported, or has no kernel for these rows or this number of ranks.

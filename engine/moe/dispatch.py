@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from .collectives.counts import Counts
+from .collectives.counts import start_counts
 from .collectives.rows import AllToAll, Gather, RowExchange, exchange_rows
 from .gemm.backends import TORCH, Backend, inverse
 
@@ -28,7 +28,6 @@ __all__ = [
     "DispatchPlan",
     "Dispatched",
     "PendingPlans",
-    "chunk_bounds",
     "combine",
     "count_sorted",
     "deferred_router_grad",
@@ -45,19 +44,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """The order of slots and the splits of the all-to-all for some tokens (``start_dispatch_plans``).
+    """The order of slots and the splits of the all-to-all for some tokens (``start_dispatch_plans``)."""
 
-    Args:
-        counts_e: int64 ``(e,)``, rows of each local expert.
-        slot_order: int64 ``(T * K,)``, slots in the order of sending.
-        row_order: int64 ``(R,)``, received rows in expert order; ``None`` if they arrive in it (``ep == etp == 1``).
-        all_to_all: sends slots to the ranks of their experts.
-    """
-
-    counts_e: torch.Tensor
-    slot_order: torch.Tensor
-    row_order: torch.Tensor | None
-    all_to_all: RowExchange
+    counts_e: torch.Tensor  # int64 ``(e,)``, rows of each local expert
+    slot_order: torch.Tensor  # int64 ``(T * K,)``, slots in the order of sending
+    row_order: torch.Tensor | None  # int64 ``(R,)``, received rows in expert order; ``None`` if ``ep == etp == 1``
+    all_to_all: RowExchange  # sends slots to the ranks of their experts
 
     @property
     def rows(self) -> int:
@@ -79,12 +71,10 @@ def dispatch(
     group: dist.ProcessGroup | None,
     etp_group: dist.ProcessGroup | None = None,
 ) -> Dispatched:
-    """Send every slot's hidden state to the rank of its expert.
+    """Send every slot's hidden state to the rank of its expert; differentiable.
 
     Args:
-        hidden_TD: hidden states ``(T, D)``; gradients flow through.
-        experts_TK: global expert ids ``(T, K)``, any integer dtype; read only.
-        num_experts: ``E``.
+        experts_TK: global expert ids, any integer dtype; read only.
         group: the EP group, ``None`` where one rank holds all experts.
         etp_group: the ranks that share each expert, ``None`` where a rank holds its experts whole.
     """
@@ -97,18 +87,11 @@ def dispatch(
     return Dispatched(**vars(plan), rows_RD=permute(received_RD, plan.row_order))
 
 
-def chunk_bounds(tokens: int, chunks: int) -> list[int]:
-    """Return the ``chunks + 1`` bounds of equal chunks of tokens; sizes differ by at most one, and may be 0."""
-    return [-(-i * tokens // chunks) for i in range(chunks + 1)]
-
-
 @dataclass(frozen=True)
 class PendingPlans:
-    """Plans that lack the sizes of other ranks.
+    """Plans that lack the sizes of other ranks; ``wait`` is the one host sync of a layer's forward, called once.
 
-    Args:
-        slot_orders: ``DispatchPlan.slot_order`` of each chunk, for work that is queued before the wait.
-        wait: returns the plans, once; the one host sync of a layer's forward.
+    ``slot_orders`` of the chunks are for work that is queued before the wait.
     """
 
     slot_orders: list[torch.Tensor]
@@ -125,36 +108,36 @@ def start_dispatch_plans(
     """Start to build the plan of each chunk of tokens, with one all-to-all of counts for all of them.
 
     A recomputation inside of ``keep_plans`` reuses the plans of the forward: it sends nothing and does not wait.
-
-    Args:
-        experts_TK: global expert ids ``(T, K)``, any integer dtype; read only.
-        num_experts: ``E``.
-        chunks: parts of the ``T`` tokens (``chunk_bounds``), as many on all ranks of the group.
-        etp_group: as in ``dispatch``; it gathers the counts that the EP group exchanged.
+    All ranks of the group have the same number of chunks; the other arguments are those of ``dispatch``.
     """
-    kept: _KeptPlans | None = getattr(_kept, "plans", None)
-    if kept is not None and kept.replay:
-        plans = kept.next()
+    tape, replayed = getattr(_kept, "plans", (None, None))
+    if replayed is not None:
+        plans = [_with_orders(plan, torch.int64) for plan in next(replayed)]
         return PendingPlans([plan.slot_order for plan in plans], lambda: plans)
+
+    def keep(plans: list[DispatchPlan]) -> list[DispatchPlan]:
+        if tape is not None:
+            tape.append([_with_orders(plan, torch.int32) for plan in plans])
+        return plans
+
     (tokens, k), keys_below = experts_TK.shape, chunks * num_experts
     keys = experts_TK.long()
     if chunks > 1:  # by chunk, then by expert
         chunk_T = torch.arange(tokens, device=keys.device) * chunks // max(tokens, 1)
         keys = keys + (chunk_T * num_experts).unsqueeze(1)
     keys, order = sort_keys(keys.reshape(-1), keys_below)
-    slot_orders = _split_order(order, [k * b for b in chunk_bounds(tokens, chunks)])
+    slot_orders = _split_order(order, [k * -(-i * tokens // chunks) for i in range(chunks + 1)])
     counts = count_sorted(keys, keys_below).view(chunks, num_experts)
-    keep = kept.keep if kept is not None else lambda plans: plans
     if group is None and etp_group is None:
         local = AllToAll([], [], None)
         plans = [DispatchPlan(c, order, None, local) for c, order in zip(counts, slot_orders, strict=True)]
         return PendingPlans(slot_orders, lambda: keep(plans))
     ep = dist.get_world_size(group) if group is not None else 1
     sent = counts.view(chunks, ep, -1).transpose(0, 1).contiguous()  # [destination rank, chunk, local expert]
-    pending = Counts(sent, group, etp_group)
+    pending = start_counts(sent, group, etp_group)
 
     def wait() -> list[DispatchPlan]:
-        received, sizes_of_chunks = pending.wait()
+        received, sizes_of_chunks = pending()
         exchanges = [_row_exchange(sizes, ep, group, etp_group) for sizes in sizes_of_chunks]
         sources, _, e = received.shape
         row_bounds = [0, *itertools.accumulate(sum(sizes[2 * ep :] or sizes[ep:]) for sizes in sizes_of_chunks)]
@@ -189,25 +172,11 @@ _kept = threading.local()  # backward, which recomputes, may run in another thre
 @contextmanager
 def keep_plans(tape: list[list[DispatchPlan]], replay: bool) -> Iterator[None]:
     """Append the plans that are built to ``tape``, or reuse them; every token must be routed as before."""
-    before, _kept.plans = getattr(_kept, "plans", None), _KeptPlans(tape, replay)
+    before, _kept.plans = getattr(_kept, "plans", (None, None)), (tape, iter(tape) if replay else None)
     try:
         yield
     finally:
         _kept.plans = before
-
-
-class _KeptPlans:
-    def __init__(self, tape: list[list[DispatchPlan]], replay: bool):
-        self.tape, self.replay, self.used = tape, replay, 0
-
-    def next(self) -> list[DispatchPlan]:
-        self.used += 1
-        return [_with_orders(plan, torch.int64) for plan in self.tape[self.used - 1]]
-
-    def keep(self, plans: list[DispatchPlan]) -> list[DispatchPlan]:
-        small = all(plan.slot_order.numel() < 2**31 > plan.rows for plan in plans)
-        self.tape.append([_with_orders(plan, torch.int32) for plan in plans] if small else plans)
-        return plans
 
 
 def _with_orders(plan: DispatchPlan, dtype: torch.dtype) -> DispatchPlan:
@@ -246,8 +215,7 @@ def combine(
     result equals the unsharded model's, and the router's gradient never leaves its rank.
 
     Args:
-        output_RD: expert outputs in the order of ``dispatched.rows_RD``; its ``D`` may differ from dispatch's.
-        weights_TK: routing weights ``(T, K)``.
+        output_RD: in the order of ``dispatched.rows_RD``; its ``D`` may differ from dispatch's.
 
     Returns:
         ``(T, D)`` in the promoted dtype of outputs and weights.
@@ -296,7 +264,7 @@ def deferred_router_grad(output_RD: torch.Tensor, scale_R: torch.Tensor) -> torc
 
 
 class _TokensToSlots(torch.autograd.Function):
-    """``hidden[order // K]``; its gradient is a sum over K without atomics, so it is deterministic."""
+    """Its gradient is a sum over K without atomics, so it is deterministic."""
 
     @staticmethod
     def forward(ctx, hidden_TD, order, k, backend):
@@ -312,8 +280,6 @@ class _TokensToSlots(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """``x[order]`` for a permutation; the gradient is the inverse permutation, not a scatter-add."""
-
     @staticmethod
     def forward(ctx, x, order, backend):
         ctx.save_for_backward(order)

@@ -15,7 +15,7 @@ silently be trained without expert parallelism.
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,12 +66,12 @@ class CustomExperts(Protocol):
 
 @dataclass(frozen=True)
 class ExpertsInfo:
-    """One experts module: its name in the model, the module, and how many experts it stacks."""
+    """One experts module of a model."""
 
     fqn: str
     module: nn.Module
     num_experts: int
-    ep_dims: Mapping[str, int] = field(default_factory=dict)
+    ep_dims: Mapping[str, int]
     """Parameter name in the module -> its dim that counts the experts; parameters without one are left out."""
 
     @property
@@ -107,14 +107,11 @@ class ExpertsInfo:
 
 
 def find_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> list[ExpertsInfo]:
-    """Find all experts modules, in the model's order.
+    """Find all experts modules, in the model's order; none in a dense model.
 
     Args:
         plan: ``engine.expert_plan``, for experts outside the interface: pattern of a parameter's FQN (``*`` matches
             anything) -> the dim that counts the experts. It has precedence for the modules of these parameters.
-
-    Returns:
-        An empty list for a dense model.
 
     Raises:
         UnsupportedModelError: none is found in a model that seems to have experts.
@@ -151,11 +148,7 @@ def is_dense(model: nn.Module, plan: Mapping[str, int] | None = None) -> bool:
 
 
 def _check_dense(model: Any) -> None:
-    """Check that a model in which no experts were found has none.
-
-    Raises:
-        UnsupportedModelError: its classes, its config or its weights look like experts.
-    """
+    """Raise ``UnsupportedModelError`` if a model's classes, config or weights look like experts."""
     name, interface = type(model).__name__, "transformers' experts interface (ALL_EXPERTS_FUNCTIONS)"
     if outside := _looks_like_experts(model):
         raise UnsupportedModelError(
@@ -256,10 +249,7 @@ def _planned(model: nn.Module, plan: Mapping[str, int]) -> dict[str, ExpertsInfo
 
 
 def check_etp(experts: Sequence[ExpertsInfo], topology: Topology, model: str) -> None:
-    """Check that experts can be sharded over ``etp``.
-
-    Args:
-        model: the model's name.
+    """Check that experts of the model with this name can be sharded over ``etp``.
 
     Raises:
         SettingError: it has none, its experts are custom ones, or the size does not divide their inner dims.

@@ -9,20 +9,12 @@ and its own code computes the activation. Tokens reach their experts in one of f
     dispatch.dispatch    then ``compute`` and ``combine``            otherwise: reference, transformers:NAME
 
 ``install_experts_forward`` chooses the first two (``ExpertsRuntime.exchange``), ``experts_forward`` the others.
-
-The experts have no wrapper, the modules around them do. The outermost comes first, as in ``wrap_forward.ORDER``:
-
-    recompute            each layer but the last: activation checkpointing
-    shared_experts       a block: remembers its input, for the shared experts that are computed during dispatch
-    router_replay        a block: its router's choice is overridden
-    router_losses        a block: its router's logits are recorded
-    experts_forward      the experts; a pre-hook of replay and losses reads their expert ids
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,15 +39,7 @@ from .gemm.linear import Linear
 from .registered import compute_registered
 from .shared_experts import SharedExperts
 
-__all__ = [
-    "Adapters",
-    "ExpertsRuntime",
-    "adapt_experts",
-    "attach",
-    "install_experts_forward",
-    "linears",
-    "runtime_of",
-]
+__all__ = ["ExpertsRuntime", "adapt_experts", "attach", "install_experts_forward", "linears", "runtime_of"]
 
 _HANDLE, _ADAPTERS = "_epfsdp2", "_epfsdp2_adapters"
 
@@ -68,29 +52,16 @@ class ExpertsRuntime:
     """The state that the experts function attaches to a module.
 
     Custom experts get it by ``set_expert_parallel`` (``find.CustomExperts``).
-
-    Args:
-        num_experts: ``E``.
-        group: the EP group, ``None`` where a single rank holds all experts.
-        backend: name of a ``backends.BackendChoice``.
-        exchange: replaces the synchronous all-to-alls, where the settings ask for it.
-        etp_group: the ranks that share each expert, ``None`` where this rank holds its experts whole.
-        rows_computed: (token, expert) pairs that this rank's experts have computed so far, recomputations included.
-            Each rank of ``etp_group`` counts a pair.
     """
 
-    num_experts: int
-    group: dist.ProcessGroup | None
-    backend: str = "torch"
-    exchange: TokenExchange | None = None
-    etp_group: dist.ProcessGroup | None = None
+    num_experts: int  # ``E``
+    group: dist.ProcessGroup | None  # over ``ep``, ``None`` where a single rank holds all experts
+    backend: str = "torch"  # name of a ``backends.BackendChoice``
+    exchange: TokenExchange | None = None  # replaces the synchronous all-to-alls, where the settings ask for it
+    etp_group: dist.ProcessGroup | None = None  # the ranks that share each expert
+    # (Token, expert) pairs that this rank's experts have computed so far, recomputations included. Each rank of
+    # ``etp_group`` counts a pair.
     rows_computed: int = 0
-
-
-class Adapters(Protocol):
-    """The switch of low-rank adapters (``lora/adapters.py``)."""
-
-    enabled: bool
 
 
 def install_experts_forward(
@@ -107,10 +78,8 @@ def install_experts_forward(
     """Replace each experts module's computation by dispatch, the computation of the local experts, and combine.
 
     Args:
-        group, etp_group, backend: as in ``ExpertsRuntime``.
         dispatcher: one of ``deepep.DISPATCHERS``.
         chunks: parts in which a layer's tokens are dispatched, one while another computes.
-        overlap_shared_experts: compute a block's shared experts while its tokens are dispatched.
 
     Raises:
         SettingError: as ``overlap.check_overlap``.
@@ -142,8 +111,11 @@ def runtime_of(module: nn.Module) -> ExpertsRuntime | None:
     return getattr(module, _HANDLE, None)
 
 
-def adapt_experts(module: nn.Module, adapters: Adapters, weight: str, scaling: float) -> None:
-    """Add a weight's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` in the forward."""
+def adapt_experts(module: nn.Module, adapters: Any, weight: str, scaling: float) -> None:
+    """Add a weight's ``<weight>_lora_A`` ``[E, r, in]`` and ``<weight>_lora_B`` ``[E, out, r]`` in the forward.
+
+    ``adapters.enabled`` switches them.
+    """
     module.__dict__.setdefault(_ADAPTERS, {})[weight] = adapters, scaling
 
 
@@ -157,16 +129,12 @@ def _scaling(module: nn.Module, weight: str) -> float | None:
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Dispatch, compute the local experts, combine.
+    """Dispatch, compute the local experts, combine; returns ``(T, D)`` in the dtype of ``hidden_states``.
 
     Args:
         self: the experts module, its parameters gathered over ``ep_fsdp``.
-        hidden_states: ``(T, D)``.
         top_k_index: ``(T, K)`` global expert ids; not modified, a token may list an expert twice.
         top_k_weights: ``(T, K)`` routing weights, any float dtype.
-
-    Returns:
-        ``(T, D)`` in the dtype of ``hidden_states``.
     """
     runtime: ExpertsRuntime = getattr(self, _HANDLE)
     # FSDP gathers back to the parameter's type before sharding: a DTensor over ``ep`` alone.
@@ -187,14 +155,14 @@ def experts_forward(
         out = local_experts(dispatched.rows_RD, dispatched.counts_e)
         return combine(out, dispatched, top_k_weights, runtime.group).to(hidden_states.dtype)
     pending = start_dispatch_plans(top_k_index, runtime.num_experts, runtime.group, etp_group=runtime.etp_group)
-    up, down = linears(self, weight)
     backend = backend_named(runtime.backend)
     to_send = []
     if runtime.group is not None or runtime.etp_group is not None:
         to_send.append(to_slots(hidden.detach(), pending.slot_orders[0], top_k_index.shape[-1], backend))
     (plan,) = pending.wait()
     runtime.rows_computed += plan.rows
-    return fused.on_tokens(self, backend, up, down, hidden, top_k_weights, plan, hidden_states.dtype, to_send)
+    experts = fused.Experts(self, backend, *linears(self, weight))
+    return fused.on_tokens(experts, hidden, top_k_weights, plan, hidden_states.dtype, to_send)
 
 
 def compute(
@@ -209,63 +177,47 @@ def compute(
 
     Args:
         weight: the module's own parameters by name, local to this rank.
-        rows_RD: in the parameters' dtype.
         counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
         scale_R: routing weights that the source rank applies; their gradient is computed here
             (``dispatch.deferred_router_grad``).
         order_R: the permutation that groups the rows, for a backend that reads them through an index.
     """
-    runtime: ExpertsRuntime = getattr(module, _HANDLE)
-    if has_backend(runtime.backend):
+    backend = getattr(module, _HANDLE).backend
+    if has_backend(backend):
+        experts = fused.Experts(module, backend_named(backend), *linears(module, weight))
+        return fused.on_rows(experts, rows_RD, counts_e, scale_R, order_R)
+    if backend == "reference":
         up, down = linears(module, weight)
-        return fused.on_rows(module, backend_named(runtime.backend), up, down, rows_RD, counts_e, scale_R, order_R)
-    assert order_R is None, f"{runtime.backend} reads no rows through an index"
-    if runtime.backend == "reference":
-        h = _linear(module, rows_RD, _up_name(module), weight, counts_e)
-        h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
-        out = _linear(module, h, "down_proj", weight, counts_e)
+        h = _plain(up, rows_RD, counts_e)
+        out = _plain(down, module._apply_gate(h) if module.has_gate else module.act_fn(h), counts_e)
     else:
-        out = compute_registered(runtime.backend, module, weight, rows_RD, counts_e)
+        out = compute_registered(backend, module, weight, rows_RD, counts_e)
     return out if scale_R is None else deferred_router_grad(out, scale_R)
 
 
 def linears(module: Any, weight: Mapping[str, torch.Tensor]) -> tuple[Linear, Linear]:
     """Return an experts module's first and second linear from its own parameters by name."""
-    names = (_up_name(module), "down_proj")
+    names = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
     up, down = (Linear.of(name, weight, module.is_transposed, _scaling(module, name)) for name in names)
     return up, down
 
 
-def _up_name(module: Any) -> str:
-    return "gate_up_proj" if module.has_gate else "up_proj"
-
-
-def _linear(
-    module: Any, rows: torch.Tensor, name: str, weight: Mapping[str, torch.Tensor], counts_e: torch.Tensor
-) -> torch.Tensor:
+def _plain(linear: Linear, rows: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
     """Apply one of the experts' linears, with its adapter if it has one, in plain operators."""
-    out = grouped_linear(rows, weight[name], counts_e, weight.get(f"{name}_bias"), module.is_transposed)
-    scaling = _scaling(module, name)
-    if scaling is None:
+    out = grouped_linear(rows, linear.weight, counts_e, linear.bias, linear.is_transposed)
+    if linear.lora_A is None or linear.lora_B is None:
         return out
-    low = grouped_linear(rows, weight[f"{name}_lora_A"], counts_e, None, False)
-    return out + scaling * grouped_linear(low, weight[f"{name}_lora_B"], counts_e, None, False)
+    low = grouped_linear(rows, linear.lora_A, counts_e, None, False)
+    return out + linear.scaling * grouped_linear(low, linear.lora_B, counts_e, None, False)
 
 
 def grouped_linear(
     rows: torch.Tensor, weight: torch.Tensor, counts_e: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
 ) -> torch.Tensor:
-    """Apply expert ``i``'s linear to the ``i``-th group of rows.
+    """Apply expert ``i``'s linear to the ``i``-th group of rows, ``(R, in)`` to ``(R, out)``; ``R`` may be 0.
 
-    Args:
-        rows: ``(R, in)`` grouped by expert; ``R`` may be 0.
-        weight: ``(e, out, in)``, or ``(e, in, out)`` where ``is_transposed``.
-        counts_e: int64 ``(e,)``, rows per expert, summing to ``R``; entries may be 0.
-        bias: ``(e, out)`` or ``None``.
-
-    Returns:
-        ``(R, out)``. The gradient of the weight is dense: zero for experts without rows, never ``None``, which FSDP
-        would skip on this rank only.
+    The weight is ``(e, out, in)``, or ``(e, in, out)`` if ``is_transposed``. Its gradient is zero for experts without
+    rows, never ``None``, which FSDP would skip on this rank only.
     """
     in_out = weight if is_transposed else weight.transpose(-2, -1)
     offsets = torch.cumsum(counts_e, dim=0).to(torch.int32)

@@ -26,13 +26,14 @@ from torch.autograd.function import once_differentiable
 from .collectives.rows import RowExchange
 from .dispatch import DispatchPlan, slot_weights
 from .gemm.backends import Backend, Groups, IndexedRows, Rows, inverse
+from .gemm.gate import gate_of
 from .gemm.linear import Linear
 
-__all__ = ["on_rows", "on_tokens"]
+__all__ = ["Experts", "on_rows", "on_tokens"]
 
 
 @dataclass(frozen=True)
-class _Experts:
+class Experts:
     """An experts module's two linears and the backend that computes them."""
 
     module: Any
@@ -44,7 +45,7 @@ class _Experts:
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.up.tensors + self.down.tensors
 
-    def holding(self, tensors: Sequence[torch.Tensor | None]) -> "_Experts":
+    def holding(self, tensors: Sequence[torch.Tensor | None]) -> "Experts":
         return replace(self, up=self.up.holding(tensors[:4]), down=self.down.holding(tensors[4:]))
 
     def activation(self, pre: torch.Tensor) -> torch.Tensor:
@@ -54,7 +55,7 @@ class _Experts:
 
     def forward_up(self, rows: Rows, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the pre-activation, and the activation where the backend fuses it (else ``None``)."""
-        gate = self.backend.gate(self.module)
+        gate = gate_of(self.module)
         if gate is not None and self.up.lora_A is None:
             return self.backend.up_gate(rows, self.up.in_out, groups, self.up.bias, gate)
         return self.up.forward(self.backend, rows, groups), None
@@ -69,7 +70,7 @@ class _Experts:
     ) -> torch.Tensor:
         """Compute the output, by ``order_R`` as in ``Backend.mm``; ``act=None`` computes the activation first."""
         if act is None:
-            gate = self.backend.gate(self.module)
+            gate = gate_of(self.module)
             with ambient:
                 act = self.activation(pre) if gate is None else self.backend.activate(pre, gate)
         return self.down.forward(self.backend, act, groups, order_R)
@@ -88,7 +89,7 @@ class _Experts:
         Args:
             grad: the gradient of the output, or with ``scale_R`` the gradient of the output times ``scale_R``.
         """
-        gate = self.backend.gate(self.module)
+        gate = gate_of(self.module)
         if gate is not None and self.down.lora_A is None:
             out_in = self.down.in_out.mT
             grad_pre, act, grad_scale = self.backend.mm_gate_backward(grad, out_in, groups, pre, scale_R, gate)
@@ -115,10 +116,7 @@ class _Experts:
 
 
 def on_rows(
-    module: Any,
-    backend: Backend,
-    up: Linear,
-    down: Linear,
+    experts: Experts,
     rows_RD: torch.Tensor,
     counts_e: torch.Tensor,
     scale_R: torch.Tensor | None = None,
@@ -132,15 +130,11 @@ def on_rows(
         order_R: the permutation that groups the rows, ``rows_RD[order_R]``. Weights and output have the order of
             ``rows_RD``.
     """
-    experts = _Experts(module, backend, up, down)
     return _OnRows.apply(experts, Groups(counts_e, rows_RD.shape[0]), rows_RD, scale_R, order_R, *experts.tensors)
 
 
 def on_tokens(
-    module: Any,
-    backend: Backend,
-    up: Linear,
-    down: Linear,
+    experts: Experts,
     hidden_TD: torch.Tensor,
     weights_TK: torch.Tensor,
     plan: DispatchPlan,
@@ -150,12 +144,9 @@ def on_tokens(
     """Dispatch this rank's tokens, compute the local experts, and combine; returns ``(T, D)`` in ``dtype``.
 
     Args:
-        hidden_TD: hidden states, in the dtype of the experts' parameters.
-        weights_TK: routing weights in any float dtype.
-        plan: made for the tokens by ``dispatch.start_dispatch_plans``.
+        hidden_TD: in the dtype of the experts' parameters; the routing weights have any float dtype.
         to_send: the slots' hidden states ``(T * K, D)``, popped when they are sent; empty without a group.
     """
-    experts = _Experts(module, backend, up, down)
     # The next node's input, popped so that it is freed early: the rows to send, then _Up's ctx and the activation.
     between: list[Any] = to_send
     call = _Call(
@@ -169,14 +160,14 @@ def on_tokens(
     )
     orders = plan.slot_order, plan.row_order
     pre = _Up.apply(call, between, *orders, hidden_TD, weights_TK, *experts.tensors)
-    return _Down.apply(call, between, *orders, pre, weights_TK.detach(), *down.tensors)
+    return _Down.apply(call, between, *orders, pre, weights_TK.detach(), *experts.down.tensors)
 
 
 @dataclass(frozen=True)
 class _Call:
     """The arguments of both nodes of ``on_tokens``; no tensor of the tokens' size, because it lives until backward."""
 
-    experts: _Experts
+    experts: Experts
     groups: Groups
     all_to_all: RowExchange
     k: int

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import SettingError
+from .chunks import DispatchSizes
 from .collectives.rows import RowExchange, Started
 from .dispatch import permute, slot_weights, start_dispatch_plans, to_slots, weighted_combine
 from .find import CustomExperts, ExpertsInfo
 from .gemm.backends import TORCH, Backend, inverse
-from .shared_experts import SharedExperts, no_overlap_error, runs_shared_first, shared_experts_of
+from .shared_experts import SharedExperts, no_overlap_error, shared_experts_of
 
 __all__ = ["check_overlap", "exchange"]
 
@@ -37,16 +38,11 @@ __all__ = ["check_overlap", "exchange"]
 def check_overlap(
     chunks: int, shared: bool | None, dispatcher: str, model: nn.Module, experts: Sequence[ExpertsInfo]
 ) -> None:
-    """Check that the settings of dispatch suit the model.
-
-    Args:
-        chunks: ``engine.dispatch_chunks``; -1 (chosen by sizes) suits every model.
-        shared: ``engine.overlap_shared_experts``; so does None.
-        dispatcher: ``engine.dispatcher``.
+    """Check that the settings of dispatch suit the model; ``chunks=-1`` and ``shared=None`` suit every model.
 
     Raises:
-        SettingError: custom experts, which dispatch their tokens themselves, would ignore a setting; or a block has no
-            shared experts, or calls them before the experts.
+        SettingError: custom experts, which dispatch their tokens themselves, would ignore a setting. Or a block has no
+            shared experts, or calls them before the experts or with another tensor than its input.
     """
     settings: list[tuple[str, object, bool]] = [
         ("engine.dispatch_chunks", chunks, chunks > 1),
@@ -61,8 +57,10 @@ def check_overlap(
         block = model.get_submodule(info.block)
         if shared and not shared_experts_of(block, info.module):
             raise no_overlap_error(f"there are no shared experts beside {info.fqn}")
-        if shared and runs_shared_first(block, info.module):
-            raise no_overlap_error(f"{type(block).__name__} calls its shared experts before the experts")
+        sizes = DispatchSizes.of_layer(model, info, torch.float32) if shared else None
+        if sizes is not None and not sizes.shared:
+            why = "calls its shared experts before the experts, or with another tensor than its input"
+            raise no_overlap_error(f"{type(block).__name__} {why}")
 
 
 def exchange(
@@ -81,18 +79,13 @@ def exchange(
     """Dispatch, compute and combine; all-to-alls overlap with compute, and no expert outputs are saved.
 
     Args:
-        hidden_TD: ``(T, D)``; ``T`` may be 0, and differ among ranks.
-        experts_TK: global expert ids ``(T, K)``.
-        weights_TK: routing weights ``(T, K)``.
+        hidden_TD: ``T`` may be 0, and differ among ranks.
         compute: maps rows grouped by local expert ``(R, D)``, their counts ``(e,)`` and their routing weights ``(R,)``
             (``None`` without gradients) to *unweighted* outputs ``(R, D)``. Its backward gets the gradient of the
             weighted outputs (``dispatch.deferred_router_grad``). Called once per chunk, also for empty chunks. If
             ``backend`` reads rows through an index, rows and outputs keep the order of arrival, and a fourth argument
             is the order that groups them.
-        num_experts: ``E``.
         etp_group: the ranks that share each expert. They gather before a chunk computes and reduce-scatter after it.
-        backend: permutes and sums rows.
-        chunks: parts in which tokens are dispatched.
         shared: the shared experts to compute while tokens are dispatched, if any.
 
     Returns:
@@ -108,7 +101,7 @@ def exchange(
         if torch.is_grad_enabled():
             rows[-1].append(permute(slot_weights(weights_tK), order))
     plans = planned.wait()
-    dispatches = [_AsyncAllToAll.start(rows.pop(0), plan.all_to_all) for plan in plans]
+    dispatches = [_AsyncAllToAll(rows.pop(0), plan.all_to_all) for plan in plans]
     if shared is not None:
         shared.compute_ahead()
     combines = []
@@ -121,7 +114,7 @@ def exchange(
             rows_RD = permute(rows_RD, plan.row_order, backend)
             out_RD = compute(rows_RD, plan.counts_e, permute(scale_R[0], plan.row_order) if scale_R else None)
             out_RD = permute(out_RD, inverse(plan.row_order), backend)
-        combines.append(_AsyncAllToAll.start([out_RD], plan.all_to_all.reversed()))
+        combines.append(_AsyncAllToAll([out_RD], plan.all_to_all.reversed()))
     outputs = [
         weighted_combine(pending.wait()[0], plan, weights_tK, backend)
         for pending, plan, weights_tK in zip(combines, plans, weights, strict=True)
@@ -130,22 +123,15 @@ def exchange(
 
 
 class _AsyncAllToAll:
-    """All-to-alls of several tensors with the same splits: one autograd node starts them, another waits for them.
+    """All-to-alls of several tensors, one row per slot: one autograd node starts them, another waits for them.
 
-    In backward the gradient of ``wait`` starts the reverse all-to-alls, and the gradient of ``start`` waits for them.
+    In backward the gradient of ``wait`` starts the reverse all-to-alls, and the gradient of the start waits for them.
     """
 
-    def __init__(self, all_to_all: RowExchange):
+    def __init__(self, rows: Sequence[torch.Tensor], all_to_all: RowExchange):
         self.all_to_all = all_to_all
-        self.outputs: tuple[torch.Tensor, ...] = ()
         self.started: list[Started] = []
-
-    @classmethod
-    def start(cls, rows: Sequence[torch.Tensor], all_to_all: RowExchange) -> "_AsyncAllToAll":
-        """Start to send tensors that have one row per slot."""
-        pending = cls(all_to_all)
-        pending.outputs = _Start.apply(pending, *rows)
-        return pending
+        self.outputs: tuple[torch.Tensor, ...] = _Start.apply(self, *rows)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Wait for the received rows of each tensor."""

@@ -32,9 +32,7 @@ def compute_registered(
 
     Args:
         backend: ``transformers:NAME``.
-        module: the experts module.
-        weight: its own parameters by name, local to this rank.
-        rows_RD: in the parameters' dtype.
+        weight: the module's own parameters by name, local to this rank.
         counts_e: int64 ``(e,)``, rows per local expert, summing to ``R``; entries may be 0.
     """
     if rows_RD.shape[0] == 0:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..errors import SettingError
 from ..wrap_forward import wrap_forward
 
-__all__ = ["SharedExperts", "no_overlap_error", "runs_shared_first", "shared_experts_of"]
+__all__ = ["SharedExperts", "no_overlap_error", "shared_experts_of"]
 
 
 def shared_experts_of(block: nn.Module, experts: nn.Module) -> list[nn.Module]:
@@ -33,35 +33,6 @@ def _is_mlp(module: nn.Module) -> bool:
         return False
     required = [p for p in inspect.signature(module.forward).parameters.values() if p.default is p.empty]
     return len(required) == 1 and linears[-1].out_features == linears[0].in_features
-
-
-class _Reached(Exception):
-    """Stops a block's forward at the first call of its experts or shared experts."""
-
-
-def runs_shared_first(block: nn.Module, experts: nn.Module) -> bool:
-    """Whether a block calls its shared experts before the experts; runs it on zeros up to the first of them.
-
-    Returns False where the block needs more than hidden states; the real forward then raises instead.
-    """
-
-    def stop(module: nn.Module, args: Any) -> None:
-        raise _Reached(module)
-
-    shared = shared_experts_of(block, experts)
-    weight = next(m.weight for m in shared[0].modules() if isinstance(m, nn.Linear))
-    handles = [module.register_forward_pre_hook(stop) for module in (experts, *shared)]
-    try:
-        with torch.no_grad():
-            block(weight.new_zeros(1, 2, weight.shape[1]))
-    except _Reached as reached:
-        return reached.args[0] is not experts
-    except (AttributeError, RuntimeError, TypeError):  # another input was None, or on another device than meta
-        return False
-    finally:
-        for handle in handles:
-            handle.remove()
-    return False
 
 
 class SharedExperts:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from ...engine.fsdp.options import ShardingOptions
 from ...engine.fsdp.unit import EMBEDDINGS, HEAD, ROOT
+from ...engine.moe.chunks import BETWEEN, HALF_RATE_ROWS, HBM, INSIDE, TFLOPS
 from ...engine.moe.gemm.backends import MOST_BY_INDEX
 from ...engine.planner.activations import LayerActivations
 from ...engine.planner.memory import Batch, OptimizerKind
@@ -47,13 +48,13 @@ class Cluster:
     nodes: int
     gpus: int
     gib: float = 80.0
-    inside: float = 400.0
-    between: float = 45.0
-    tflops: float = 989.0
+    inside: float = INSIDE
+    between: float = BETWEEN
+    tflops: float = TFLOPS
     efficiency: float = 0.78
     attention: float = 0.2
-    half_rate_rows: float = 400.0
-    hbm: float = 3350.0
+    half_rate_rows: float = HALF_RATE_ROWS
+    hbm: float = HBM
 
     @property
     def world(self) -> int:

@@ -1,59 +1,58 @@
 """Exchange the number of rows that each rank sends, and copy the sizes to the host for the all-to-alls of rows.
 
-The exchange and the copy run on streams of their own, beside the work queued before ``Counts.wait``: the one host sync
-of a layer's forward.
+The exchange and the copy run on streams of their own, beside the work queued before the wait. That is the one host
+sync of a layer's forward.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Counts"]
+__all__ = ["start_counts"]
 
 
-class Counts:
-    """The pending exchange of numbers of rows, and their copy to the host.
+def start_counts(
+    sent: torch.Tensor, group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None
+) -> Callable[[], tuple[torch.Tensor, list[list[int]]]]:
+    """Start the exchange of numbers of rows, int64 ``(ep, chunks, e)``, and their copy to the host.
 
     Args:
-        sent: int64 ``(ep, chunks, e)``, rows for each expert of each rank.
-        group: the EP group, None where one rank holds all experts.
-        etp_group: the ranks that share each expert; the exchanged counts are gathered over it.
+        group, etp_group: as in ``dispatch``; the exchanged counts are gathered over ``etp_group``.
+
+    Returns:
+        A function that waits. It returns the numbers of received rows, ``(sources, chunks, e)``. Sources are the EP
+        ranks, or with ``etp`` the EP ranks of each of its ranks, this one last. It also returns for each chunk the rows
+        to and from each EP rank, and the rows of each ``etp`` rank.
     """
+    received, work = sent, None
+    if group is not None:
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    device = torch.get_device_module(sent.device)
+    stream = _copies(sent.device)
+    read_here = [sent, received]  # tensors of the compute stream, whose memory is not reused before the wait
+    # The compute stream reads tensors of this stream: their memory is reused only behind those reads.
+    stream.wait_stream(device.current_stream())
+    with device.stream(stream):
+        if work is not None:
+            work.wait()
+        sizes = [sent.sum(2), received.sum(2)]
+        if etp_group is not None:
+            by_rank = _gathered(received, etp_group)
+            sizes.append(by_rank.sum((1, 3)))
+            received = by_rank.flatten(0, 1)
+        host = torch.cat(sizes).to("cpu", non_blocking=True)  # in pinned memory
+        copied = device.Event()
+        copied.record()
 
-    def __init__(
-        self, sent: torch.Tensor, group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None
-    ) -> None:
-        self.sent, self.received, work = sent, sent, None
-        if group is not None:
-            self.received = torch.empty_like(sent)
-            work = dist.all_to_all_single(self.received, sent, group=group, async_op=True)
-        device = torch.get_device_module(sent.device)
-        stream = _copies(sent.device)
-        # The compute stream reads tensors of this stream: their memory is reused only behind those reads.
-        stream.wait_stream(device.current_stream())
-        with device.stream(stream):
-            if work is not None:
-                work.wait()
-            sizes = [sent.sum(2), self.received.sum(2)]
-            if etp_group is not None:
-                by_rank = _gathered(self.received, etp_group)
-                sizes.append(by_rank.sum((1, 3)))
-                self.received = by_rank.flatten(0, 1)
-            self.host = torch.cat(sizes).to("cpu", non_blocking=True)  # in pinned memory
-            self.copied = device.Event()
-            self.copied.record()
+    def wait() -> tuple[torch.Tensor, list[list[int]]]:
+        copied.synchronize()
+        read_here.clear()
+        return received, host.t().tolist()
 
-    def wait(self) -> tuple[torch.Tensor, list[list[int]]]:
-        """Wait until the host has the sizes.
-
-        Returns:
-            The numbers of received rows, ``(sources, chunks, e)``; sources are the EP ranks, or with ``etp`` the EP
-            ranks of each of its ranks, this one last. For each chunk the rows to and from each EP rank, and the rows of
-            each ``etp`` rank.
-        """
-        self.copied.synchronize()
-        return self.received, self.host.t().tolist()
+    return wait
 
 
 @functools.cache

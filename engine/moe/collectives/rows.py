@@ -19,15 +19,10 @@ __all__ = ["AllToAll", "Gather", "RowExchange", "Started", "exchange_rows"]
 
 @dataclass(frozen=True)
 class Started:
-    """A pending exchange.
-
-    Args:
-        out: undefined before ``finish`` has returned.
-        sent: kept until then, so that its memory is not reused.
-    """
+    """A pending exchange; ``out`` is undefined before ``finish`` has returned."""
 
     out: torch.Tensor
-    sent: torch.Tensor
+    sent: torch.Tensor  # kept until then, so that its memory is not reused
     finish: Callable[[], object]
 
 
@@ -71,15 +66,11 @@ class Gather:
 
     This rank's rows are received in their final place. Each direction over ``etp`` is one all-to-all without them,
     because sizes differ among ranks. Then gloo has no gather or reduction, and NCCL's are as many broadcasts.
-
-    Args:
-        sizes: received rows of each rank of ``group``.
-        group: the ranks that hold parts of the same experts.
     """
 
     all_to_all: AllToAll
-    sizes: list[int]
-    group: dist.ProcessGroup
+    sizes: list[int]  # received rows of each rank of ``group``
+    group: dist.ProcessGroup  # the ranks that hold parts of the same experts
 
     def reversed(self) -> "ReduceScatter":
         return ReduceScatter(self)
@@ -147,7 +138,6 @@ class ReduceScatter:
 
 
 RowExchange = AllToAll | Gather | ReduceScatter
-"""One direction of sending rows."""
 
 
 def exchange_rows(x: torch.Tensor, exchange: RowExchange) -> torch.Tensor:

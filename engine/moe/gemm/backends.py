@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ...compat.transformers_names import ALL_EXPERTS_FUNCTIONS
 from ...errors import SettingError
-from .gate import activate, activate_backward, gate_of
+from .gate import Gate
 
 __all__ = [
     "BACKENDS",
@@ -45,6 +45,7 @@ REGISTERED = "transformers:"
 EXPERTS_IMPLEMENTATION = "epfsdp2"  # the name under which ``experts_forward`` is registered with transformers
 MOST_BY_INDEX = 1024  # an outer product with more columns copies the rows of an index
 _SETTING = "engine.experts_backend"
+_BLOCK, _LARGE_BLOCK = 2**17, 2**25  # elements of a pre-activation per block, on a CPU and elsewhere
 _WIDTH = 8  # a vector becomes a GEMM operand of this width: rows have at least 16 bytes in every dtype
 _OLDEST = (8, 0)  # compute capability that the Triton kernels need
 _COMPILED = (8, 9, 10)  # major compute capabilities for which tests compile them
@@ -53,12 +54,7 @@ torch_grouped_mm = F.grouped_mm
 
 
 class Groups:
-    """Rows grouped by expert; derived values are computed once.
-
-    Args:
-        counts_e: int64 ``(e,)``, rows per expert; entries may be 0.
-        rows: their sum.
-    """
+    """Rows grouped by expert, by int64 counts ``(e,)`` and their sum; derived values are computed once."""
 
     def __init__(self, counts_e: torch.Tensor, rows: int):
         self.counts_e, self.rows = counts_e, rows
@@ -92,11 +88,10 @@ class Backend:
     """The operators of ``moe/fused.py`` in torch, which ``TritonBackend`` replaces. None is differentiable.
 
     GEMMs and sums accumulate in float32. GEMMs use torch's grouped GEMM where that supports the operands, else a loop
-    over experts. ``reads_index``: whether GEMMs read rows through an index.
+    over experts.
     """
 
-    name = "torch"
-    reads_index = False
+    reads_index = False  # whether GEMMs read rows through an index
 
     def indexed(self, x: torch.Tensor, index_R: torch.Tensor) -> Rows:
         """Return ``x[index_R]`` as an operand: without a copy if ``reads_index``."""
@@ -167,16 +162,15 @@ class Backend:
         """Multiply rows ``(R, n)`` by their experts' vectors ``(e, n)``: ``(R,)``."""
         return self.mm(rows, _columns(vectors), groups)[:, 0]
 
-    def gate(self, module: Any) -> Any:
-        """Return the module's activation as a ``Gate``; ``None`` if no ``Gate`` computes it."""
-        return gate_of(module)
-
-    def activate(self, pre: torch.Tensor, gate: Any) -> torch.Tensor:
-        """Compute the gated activation: ``(R, 2 * I)`` -> ``(R, I)``."""
-        return activate(pre, gate)
+    def activate(self, pre: torch.Tensor, gate: Gate) -> torch.Tensor:
+        """Compute the gated activation, in float32 at least: ``(R, 2 * I)`` -> ``(R, I)``."""
+        act = pre.new_empty(pre.shape[0], pre.shape[1] // 2)
+        for rows in _blocks(pre):
+            act[rows] = gate(pre[rows].to(_wide(pre)))
+        return act
 
     def activate_backward(
-        self, pre: torch.Tensor, grad: torch.Tensor, scale_R: torch.Tensor | None, gate: Any
+        self, pre: torch.Tensor, grad: torch.Tensor, scale_R: torch.Tensor | None, gate: Gate
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Compute the backward of the activation times ``scale_R`` (1 if ``None``) for its gradient ``(R, I)``.
 
@@ -184,7 +178,17 @@ class Backend:
             The pre-activation's gradient ``(R, 2 * I)`` and the activation ``(R, I)``, both times ``scale_R``; and the
             gradient of ``scale_R`` in float32, ``None`` without one. ``grad`` may be overwritten.
         """
-        return activate_backward(pre, grad, scale_R, gate)
+        dtype, grad_pre = _wide(pre), torch.empty_like(pre)
+        grad_scale = None if scale_R is None else pre.new_empty(pre.shape[0], dtype=dtype)
+        for rows in _blocks(pre):
+            scale = None if scale_R is None else scale_R[rows].to(dtype)
+            out = grad_pre[rows] if pre.dtype == dtype else pre.new_empty(pre[rows].shape, dtype=dtype)
+            grad[rows], of_scale = gate.backward(pre[rows].to(dtype), grad[rows].to(dtype), scale, out)
+            if out.dtype != pre.dtype:
+                grad_pre[rows] = out
+            if grad_scale is not None and of_scale is not None:
+                grad_scale[rows] = of_scale
+        return grad_pre, grad, grad_scale
 
     def mm_gate_backward(
         self,
@@ -193,13 +197,13 @@ class Backend:
         groups: Groups,
         pre: torch.Tensor,
         scale_R: torch.Tensor | None,
-        gate: Any,
+        gate: Gate,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return ``activate_backward(pre, mm(grad, in_out, groups), scale_R, gate)``, which one kernel may compute."""
         return self.activate_backward(pre, self.mm(grad, in_out, groups), scale_R, gate)
 
     def up_gate(
-        self, rows: Rows, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None, gate: Any
+        self, rows: Rows, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None, gate: Gate
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``mm``, the pre-activation ``(R, 2 * I)``, and the activation ``(R, I)`` if it is fused, else None."""
         return self.mm(rows, in_out, groups, bias), None
@@ -217,6 +221,16 @@ def inverse(order: torch.Tensor) -> torch.Tensor:
 
 def _columns(vector: torch.Tensor) -> torch.Tensor:
     return vector.unsqueeze(-1).expand(*vector.shape, _WIDTH).contiguous()
+
+
+def _wide(pre: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(pre.dtype, torch.float32)
+
+
+def _blocks(pre: torch.Tensor) -> Iterator[slice]:
+    """Yield blocks of rows: on a CPU as many as a cache holds, elsewhere few enough for small temporaries."""
+    rows = max(1, (_BLOCK if _on_cpu(pre) else _LARGE_BLOCK) // pre.shape[1])
+    yield from (slice(first, first + rows) for first in range(0, pre.shape[0], rows))
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
@@ -238,7 +252,7 @@ def zeroes_empty_groups() -> bool:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend that computes, and a line for the log if Triton can't run or was not compiled for this GPU."""
+    """A backend's name, and a line for the log if Triton can't run or was not compiled for this GPU."""
 
     name: str
     line: str | None = None

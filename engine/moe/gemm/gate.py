@@ -3,28 +3,21 @@
 import itertools
 import math
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-__all__ = ["Gate", "activate", "activate_backward", "gate_of"]
-
-_BLOCK, _LARGE_BLOCK = 2**17, 2**25  # elements of a pre-activation per block, on a CPU and elsewhere
+__all__ = ["Gate", "gate_of"]
 
 
 class Gate(NamedTuple):
-    """A gated activation: ``g * sigmoid(alpha * g) * (u + beta)``, ``g <= limit``, ``-limit <= u <= limit``.
-
-    Args:
-        is_interleaved: gates are the even columns of the pre-activation and ups the odd; else the two halves.
-    """
+    """A gated activation: ``g * sigmoid(alpha * g) * (u + beta)``, ``g <= limit``, ``-limit <= u <= limit``."""
 
     alpha: float
     beta: float
     limit: float
-    is_interleaved: bool
+    is_interleaved: bool  # gates are the even columns of the pre-activation and ups the odd; else the two halves
 
     def __call__(self, pre: torch.Tensor) -> torch.Tensor:
         z, u = self._inputs(*self.halves(pre))
@@ -68,43 +61,6 @@ class Gate(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """Return the constants of a Triton kernel that computes the activation."""
         return {"INTERLEAVED": self.is_interleaved, "LIMITED": self.limit < math.inf}
-
-
-def activate(pre: torch.Tensor, gate: Gate) -> torch.Tensor:
-    """Compute the activation, in float32 at least: ``(R, 2 * I)`` -> ``(R, I)``."""
-    act = pre.new_empty(pre.shape[0], pre.shape[1] // 2)
-    for rows in _blocks(pre):
-        act[rows] = gate(pre[rows].to(_promoted(pre)))
-    return act
-
-
-def activate_backward(
-    pre: torch.Tensor, grad: torch.Tensor, scale_R: torch.Tensor | None, gate: Gate
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Compute ``Backend.activate_backward``, in float32 at least; write the activation to ``grad``."""
-    dtype, grad_pre = _promoted(pre), torch.empty_like(pre)
-    grad_scale = None if scale_R is None else pre.new_empty(pre.shape[0], dtype=dtype)
-    for rows in _blocks(pre):
-        scale = None if scale_R is None else scale_R[rows].to(dtype)
-        out = grad_pre[rows] if pre.dtype == dtype else pre.new_empty(pre[rows].shape, dtype=dtype)
-        act, of_scale = gate.backward(pre[rows].to(dtype), grad[rows].to(dtype), scale, out)
-        grad[rows] = act
-        if out.dtype != pre.dtype:
-            grad_pre[rows] = out
-        if grad_scale is not None and of_scale is not None:
-            grad_scale[rows] = of_scale
-    return grad_pre, grad, grad_scale
-
-
-def _promoted(pre: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(pre.dtype, torch.float32)
-
-
-def _blocks(pre: torch.Tensor) -> Iterator[slice]:
-    """Yield blocks of rows: on a CPU as many as a cache holds, elsewhere few enough for small temporaries."""
-    count, width = pre.shape
-    rows = max(1, (_BLOCK if pre.device.type == "cpu" else _LARGE_BLOCK) // width)
-    yield from (slice(first, min(first + rows, count)) for first in range(0, count, rows))
 
 
 _gates: "weakref.WeakKeyDictionary[Any, Gate | None]" = weakref.WeakKeyDictionary()

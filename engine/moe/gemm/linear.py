@@ -12,21 +12,13 @@ __all__ = ["Linear"]
 
 @dataclass(frozen=True)
 class Linear:
-    """One of the experts' two linears.
+    """One of the experts' two linears."""
 
-    Args:
-        weight: ``(e, out, in)``, or ``(e, in, out)`` if ``is_transposed``.
-        bias: ``(e, out)``.
-        lora_A: ``(e, r, in)``.
-        lora_B: ``(e, out, r)``.
-        scaling: multiplies the adapter's output.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    lora_A: torch.Tensor | None
-    lora_B: torch.Tensor | None
-    scaling: float
+    weight: torch.Tensor  # ``(e, out, in)``, or ``(e, in, out)`` if ``is_transposed``
+    bias: torch.Tensor | None  # ``(e, out)``
+    lora_A: torch.Tensor | None  # ``(e, r, in)``
+    lora_B: torch.Tensor | None  # ``(e, out, r)``
+    scaling: float  # multiplies the adapter's output
     is_transposed: bool
 
     @classmethod
@@ -78,9 +70,7 @@ class Linear:
     ) -> list[torch.Tensor | None]:
         """Return the needed gradients of ``tensors``; dense, because FSDP would skip a ``None`` on this rank only.
 
-        Args:
-            rows: the input, times the routing weights ``scale_R`` of the output.
-            grad: the output's gradient.
+        ``rows`` are the input times the routing weights ``scale_R`` of the output, whose gradient is ``grad``.
         """
         grads: list[torch.Tensor | None] = [None] * 4
         if needed[0]:

@@ -16,13 +16,13 @@ __all__ = ["mm", "takes", "up_gate"]
 # Major compute capability on which Triton specializes warps. On 9 it would need descriptors made on the device, and
 # does not compile these (3.7 and 3.9).
 _SPECIALIZES = 10
+_Operands = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]  # rows, index and matrices
 
 
 def takes(rows: torch.Tensor, in_out: torch.Tensor, bias: torch.Tensor | None, gates: int = 1) -> bool:
     """Whether TMA can load the operands: 16-bit, aligned to 16 bytes, one of the matrices' dims contiguous.
 
-    Args:
-        gates: 2 for ``up_gate``, whose matrices have ``in`` contiguous.
+    ``gates`` is 2 for ``up_gate``, whose matrices have ``in`` contiguous.
     """
     half = rows.dtype in (torch.bfloat16, torch.float16) or INTERPRETED
     contiguous = (1,) if gates == 2 else (1, 2)
@@ -33,60 +33,42 @@ def takes(rows: torch.Tensor, in_out: torch.Tensor, bias: torch.Tensor | None, g
     return half and bias is None and inner > 0 and aligned and placed
 
 
-def mm(
-    tile: Tile,
-    rows: torch.Tensor,
-    index: torch.Tensor,
-    has_index: bool,
-    in_out: torch.Tensor,
-    out: torch.Tensor,
-    order: torch.Tensor | None,
-    groups: Groups,
-) -> None:
-    """``TritonBackend.mm`` without a bias; ``index`` is any tensor unless ``has_index``."""
-    operands, how = _described(tile, rows, index, has_index, in_out)
+def mm(tile: Tile, operands: _Operands, out: torch.Tensor, order: torch.Tensor | None, groups: Groups) -> None:
+    """``TritonBackend.mm`` of rows, index and matrices, without a bias."""
+    in_out = operands[2]
+    described, constants = _described(tile, *operands)
     sizes = len(groups.counts_e), in_out.shape[2], in_out.shape[1]
-    to = out if order is None else order
-    triton_persistent.grouped_mm[(_programs(),)](
-        *operands, out, to, *_tiles(groups, tile), *sizes, HAS_ORDER=order is not None, **how
-    )
+    triton_persistent.grouped_mm[(_programs(),)](*described, out, order, *_tiles(groups, tile), *sizes, **constants)
 
 
-def up_gate(
-    tile: Tile,
-    rows: torch.Tensor,
-    index: torch.Tensor,
-    has_index: bool,
-    in_out: torch.Tensor,
-    results: tuple[torch.Tensor, ...],
-    groups: Groups,
-    gate: Gate,
-) -> None:
-    """``TritonBackend.up_gate`` without a bias, for gates above ups."""
-    operands, how = _described(tile, rows, index, has_index, in_out, gates=2)
-    del how["K_INNERMOST"]
+def up_gate(tile: Tile, operands: _Operands, results: tuple[torch.Tensor, ...], groups: Groups, gate: Gate) -> None:
+    """``TritonBackend.up_gate`` of rows, index and matrices, without a bias, for gates above ups."""
+    in_out = operands[2]
+    described, constants = _described(tile, *operands, gates=2)
+    del constants["K_INNERMOST"]
+    constants["LIMITED"] = gate.constants()["LIMITED"]
     sizes = len(groups.counts_e), in_out.shape[2] // 2, in_out.shape[1]
     triton_persistent.grouped_mm_gate[(_programs(),)](
-        *operands, *results, *_tiles(groups, tile), *sizes, *gate[:3], LIMITED=gate.constants()["LIMITED"], **how
+        *described, *results, *_tiles(groups, tile), *sizes, *gate[:3], **constants
     )
 
 
 def _described(
-    tile: Tile, rows: torch.Tensor, index: torch.Tensor, has_index: bool, in_out: torch.Tensor, gates: int = 1
+    tile: Tile, rows: torch.Tensor, index: torch.Tensor | None, in_out: torch.Tensor, gates: int = 1
 ) -> tuple[tuple, dict[str, Any]]:
     """Return a kernel's arguments for rows, index and matrices, and its constants."""
     specializes = not INTERPRETED and torch.cuda.get_device_capability()[0] == _SPECIALIZES
-    gathers = has_index and (specializes or INTERPRETED)
-    how = {"HAS_INDEX": has_index, "GATHERS": gathers, "SPECIALIZED": specializes}
-    how |= {"K_INNERMOST": in_out.stride(1) == 1, "EVEN_K": in_out.shape[1] % tile.k == 0}
-    how |= tile.constants(rows.dtype)
+    gathers = index is not None and (specializes or INTERPRETED)
+    is_k_innermost = in_out.stride(1) == 1
+    constants = {"GATHERS": gathers, "SPECIALIZED": specializes, "K_INNERMOST": is_k_innermost}
+    constants |= {"EVEN_K": in_out.shape[1] % tile.k == 0, **tile.constants()}
     described: Any = rows
-    if gathers or not has_index:
+    if gathers or index is None:
         described = TensorDescriptor.from_tensor(rows, [1 if gathers else tile.m, tile.k])
-    matrices, block = (in_out.mT, [1, tile.n, tile.k]) if how["K_INNERMOST"] else (in_out, [1, tile.k, tile.n])
+    matrices, block = (in_out.mT, [1, tile.n, tile.k]) if is_k_innermost else (in_out, [1, tile.k, tile.n])
     if gates == 2:
         matrices, block = matrices.unflatten(1, (2, -1)), [1, 2, tile.n, tile.k]
-    return (described, index, TensorDescriptor.from_tensor(matrices, block)), how
+    return (described, index, TensorDescriptor.from_tensor(matrices, block)), constants
 
 
 def _tiles(groups: Groups, tile: Tile) -> tuple[torch.Tensor, ...]:

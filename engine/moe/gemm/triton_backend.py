@@ -43,40 +43,35 @@ class TritonBackend(Backend):
     def gather_sum(self, rows_SD, slots_TK, weights_TK, dtype):
         (tokens, k), width = slots_TK.shape, rows_SD.shape[1]
         out, block = rows_SD.new_empty(tokens, width, dtype=dtype), _block(width, _WIDEST)
-        weighted = weights_TK is not None
         if out.numel():
-            weights = weights_TK.contiguous() if weighted else rows_SD
             triton_rows.gather_sum[(tokens, triton.cdiv(width, block))](
-                rows_SD.contiguous(), slots_TK.contiguous(), weights, out, width, K=k, WEIGHTED=weighted, BLOCK=block
+                rows_SD.contiguous(), slots_TK.contiguous(), _contiguous(weights_TK), out, width, K=k, BLOCK=block
             )
         return out
 
     def mm(self, rows, in_out, groups, bias=None, order_R=None):
-        (experts, k, n), (rows, index, has_index) = in_out.shape, _operand(rows)
-        out = rows.new_empty(groups.rows, n)
-        bias = None if bias is None else bias.contiguous()
-        has = {"HAS_INDEX": has_index, "HAS_BIAS": bias is not None, "HAS_ORDER": order_R is not None}
+        (experts, k, n), (rows, index) = in_out.shape, _operand(rows)
+        out, bias = rows.new_empty(groups.rows, n), _contiguous(bias)
 
         def launch(tile):
             if tile.is_persistent:
-                return persistent_launch.mm(tile, rows, index, has_index, in_out, out, order_R, groups)
+                return persistent_launch.mm(tile, (rows, index, in_out), out, order_R, groups)
             tiles = tiles_of(groups, tile.m)
-            operands = rows, index, in_out, in_out if bias is None else bias, out, out if order_R is None else order_R
-            sizes, constants = (experts, n, k, *in_out.stride()), tile.constants(rows.dtype)
+            sizes, constants = (experts, n, k, *in_out.stride()), tile.constants()
             triton_gemms.grouped_mm[(len(tiles.expert) * triton.cdiv(n, tile.n),)](
-                *operands, *tiles.table, *sizes, **has, EVEN_K=k % tile.k == 0, **constants
+                rows, index, in_out, bias, out, order_R, *tiles.table, *sizes, EVEN_K=k % tile.k == 0, **constants
             )
 
         if out.numel():
-            persistent, is_scattered = persistent_launch.takes(rows, in_out, bias), order_R is not None
-            key = (rows.dtype, k, n, in_out.stride(2) == 1, bias is not None, has_index, is_scattered, persistent)
+            persistent, given = persistent_launch.takes(rows, in_out, bias), (bias, index, order_R)
+            key = (rows.dtype, k, n, in_out.stride(2) == 1, *(x is not None for x in given), persistent)
             launch_fastest("mm", key, mm_tiles(rows.dtype, n, k, persistent), groups, launch, (out,))
         return out
 
     def outer(self, a, b, groups):
         m, n = _width(a), _width(b)
         a, b = self._copied_if_wide(a, n), self._copied_if_wide(b, m)
-        (a, a_index, a_indexed), (b, b_index, b_indexed) = _operand(a), _operand(b)
+        (a, a_index), (b, b_index) = _operand(a), _operand(b)
         experts = groups.counts_e.shape[0]
         out = a.new_empty(experts, m, n)
         if not groups.rows:
@@ -84,14 +79,12 @@ class TritonBackend(Backend):
 
         def launch(tile):
             grid = (experts * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)
-            indexed = {"A_INDEXED": a_indexed, "B_INDEXED": b_indexed}
-            operands = a, a_index, b, b_index
-            triton_gemms.grouped_outer[grid](
-                *operands, out, groups.offsets_e, m, n, **indexed, **tile.constants(a.dtype)
-            )
+            triton_gemms.grouped_outer[grid](a, a_index, b, b_index, out, groups.offsets_e, m, n, **tile.constants())
 
-        choices = outer_tiles(a.dtype, m, n, a_indexed or b_indexed)
-        launch_fastest("outer", (a.dtype, m, n, a_indexed, b_indexed), choices, groups, launch, (out,))
+        indexed = a_index is not None, b_index is not None
+        launch_fastest(
+            "outer", (a.dtype, m, n, *indexed), outer_tiles(a.dtype, m, n, any(indexed)), groups, launch, (out,)
+        )
         return out
 
     def _copied_if_wide(self, rows, columns):
@@ -101,7 +94,7 @@ class TritonBackend(Backend):
         return rows
 
     def segment_sum(self, rows, groups, scale_R=None):
-        rows, index, has_index = _operand(rows)
+        rows, index = _operand(rows)
         experts, width = groups.counts_e.shape[0], rows.shape[1]
         out = rows.new_empty(experts, width)
         if not groups.rows:
@@ -109,26 +102,22 @@ class TritonBackend(Backend):
         # First within each tile of rows, so that an expert with many rows takes no longer; then over its tiles.
         tiles = tiles_of(groups, _SEGMENT)
         parts = rows.new_empty(len(tiles.expert), width, dtype=torch.float32)
-        scale = rows if scale_R is None else scale_R.contiguous()
-        sizes = {"AT_MOST": _SEGMENT, "ROWS": 16, "BLOCK": _block(width, 128)}
+        sizes = {"ROWS": 16, "BLOCK": _block(width, 128)}
         blocks = triton.cdiv(width, sizes["BLOCK"])
-        first = {"HAS_INDEX": has_index, "SCALED": scale_R is not None}
         triton_rows.sum_rows[(blocks, len(parts))](
-            rows, index, scale, parts, tiles.first, tiles.end, width, **first, **sizes
+            rows, index, _contiguous(scale_R), parts, tiles.first, tiles.end, width, AT_MOST=_SEGMENT, **sizes
         )
-        sizes |= {"AT_MOST": len(parts), "HAS_INDEX": False, "SCALED": False}
         of_experts = tiles.first_of_expert, tiles.end_of_expert
-        triton_rows.sum_rows[(blocks, experts)](parts, parts, parts, out, *of_experts, width, **sizes)
+        triton_rows.sum_rows[(blocks, experts)](parts, None, None, out, *of_experts, width, AT_MOST=len(parts), **sizes)
         return out
 
     def row_dot(self, rows, vectors, groups):
-        (experts, width), (rows, index, has_index) = vectors.shape, _operand(rows)
+        (experts, width), (rows, index) = vectors.shape, _operand(rows)
         out = rows.new_empty(groups.rows, dtype=torch.float32)
         if groups.rows:
-            tiles = tiles_of(groups, _SEGMENT)
-            operands, sizes = (rows, index, vectors.contiguous(), out), {"ROWS": 16, "BLOCK": _block(width, 128)}
+            tiles, sizes = tiles_of(groups, _SEGMENT), {"ROWS": 16, "BLOCK": _block(width, 128)}
             triton_rows.row_dot[(_SEGMENT // 16, len(tiles.expert))](
-                *operands, *tiles.table, experts, width, HAS_INDEX=has_index, **sizes
+                rows, index, vectors.contiguous(), out, *tiles.table, experts, width, **sizes
             )
         return out
 
@@ -145,18 +134,16 @@ class TritonBackend(Backend):
         grad, grad_pre = grad.contiguous(), torch.empty_like(pre)
         grad_scale = None if scale_R is None else pre.new_empty(rows, dtype=torch.float32)
         if grad.numel():
-            scales = (pre, pre) if scale_R is None else (scale_R.contiguous(), grad_scale)
-            operands = pre, grad, scales[0], grad_pre, grad, scales[1]  # the activation overwrites its gradient
-            sizes = {"SCALED": scale_R is not None, "ROWS": _ROWS, "BLOCK": _block(inner, _COLUMNS)}
+            # The activation overwrites its gradient.
+            operands = pre, grad, _contiguous(scale_R), grad_pre, grad, grad_scale
+            sizes = {"ROWS": _ROWS, "BLOCK": _block(inner, _COLUMNS)}
             triton_rows.gate_backward[(triton.cdiv(rows, _ROWS),)](
                 *operands, rows, inner, *gate[:3], **gate.constants(), **sizes
             )
         return grad_pre, grad, grad_scale
 
     def mm_gate_backward(self, grad, in_out, groups, pre, scale_R, gate):
-        (experts, k, inner), (rows, index, has_index) = in_out.shape, _operand(grad)
-        scale = pre if scale_R is None else scale_R.contiguous()
-        has = {"HAS_INDEX": has_index, "SCALED": scale_R is not None, **gate.constants()}
+        (experts, k, inner), (rows, index), scale = in_out.shape, _operand(grad), _contiguous(scale_R)
         grad_scale, results = None, list[torch.Tensor]()
 
         def launch(tile):
@@ -170,42 +157,39 @@ class TritonBackend(Backend):
             results[:] = torch.empty_like(pre), pre.new_empty(groups.rows, inner)
             parts = pre.new_empty(blocks, groups.rows, dtype=torch.float32)
             operands = rows, index, in_out, pre, scale, *results, parts
-            sizes, constants = (experts, inner, k, groups.rows, *in_out.stride()), tile.constants(pre.dtype)
+            sizes, constants = (experts, inner, k, groups.rows, *in_out.stride()), tile.constants()
             triton_gemms.grouped_mm_gate_backward[(len(tiles.expert) * blocks,)](
-                *operands, *tiles.table, *sizes, *gate[:3], **has, EVEN_K=k % tile.k == 0, **constants
+                *operands, *tiles.table, *sizes, *gate[:3], **gate.constants(), EVEN_K=k % tile.k == 0, **constants
             )
             grad_scale = None if scale_R is None else parts.sum(0)
 
         # The two ways sum the gradient of scale_R in different orders: times must not choose if runs have to be equal.
         is_fixed = torch.are_deterministic_algorithms_enabled()
         measured = () if is_fixed else gate_backward_tiles(pre.dtype, inner, k)
-        layout = in_out.stride(2) == 1, gate.is_interleaved, has_index, scale_R is not None
+        layout = in_out.stride(2) == 1, gate.is_interleaved, index is not None, scale_R is not None
         key = (pre.dtype, k, inner, *layout, is_fixed)
         launch_fastest("mm and gate's backward", key, (_TWO_PASSES, *measured), groups, launch, results)
         return *results, grad_scale
 
     def up_gate(self, rows, in_out, groups, bias, gate):
-        (experts, k, n), (rows, index, has_index) = in_out.shape, _operand(rows)
+        (experts, k, n), (rows, index), bias = in_out.shape, _operand(rows), _contiguous(bias)
         inner = n // 2
         pre, act = rows.new_empty(groups.rows, n), rows.new_empty(groups.rows, inner)
-        bias = None if bias is None else bias.contiguous()
-        has = {"HAS_INDEX": has_index, "HAS_BIAS": bias is not None, **gate.constants()}
 
         def launch(tile):
             if tile.is_persistent:
-                return persistent_launch.up_gate(tile, rows, index, has_index, in_out, (pre, act), groups, gate)
-            tiles = tiles_of(groups, tile.m)
-            operands = rows, index, in_out, in_out if bias is None else bias, pre, act
-            sizes, constants = (experts, inner, k, *in_out.stride()), tile.constants(rows.dtype)
+                return persistent_launch.up_gate(tile, (rows, index, in_out), (pre, act), groups, gate)
+            tiles, operands = tiles_of(groups, tile.m), (rows, index, in_out, bias, pre, act)
+            sizes, constants = (experts, inner, k, *in_out.stride()), tile.constants()
             triton_gemms.grouped_mm_gate[(len(tiles.expert) * triton.cdiv(inner, tile.n),)](
-                *operands, *tiles.table, *sizes, *gate[:3], **has, EVEN_K=k % tile.k == 0, **constants
+                *operands, *tiles.table, *sizes, *gate[:3], **gate.constants(), EVEN_K=k % tile.k == 0, **constants
             )
 
         if act.numel():
             persistent = not gate.is_interleaved and persistent_launch.takes(rows, in_out, bias, gates=2)
-            key = (rows.dtype, k, inner, in_out.stride(2) == 1, bias is not None, gate.is_interleaved, has_index)
-            choices = gate_tiles(rows.dtype, k, persistent)
-            launch_fastest("mm and gate", (*key, persistent), choices, groups, launch, (pre, act))
+            layout = in_out.stride(2) == 1, bias is not None, gate.is_interleaved, index is not None
+            key = (rows.dtype, k, inner, *layout, persistent)
+            launch_fastest("mm and gate", key, gate_tiles(rows.dtype, k, persistent), groups, launch, (pre, act))
         return pre, act
 
 
@@ -218,9 +202,12 @@ def _width(rows: Rows) -> int:
     return (rows.x if isinstance(rows, IndexedRows) else rows).shape[1]
 
 
-def _operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return a kernel's arguments for rows: tensor, index, and whether there is one; without one any tensor will do."""
+def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a kernel's arguments for rows: tensor and index."""
     if isinstance(rows, IndexedRows):
-        return rows.x.contiguous(), rows.index_R.contiguous(), True
-    rows = rows.contiguous()
-    return rows, rows, False
+        return rows.x.contiguous(), rows.index_R.contiguous()
+    return rows.contiguous(), None

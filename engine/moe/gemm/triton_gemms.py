@@ -4,8 +4,8 @@ Accumulators are float32, and no kernel uses atomics. A program computes one til
 share the tile of rows (``grouped_mm*``) or the expert (``grouped_outer``), so that their operands stay in the L2 cache.
 An address is a 64-bit base of the tile, expert or indexed row, and a 32-bit offset.
 
-Row ``i`` may be read through an index, as ``index[i]``. ``grouped_mm*`` load a tile's indices once, before the sum
-along ``k``; ``grouped_outer`` sums along the rows and loads them with each block.
+Row ``i`` is read through an index, as ``index[i]``, unless that is None. ``grouped_mm*`` load a tile's indices once,
+before the sum along ``k``; ``grouped_outer`` sums along the rows and loads them with each block.
 """
 
 import triton
@@ -13,14 +13,7 @@ import triton.language as tl
 
 from .triton_rows import activation, gate_gradients, load_halves, store_halves, store_rows, sum_columns
 
-__all__ = ["columns_halved", "dot", "grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer"]
-
-
-@triton.jit
-def dot(a, b, total, UPCAST: tl.constexpr):
-    if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
+__all__ = ["columns_halved", "grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer"]
 
 
 @triton.jit
@@ -34,27 +27,10 @@ def _tile(expert_of, first_of, end_of, N, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _product(
-    a,
-    index,
-    first,
-    rows,
-    in_rows,
-    b,
-    columns,
-    in_columns,
-    K,
-    sk,
-    sn,
-    total,
-    BK: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+def _product(a, index, first, rows, in_rows, b, columns, in_columns, K, sk, sn, total, BK, EVEN_K):
     """Add to ``total`` the product of rows of ``a``, ``K`` wide, from ``first`` on, and columns of the matrix ``b``."""
     ks = tl.arange(0, BK)
-    if HAS_INDEX:
+    if index is not None:
         sources = tl.load(index + first + rows, mask=in_rows, other=0).to(tl.int64)
         a_at = a + (sources * K)[:, None] + ks[None, :]
     else:
@@ -68,15 +44,15 @@ def _product(
             in_k = ks < K - k
             a_tile = tl.load(a_at, mask=in_rows[:, None] & in_k[None, :], other=0.0)
             b_tile = tl.load(b_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
-        total = dot(a_tile, b_tile, total, UPCAST)
+        total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
         a_at += BK
         b_at += BK * sk
     return total
 
 
 @triton.jit
-def columns_halved(x, BM: tl.constexpr, BN: tl.constexpr):
-    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+def columns_halved(x):
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 # The number of rows and the alignment of an index differ between micro-batches. Specialising on them would recompile
@@ -98,14 +74,10 @@ def grouped_mm(
     se,
     sk,
     sn,
-    HAS_INDEX: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Multiply rows ``a`` ``(R, K)`` by their experts' ``b`` ``(e, K, N)``, and add the bias ``(e, N)``.
 
@@ -116,17 +88,15 @@ def grouped_mm(
         columns = block * BN + tl.arange(0, BN)
         in_columns = columns < N
         total = tl.full((BM, BN), 0.0, tl.float32)
-        if HAS_BIAS:
+        if bias is not None:
             total += tl.load(bias + expert * N + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         own = b + expert * se
-        total = _product(
-            a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, HAS_INDEX, EVEN_K, UPCAST
-        )
-        if HAS_ORDER:
+        total = _product(a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, EVEN_K)
+        if order is not None:
             to = tl.load(order + first + rows, mask=in_rows, other=0).to(tl.int64)
-            store_rows(out, total, to, in_rows, block * BN, N, BN)
+            store_rows(out, total, to, in_rows, block * BN, N)
         else:
-            store_rows(out + first * N, total, rows, in_rows, block * BN, N, BN)
+            store_rows(out + first * N, total, rows, in_rows, block * BN, N)
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
@@ -149,15 +119,12 @@ def grouped_mm_gate(
     alpha,
     beta,
     limit,
-    HAS_INDEX: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     LIMITED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """``grouped_mm`` and its activation; one product computes a tile's ``BN`` gates and their ups."""
     expert, first, rows, in_rows, block = _tile(expert_of, first_of, end_of, INNER, BM, BN)
@@ -170,19 +137,17 @@ def grouped_mm_gate(
             columns = begin + both % BN + both // BN * INNER
             in_columns = begin + both % BN < INNER
         total = tl.full((BM, 2 * BN), 0.0, tl.float32)
-        if HAS_BIAS:
+        if bias is not None:
             total += tl.load(bias + expert * 2 * INNER + columns, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         own = b + expert * se
-        total = _product(
-            a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, HAS_INDEX, EVEN_K, UPCAST
-        )
+        total = _product(a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, EVEN_K)
         pre += first * 2 * INNER
         act += first * INNER
         if INTERLEAVED:
-            halves = columns_halved(total, BM, 2 * BN)
+            halves = columns_halved(total)
         else:
-            g_all, u_all = columns_halved(total, BM, 2 * BN)
-            gates, ups = columns_halved(g_all, BM, BN), columns_halved(u_all, BM, BN)
+            g_all, u_all = columns_halved(total)
+            gates, ups = columns_halved(g_all), columns_halved(u_all)
         # By halves, which fit into the registers.
         for half in tl.static_range(2):
             if INTERLEAVED:
@@ -192,72 +157,41 @@ def grouped_mm_gate(
             at = begin + half * (BN // 2)
             # Round as stored, so that backward reads the same values.
             g, u = g.to(pre.dtype.element_ty), u.to(pre.dtype.element_ty)
-            store_halves(pre, g, u, rows, in_rows, at, INNER, INTERLEAVED, BM, BN // 2)
+            store_halves(pre, g, u, rows, in_rows, at, INNER, INTERLEAVED)
             out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
-            store_rows(act, out, rows, in_rows, at, INNER, BN // 2)
+            store_rows(act, out, rows, in_rows, at, INNER)
 
 
 @triton.jit
-def _gate_backward(
-    d,
-    total,
-    by,
-    pre,
-    grad_pre,
-    act,
-    rows,
-    in_rows,
-    begin,
-    INNER,
-    alpha,
-    beta,
-    limit,
-    SCALED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LIMITED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    PIECE: tl.constexpr = 16,
-):
+def _gate_backward(d, total, by, tensors, rows, in_rows, begin, INNER, gate, INTERLEAVED, LIMITED):
     """Compute ``gate_backward`` for a tile's gradient ``d``; return ``total`` plus each row's ``d * act``.
 
-    The recursion ends at pieces of ``PIECE`` columns, whose values fit into the registers beside the tile.
+    Args:
+        by: the rows' scale, or None.
+        tensors: ``pre``, ``grad_pre`` and ``act``, from the tile's first row on.
+        gate: alpha, beta and limit.
     """
-    if BN > PIECE:
-        halves = columns_halved(d, BM, BN)
+    BN: tl.constexpr = d.shape[1]
+    if BN > 16:  # values of so few columns fit into the registers beside the tile
+        halves = columns_halved(d)
         for half in tl.static_range(2):
             at = begin + half * (BN // 2)
             total = _gate_backward(
-                halves[half],
-                total,
-                by,
-                pre,
-                grad_pre,
-                act,
-                rows,
-                in_rows,
-                at,
-                INNER,
-                alpha,
-                beta,
-                limit,
-                SCALED,
-                INTERLEAVED,
-                LIMITED,
-                BM,
-                BN // 2,
+                halves[half], total, by, tensors, rows, in_rows, at, INNER, gate, INTERLEAVED, LIMITED
             )
     else:
+        pre, grad_pre, act = tensors
+        alpha, beta, limit = gate
         # Round as the GEMM alone would store it, so that both ways give the same bits.
         d = d.to(act.dtype.element_ty).to(tl.float32)
-        g, u = load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED, BM, BN)
+        g, u = load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED, BN)
         out = activation(g, u, alpha, beta, limit, LIMITED)
-        if SCALED:
+        if by is not None:
             total += sum_columns(d * out)
             d, out = d * by, out * by
-        store_rows(act, out, rows, in_rows, begin, INNER, BN)
+        store_rows(act, out, rows, in_rows, begin, INNER)
         d_gate, d_up = gate_gradients(d, g, u, alpha, beta, limit, LIMITED)
-        store_halves(grad_pre, d_gate, d_up, rows, in_rows, begin, INNER, INTERLEAVED, BM, BN)
+        store_halves(grad_pre, d_gate, d_up, rows, in_rows, begin, INNER, INTERLEAVED)
     return total
 
 
@@ -284,15 +218,12 @@ def grouped_mm_gate_backward(
     alpha,
     beta,
     limit,
-    HAS_INDEX: tl.constexpr,
-    SCALED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     LIMITED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Multiply ``grad`` ``(R, K)`` by ``b`` ``(e, K, INNER)``, and apply ``gate_backward`` to the product.
 
@@ -303,37 +234,15 @@ def grouped_mm_gate_backward(
         begin = block * BN
         columns = begin + tl.arange(0, BN)
         own, in_columns, d = b + expert * se, columns < INNER, tl.full((BM, BN), 0.0, tl.float32)
-        d = _product(
-            grad, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, d, BK, HAS_INDEX, EVEN_K, UPCAST
-        )
-        by = tl.full((BM, 1), 1.0, tl.float32)
-        if SCALED:
+        d = _product(grad, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, d, BK, EVEN_K)
+        by = None
+        if scale is not None:
             by = tl.load(scale + first + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
-        pre += first * 2 * INNER
-        grad_pre += first * 2 * INNER
-        act += first * INNER
+        tensors = pre + first * 2 * INNER, grad_pre + first * 2 * INNER, act + first * INNER
         total = tl.full((BM,), 0.0, tl.float32)
-        total = _gate_backward(
-            d,
-            total,
-            by,
-            pre,
-            grad_pre,
-            act,
-            rows,
-            in_rows,
-            begin,
-            INNER,
-            alpha,
-            beta,
-            limit,
-            SCALED,
-            INTERLEAVED,
-            LIMITED,
-            BM,
-            BN,
-        )
-        if SCALED:
+        gate = alpha, beta, limit
+        total = _gate_backward(d, total, by, tensors, rows, in_rows, begin, INNER, gate, INTERLEAVED, LIMITED)
+        if scale is not None:
             tl.store(parts + block.to(tl.int64) * R + first + rows, total, mask=in_rows)
 
 
@@ -347,12 +256,9 @@ def grouped_outer(
     ends,
     M,
     N,
-    A_INDEXED: tl.constexpr,
-    B_INDEXED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Compute ``a.T @ b`` of each expert's rows of ``a`` ``(R, M)`` and ``b`` ``(R, N)``; zero without rows."""
     columns = (N + BN - 1) // BN
@@ -366,15 +272,15 @@ def grouped_outer(
     total = tl.full((BM, BN), 0.0, tl.float32)
     for row in range(begin, end, BK):
         in_rows = rows < end - row
-        if A_INDEXED:
+        if a_index is not None:
             sources = tl.load(a_index + row + rows, mask=in_rows, other=0).to(tl.int64)
             a_at = a + (sources * M)[None, :] + ms[:, None]
-        if B_INDEXED:
+        if b_index is not None:
             sources = tl.load(b_index + row + rows, mask=in_rows, other=0).to(tl.int64)
             b_at = b + (sources * N)[:, None] + ns[None, :]
         a_tile = tl.load(a_at, mask=in_rows[None, :] & (ms < M)[:, None], other=0.0)
         b_tile = tl.load(b_at, mask=in_rows[:, None] & (ns < N)[None, :], other=0.0)
-        total = dot(a_tile, b_tile, total, UPCAST)
+        total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
         a_at += BK * M
         b_at += BK * N
     at = out + expert.to(tl.int64) * M * N + ms[:, None] * N + ns[None, :]

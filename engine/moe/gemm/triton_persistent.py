@@ -13,7 +13,7 @@ with one keeps the compiler from merging the loops.
 import triton
 import triton.language as tl
 
-from .triton_gemms import columns_halved, dot
+from .triton_gemms import columns_halved
 from .triton_rows import activation, store_halves, store_rows
 
 __all__ = ["grouped_mm", "grouped_mm_gate"]
@@ -36,20 +36,20 @@ def _matrix_tile(b, expert, begin, k, K_INNERMOST: tl.constexpr, BN: tl.constexp
 
 
 @triton.jit
-def _rows_of(a, index, first, end, rows, K, HAS_INDEX: tl.constexpr, GATHERS: tl.constexpr):
+def _rows_of(a, index, first, end, rows, K, GATHERS: tl.constexpr):
     """Return the ``sources`` of ``_row_tile``: indexed rows of ``a`` or pointers to them, else the first row."""
     sources = first
-    if HAS_INDEX:
+    if index is not None:
         sources = tl.load(index + first + rows, mask=rows < end - first, other=0)
         sources = sources.to(tl.int32) if GATHERS else a + (sources.to(tl.int64) * K)[:, None]
     return sources
 
 
 @triton.jit
-def _row_tile(a, sources, k, K, HAS_INDEX: tl.constexpr, GATHERS: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr):
+def _row_tile(a, index, sources, k, K, GATHERS: tl.constexpr, EVEN_K: tl.constexpr, BK: tl.constexpr):
     if GATHERS:
         tile = a.gather(sources, k)
-    elif HAS_INDEX:
+    elif index is not None:
         ks = k + tl.arange(0, BK)
         if EVEN_K:
             tile = tl.load(sources + ks[None, :])
@@ -74,8 +74,6 @@ def grouped_mm(
     EXPERTS,
     N,
     K,
-    HAS_ORDER: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
     GATHERS: tl.constexpr,
     K_INNERMOST: tl.constexpr,
     SPECIALIZED: tl.constexpr,
@@ -83,7 +81,6 @@ def grouped_mm(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Compute ``grouped_mm`` without a bias; ``b`` describes ``(e, N, K)`` if ``K_INNERMOST``, else ``(e, K, N)``."""
     blocks, rows = (N + BN - 1) // BN, tl.arange(0, BM)
@@ -92,17 +89,17 @@ def grouped_mm(
         tl.program_id(0), tiles * blocks, tl.num_programs(0), flatten=True, warp_specialize=SPECIALIZED
     ):
         expert, first, end, begin = _tile(number, blocks, expert_of, first_of, end_of, BN)
-        sources = _rows_of(a, index, first, end, rows, K, HAS_INDEX, GATHERS)
+        sources = _rows_of(a, index, first, end, rows, K, GATHERS)
         total = tl.full((BM, BN), 0.0, tl.float32)
         for k in range(0, K, BK):
-            a_tile = _row_tile(a, sources, k, K, HAS_INDEX, GATHERS, EVEN_K, BK)
+            a_tile = _row_tile(a, index, sources, k, K, GATHERS, EVEN_K, BK)
             b_tile = _matrix_tile(b, expert, begin, k, K_INNERMOST, BN, BK)
-            total = dot(a_tile, b_tile, total, UPCAST)
-        if HAS_ORDER:
+            total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
+        if order is not None:
             to = tl.load(order + first + rows, mask=rows < end - first, other=0).to(tl.int64)
-            store_rows(out, total, to, rows < end - first, begin, N, BN)
+            store_rows(out, total, to, rows < end - first, begin, N)
         else:
-            store_rows(out + first.to(tl.int64) * N, total, rows, rows < end - first, begin, N, BN)
+            store_rows(out + first.to(tl.int64) * N, total, rows, rows < end - first, begin, N)
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
@@ -122,7 +119,6 @@ def grouped_mm_gate(
     alpha,
     beta,
     limit,
-    HAS_INDEX: tl.constexpr,
     GATHERS: tl.constexpr,
     SPECIALIZED: tl.constexpr,
     LIMITED: tl.constexpr,
@@ -130,7 +126,6 @@ def grouped_mm_gate(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Compute ``grouped_mm_gate`` for gates above ups; ``b`` describes ``(e, 2, INNER, K)``, so one load gets both."""
     blocks, rows = (INNER + BN - 1) // BN, tl.arange(0, BM)
@@ -139,18 +134,18 @@ def grouped_mm_gate(
         tl.program_id(0), tiles * blocks, tl.num_programs(0), flatten=True, warp_specialize=SPECIALIZED
     ):
         expert, first, end, begin = _tile(number, blocks, expert_of, first_of, end_of, BN)
-        sources = _rows_of(a, index, first, end, rows, K, HAS_INDEX, GATHERS)
+        sources = _rows_of(a, index, first, end, rows, K, GATHERS)
         total = tl.full((BM, 2 * BN), 0.0, tl.float32)
         for k in range(0, K, BK):
-            a_tile = _row_tile(a, sources, k, K, HAS_INDEX, GATHERS, EVEN_K, BK)
+            a_tile = _row_tile(a, index, sources, k, K, GATHERS, EVEN_K, BK)
             b_tile = tl.permute(tl.reshape(b.load([expert, 0, begin, k]), (2 * BN, BK)), (1, 0))
-            total = dot(a_tile, b_tile, total, UPCAST)
+            total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
         in_rows, row = rows < end - first, first.to(tl.int64)
-        g_all, u_all = columns_halved(total, BM, 2 * BN)
-        gates, ups = columns_halved(g_all, BM, BN), columns_halved(u_all, BM, BN)
+        g_all, u_all = columns_halved(total)
+        gates, ups = columns_halved(g_all), columns_halved(u_all)
         for half in tl.static_range(2):
             at = begin + half * (BN // 2)
             g, u = gates[half].to(pre.dtype.element_ty), ups[half].to(pre.dtype.element_ty)
-            store_halves(pre + row * 2 * INNER, g, u, rows, in_rows, at, INNER, False, BM, BN // 2)
+            store_halves(pre + row * 2 * INNER, g, u, rows, in_rows, at, INNER, False)
             out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
-            store_rows(act + row * INNER, out, rows, in_rows, at, INNER, BN // 2)
+            store_rows(act + row * INNER, out, rows, in_rows, at, INNER)

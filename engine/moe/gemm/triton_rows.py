@@ -1,6 +1,7 @@
 """Triton kernels that read rows once: gathers and sums of rows, the gated activation, and the table of tiles.
 
-No kernel uses atomics, so results are deterministic. Sums are in float32.
+No kernel uses atomics, so results are deterministic. Sums are in float32. ``index``, ``scale``, ``bias`` and ``order``
+may be None.
 """
 
 import triton
@@ -46,14 +47,14 @@ def take(x, index, out, R, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gather_sum(rows, slots, weights, out, width, K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def gather_sum(rows, slots, weights, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for k in range(K):
         slot = tl.load(slots + token * K + k).to(tl.int64)
         values = tl.load(rows + slot * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-        if WEIGHTED:
+        if weights is not None:
             values *= tl.load(weights + token * K + k).to(tl.float32)
         total += values
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=columns < width)
@@ -89,8 +90,6 @@ def sum_rows(
     first_of,
     end_of,
     N,
-    HAS_INDEX: tl.constexpr,
-    SCALED: tl.constexpr,
     AT_MOST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -103,10 +102,10 @@ def sum_rows(
     total = tl.full((ROWS, BLOCK), 0.0, tl.float32)
     for row in range(begin, end, ROWS):
         rows = row + tl.arange(0, ROWS)
-        sources = tl.load(index + rows, mask=rows < end, other=0) if HAS_INDEX else rows
+        sources = tl.load(index + rows, mask=rows < end, other=0) if index is not None else rows
         at = x + sources.to(tl.int64)[:, None] * N + columns[None, :]
         values = tl.load(at, mask=(rows < end)[:, None] & (columns < N)[None, :], other=0.0).to(tl.float32)
-        if SCALED:
+        if scale is not None:
             values *= tl.load(scale + rows, mask=rows < end, other=0.0).to(tl.float32)[:, None]
         total += values
     at = out + segment.to(tl.int64) * N + columns
@@ -124,7 +123,6 @@ def row_dot(
     end_of,
     EXPERTS,
     N,
-    HAS_INDEX: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -135,7 +133,7 @@ def row_dot(
         first = tl.load(first_of + tile) + tl.program_id(0) * ROWS
         rows = tl.arange(0, ROWS)
         in_rows = rows < tl.load(end_of + tile) - first
-        sources = tl.load(index + first + rows, mask=in_rows, other=0) if HAS_INDEX else first + rows
+        sources = tl.load(index + first + rows, mask=in_rows, other=0) if index is not None else first + rows
         at = x + sources.to(tl.int64)[:, None] * N
         total = tl.full((ROWS, BLOCK), 0.0, tl.float32)
         for begin in range(0, N, BLOCK):
@@ -147,13 +145,13 @@ def row_dot(
 
 
 @triton.jit
-def load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Load gates and ups of rows of ``pre`` ``(R, 2 * INNER)`` from column ``begin`` on, as float32 ``(BM, BN)``."""
+def load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED: tl.constexpr, BN: tl.constexpr):
+    """Load gates and ups of rows of ``pre`` ``(R, 2 * INNER)`` from column ``begin`` on, as float32 ``(rows, BN)``."""
     if INTERLEAVED:
         n = 2 * begin + tl.arange(0, 2 * BN)
         at = pre + rows[:, None] * (2 * INNER) + n[None, :]
         both = tl.load(at, mask=in_rows[:, None] & (n < 2 * INNER)[None, :], other=0.0)
-        g, u = tl.split(tl.reshape(both, (BM, BN, 2)))
+        g, u = tl.split(tl.reshape(both, (rows.shape[0], BN, 2)))
     else:
         n = begin + tl.arange(0, BN)
         at = pre + rows[:, None] * (2 * INNER) + n[None, :]
@@ -163,8 +161,10 @@ def load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED: tl.constexpr, BM:
 
 
 @triton.jit
-def store_halves(pre, g, u, rows, in_rows, begin, INNER, INTERLEAVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def store_halves(pre, g, u, rows, in_rows, begin, INNER, INTERLEAVED: tl.constexpr):
     """Store gates and ups where ``load_halves`` loads them."""
+    BM: tl.constexpr = g.shape[0]
+    BN: tl.constexpr = g.shape[1]
     g, u = g.to(pre.dtype.element_ty), u.to(pre.dtype.element_ty)
     if INTERLEAVED:
         n = 2 * begin + tl.arange(0, 2 * BN)
@@ -180,9 +180,9 @@ def store_halves(pre, g, u, rows, in_rows, begin, INNER, INTERLEAVED: tl.constex
 
 
 @triton.jit
-def store_rows(out, values, rows, in_rows, begin, N, BN: tl.constexpr):
-    """Store ``(BM, BN)`` values into rows of ``out`` ``(R, N)`` from column ``begin`` on."""
-    n = begin + tl.arange(0, BN)
+def store_rows(out, values, rows, in_rows, begin, N):
+    """Store values into rows of ``out`` ``(R, N)`` from column ``begin`` on."""
+    n = begin + tl.arange(0, values.shape[1])
     at = out + rows[:, None] * N + n[None, :]
     tl.store(at, values.to(out.dtype.element_ty), mask=in_rows[:, None] & (n < N)[None, :])
 
@@ -228,9 +228,9 @@ def gate(
     first = tl.program_id(0).to(tl.int64) * ROWS
     rows, begin = tl.arange(0, ROWS), tl.program_id(1) * BLOCK
     in_rows = rows < R - first
-    g, u = load_halves(pre + first * 2 * INNER, rows, in_rows, begin, INNER, INTERLEAVED, ROWS, BLOCK)
+    g, u = load_halves(pre + first * 2 * INNER, rows, in_rows, begin, INNER, INTERLEAVED, BLOCK)
     out = activation(g, u, alpha, beta, limit, LIMITED)
-    store_rows(act + first * INNER, out, rows, in_rows, begin, INNER, BLOCK)
+    store_rows(act + first * INNER, out, rows, in_rows, begin, INNER)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -248,7 +248,6 @@ def gate_backward(
     limit,
     INTERLEAVED: tl.constexpr,
     LIMITED: tl.constexpr,
-    SCALED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -260,21 +259,20 @@ def gate_backward(
     grad_pre += first * 2 * INNER
     grad += first * INNER
     act += first * INNER
-    by = tl.full((ROWS, 1), 1.0, tl.float32)
-    if SCALED:
+    if scale is not None:
         by = tl.load(scale + first + rows, mask=in_rows, other=0.0).to(tl.float32)[:, None]
     total = tl.full((ROWS, BLOCK), 0.0, tl.float32)
     for begin in range(0, INNER, BLOCK):
         n = begin + tl.arange(0, BLOCK)
         mask, at = in_rows[:, None] & (n < INNER)[None, :], rows[:, None] * INNER + n[None, :]
-        g, u = load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED, ROWS, BLOCK)
+        g, u = load_halves(pre, rows, in_rows, begin, INNER, INTERLEAVED, BLOCK)
         d = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
         out = activation(g, u, alpha, beta, limit, LIMITED)
-        if SCALED:
+        if scale is not None:
             total += d * out
             d, out = d * by, out * by
         tl.store(act + at, out.to(act.dtype.element_ty), mask=mask)
         d_gate, d_up = gate_gradients(d, g, u, alpha, beta, limit, LIMITED)
-        store_halves(grad_pre, d_gate, d_up, rows, in_rows, begin, INNER, INTERLEAVED, ROWS, BLOCK)
-    if SCALED:
+        store_halves(grad_pre, d_gate, d_up, rows, in_rows, begin, INNER, INTERLEAVED)
+    if scale is not None:
         tl.store(grad_scale + first + rows, sum_columns(total), mask=in_rows)

@@ -34,28 +34,23 @@ _fastest: dict[tuple, "Tile | str"] = {}
 
 
 class Tile(NamedTuple):
-    """Sizes of a GEMM's tile, its warps, stages of loads, and registers of a thread at most.
-
-    ``is_persistent``: for the kernels in ``triton_persistent.py``.
-    """
+    """Sizes of a GEMM's tile, and options of its launch."""
 
     m: int
     n: int
     k: int
     warps: int = 8
-    stages: int = 3
-    registers: int | None = None
-    is_persistent: bool = False
+    stages: int = 3  # of loads
+    registers: int | None = None  # of a thread, at most
+    is_persistent: bool = False  # for the kernels in ``triton_persistent.py``
 
     def __str__(self) -> str:
         kernel = ", persistent" if self.is_persistent else ""
         return f"{self.m}x{self.n}x{self.k} with {self.stages} stages{kernel}"
 
-    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
         """Return the constants of a kernel with this tile."""
-        # Triton 3.9's interpreter multiplies the bits of bfloat16 as integers.
-        upcast = INTERPRETED and dtype == torch.bfloat16
-        sizes = {"BM": self.m, "BN": self.n, "BK": self.k, "UPCAST": upcast}
+        sizes = {"BM": self.m, "BN": self.n, "BK": self.k}
         return sizes | {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
@@ -63,11 +58,7 @@ _SMALL = (Tile(16, 16, 16),)  # for the interpreter
 
 
 def mm_tiles(dtype: torch.dtype, n: int, k: int, persistent: bool = False) -> Sequence[Tile]:
-    """Return the tiles of ``grouped_mm`` for ``n`` columns over ``k``; the first runs until times are known.
-
-    Args:
-        persistent: whether the persistent kernel supports the operands.
-    """
+    """Return the tiles of ``grouped_mm`` for ``n`` columns over ``k``; the first runs until times are known."""
     if INTERPRETED:
         return _SMALL
     if dtype == torch.float32:
@@ -145,11 +136,9 @@ def launch_fastest(
     or whose results differ from the first tile's in a bit, is not used. The times are printed.
 
     Args:
-        what: the kernel, for the printed line.
         key: the sizes, dtype and layout on which the choice depends.
         tiles: a string names a way other than one kernel.
-        launch: launches with a tile; each launch writes the same results.
-        results: the outputs; each launch may put other tensors into a list.
+        results: the outputs of ``launch``, which may put other tensors into a list.
     """
     key = (what, *key)
     has_enough = groups.rows >= _LEAST_ROWS * len(groups.counts_e)

@@ -34,26 +34,18 @@ __all__ = ["Block", "StackedExperts", "put_on_interface"]
 class Block:
     """The experts of a family's block, and its forward; names are relative to the block.
 
-    Args:
-        up: the parameter ``[E, 2I, D]`` of the first linear, the gate above the rest.
-        down: the parameter ``[E, D, I]`` of the second.
-        act_fn: the activation.
-        forward: replaces the block's own. It calls ``self.experts(hidden, ids, weights)`` with ``(T, D)``, ``(T, K)``
-            and ``(T, K)``, and returns the output of the block's own forward.
-        is_transposed: whether the parameters are ``[E, D, 2I]`` and ``[E, I, D]``.
-        gate: the gate's parameter if the family flattens its experts; ``gate``, ``up`` and ``down`` are ``[E * I, D]``.
-        count: the number of experts, for such a family.
-        mend: called first, with the block and the model's config, if transformers builds the block in wrong sizes.
+    ``forward`` replaces the block's own. It calls ``self.experts(hidden, ids, weights)`` with ``(T, D)``, ``(T, K)``
+    and ``(T, K)``, and returns the output of the block's own forward.
     """
 
-    up: str
-    down: str
+    up: str  # the parameter ``[E, 2I, D]`` of the first linear, the gate above the rest
+    down: str  # the parameter ``[E, D, I]`` of the second
     act_fn: str
     forward: Callable[..., Any]
-    is_transposed: bool = False
-    gate: str = ""
-    count: str = ""
-    mend: Callable[[Any, Any], None] | None = None
+    is_transposed: bool = False  # whether the parameters are ``[E, D, 2I]`` and ``[E, I, D]``
+    gate: str = ""  # for flattened experts: the gate's parameter; ``gate``, ``up`` and ``down`` are ``[E * I, D]``
+    count: str = ""  # for flattened experts: their number
+    mend: Callable[[Any, Any], None] | None = None  # called first, if transformers builds the block in wrong sizes
 
 
 @use_experts_implementation

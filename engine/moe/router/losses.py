@@ -34,10 +34,7 @@ _SIGMOID = (torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.special.expit)
 
 
 def check_router_logits(experts: Sequence[ExpertsInfo], num_layers: int) -> None:
-    """Check that router losses and metrics are defined for the model.
-
-    Args:
-        num_layers: layers of the model, with or without experts.
+    """Check that router losses and metrics are defined for a model of ``num_layers``, with or without experts.
 
     Raises:
         UnsupportedModelError: layers differ in their number of experts; or see ``experts_by_layer``.
@@ -83,10 +80,6 @@ class RouterLosses:
 
     Install it after the process group is initialised.
 
-    Args:
-        aux_coef: weight of the load-balancing loss.
-        z_coef: weight of the z-loss.
-
     Raises:
         UnsupportedModelError: see ``check_router_logits``.
     """
@@ -110,11 +103,7 @@ class RouterLosses:
         return bool(self.aux_coef or self.z_coef)
 
     def begin(self, tokens: torch.Tensor) -> None:
-        """Begin a step.
-
-        Args:
-            tokens: number of tokens in all micro-batches of all ranks, a scalar on the device.
-        """
+        """Begin a step with ``tokens`` in all micro-batches of all ranks, a scalar on the device."""
         self._batch_tokens = tokens.clamp(min=1)
         self._sums = dict.fromkeys(_SUMS, 0.0)
 
@@ -128,13 +117,8 @@ class RouterLosses:
         """Return the router loss of the forward, to be added to this rank's loss; collective.
 
         FSDP averages gradients over all ranks, and micro-batches sum them. With the scale of this loss that is the
-        mean over the tokens of the step.
-
-        Args:
-            is_token: bool ``[tokens]``; False for rows of padding.
-
-        Returns:
-            A scalar, or None if both coefficients are 0.
+        mean over the tokens of the step. It is None if both coefficients are 0. ``is_token`` ``[tokens]`` is False for
+        rows of padding.
 
         Raises:
             UnsupportedModelError: a layer's experts were not called exactly once, or its logits were not found.
@@ -184,9 +168,9 @@ class RouterLosses:
             logits_TE = torch.where(is_token[:, None], logits_TE, 0).float()
             # A token's scores sum to one; for sigmoid routers as in DeepSeek-V3's balance loss.
             scores_TE = logits_TE.sigmoid() if layer.by_sigmoid else logits_TE.softmax(-1)
-            probs_TE = (scores_TE / scores_TE.sum(-1, keepdim=True) if layer.by_sigmoid else scores_TE) * is_token[
-                :, None
-            ]
+            if layer.by_sigmoid:
+                scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+            probs_TE = scores_TE * is_token[:, None]
             aux.append(layer.info.num_experts * (f_E * probs_TE.sum(0)).sum())
             z.append((logits_TE.logsumexp(-1).square() * is_token).sum())
         share = 1 / (len(self._layers) * self._batch_tokens)

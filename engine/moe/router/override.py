@@ -19,11 +19,7 @@ _CHOICES = 2  # ``sparsemixer`` asserts this ``top_k``
 
 
 class RoutingMode(TorchFunctionMode, abc.ABC):
-    """While it is active, each routing ``topk`` returns the ids from ``choose``.
-
-    Args:
-        num_experts: the largest number of experts; a ``topk`` over more scores is not routing.
-    """
+    """While it is active, each ``topk`` over at most ``num_experts`` scores returns the ids from ``choose``."""
 
     def __init__(self, num_experts: int):
         super().__init__()
@@ -31,11 +27,7 @@ class RoutingMode(TorchFunctionMode, abc.ABC):
 
     @abc.abstractmethod
     def choose(self, scores: torch.Tensor, dim: int, native: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """Return distinct ids along ``dim``, or None to leave ``topk`` unchanged.
-
-        Args:
-            native: returns the ids that ``topk`` would choose.
-        """
+        """Return distinct ids along ``dim``, or None to leave ``topk`` unchanged; ``native()`` returns its ids."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -89,22 +81,15 @@ class MaximumRouting(TorchFunctionMode):
     Args:
         wanted: ``[tokens, 2]``.
         is_route: ``[tokens]``; elsewhere the router chooses.
-        num_experts: experts of the layer.
-        training: whether the block is in training mode.
         report: called after both choices, with the router's own (in training, its most likely ones).
     """
 
     def __init__(
-        self,
-        wanted: torch.Tensor,
-        is_route: torch.Tensor,
-        num_experts: int,
-        training: bool,
-        report: Callable[[torch.Tensor], None],
+        self, wanted: torch.Tensor, is_route: torch.Tensor, experts: int, training: bool, report: Callable[..., None]
     ):
         super().__init__()
         self._wanted, self._is_route = wanted, is_route
-        self._shape, self._training, self._report = (wanted.shape[0], num_experts), training, report
+        self._shape, self._training, self._report = (wanted.shape[0], experts), training, report
         self._chosen = self._masked = 0
         self._native: torch.Tensor | None = None
 

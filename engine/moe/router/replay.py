@@ -42,10 +42,7 @@ class _Layer:
 
 
 class RouterReplay:
-    """Records and replays the experts of a model's tokens, layer by layer.
-
-    Args:
-        num_layers: all layers of the model, those without experts included.
+    """Records and replays the experts of the tokens of a model with ``num_layers``, those without experts included.
 
     Raises:
         UnsupportedModelError: see ``experts_by_layer``.
@@ -111,13 +108,9 @@ class RouterReplay:
         self._is_recording, self._routes = False, None
 
     def differing(self, group: dist.ProcessGroup | None = None) -> float | None:
-        """Return the share of replayed routes for which the router chose other experts, and reset it.
+        """Return the share of routes of a group's ranks for which the router chose other experts, and reset it.
 
-        Args:
-            group: ranks whose tokens are counted together; collective over it.
-
-        Returns:
-            A share over all layers since the last call, without recomputations; None if nothing was replayed.
+        It counts all layers since the last call, without recomputations; None if nothing was replayed. Collective.
         """
         if not self._differing:
             return None
@@ -132,10 +125,10 @@ class RouterReplay:
         if self._routes is None:
             return forward(*args, **kwargs)
         layer.is_replayed, wanted = False, self._routes[:, layer.index]
-        mode: Any = _Replay(self, layer, wanted)
+        is_route = _is_route(wanted)
+        count = functools.partial(self._count, layer, wanted, is_route)
+        mode: Any = _Replay(layer, wanted, is_route, count)
         if chooses_by_maximum(block):
-            is_route = _is_route(wanted)
-            count = functools.partial(self._count, layer, wanted, is_route)
             mode = MaximumRouting(wanted, is_route, layer.num_experts, block.training, count)
         with mode:
             return forward(*args, **kwargs)
@@ -168,9 +161,9 @@ class RouterReplay:
 class _Replay(RoutingMode):
     """In one layer's block, ``topk`` returns the wanted ids for the rows that have a route."""
 
-    def __init__(self, owner: RouterReplay, layer: _Layer, wanted: torch.Tensor):
+    def __init__(self, layer: _Layer, wanted: torch.Tensor, is_route: torch.Tensor, report: Callable[..., None]):
         super().__init__(layer.num_experts)
-        self.owner, self.layer, self.wanted = owner, layer, wanted
+        self.layer, self.wanted, self.is_route, self.report = layer, wanted, is_route, report
 
     def choose(self, scores: torch.Tensor, dim: int, native: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         # Routers with expert groups choose these by topk as well, over one score per group.
@@ -182,9 +175,8 @@ class _Replay(RoutingMode):
             raise ReplayError(
                 f"{self.layer.fqn}: the router chose {tuple(ids.shape)} ids, but routes have {tuple(wanted.shape)}."
             )
-        is_route = _is_route(wanted)
-        self.owner._count(self.layer, wanted, is_route, ids)
-        return torch.where(is_route[:, None], wanted, ids)
+        self.report(ids)
+        return torch.where(self.is_route[:, None], wanted, ids)
 
 
 def _is_route(routes: torch.Tensor) -> torch.Tensor:

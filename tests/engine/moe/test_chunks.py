@@ -26,26 +26,15 @@ QWEN3_30B = DispatchSizes(rows=8, row_bytes=2 * 2048, elements=3 * 2048 * 768, e
 TOKENS = 16384
 
 
-def test_chunks_of_few_tokens_are_one():
-    """Weights are read, and collectives issued, as many times more."""
-    assert [QWEN3_30B.chunks(tokens, 8, 1, True) for tokens in (0, 1, 256, 1024)] == [1] * 4
-
-
 def test_chunks_of_more_tokens_or_of_slower_links_are_more():
-    by_tokens = [QWEN3_30B.chunks(tokens, 8, 1, True) for tokens in (1024, 8192, 16384, 65536)]
-    assert by_tokens == [1, 2, 3, 4]
+    by_tokens = [QWEN3_30B.chunks(tokens, 8, 1, True) for tokens in (0, 1, 256, 1024, 8192, 16384, 65536)]
+    assert by_tokens == [1, 1, 1, 1, 2, 3, 4]
     assert QWEN3_30B.chunks(4096, 16, 1, True) > QWEN3_30B.chunks(4096, 8, 1, True)  # two nodes
     assert QWEN3_30B.chunks(4096, 8, 2, True) > QWEN3_30B.chunks(4096, 8, 1, True)  # so are eight pairs
-
-
-def test_chunks_of_experts_that_compute_long_are_one():
-    """Mixtral 8x7B: its all-to-alls take a twentieth of the products."""
-    assert (
-        replace(QWEN3_30B, rows=2, row_bytes=8192, elements=3 * 4096 * 14336, experts=8).chunks(8192, 8, 1, True) == 1
-    )
-
-
-def test_chunks_of_a_layer_that_is_recomputed_to_its_end_anyway_are_no_fewer():
+    # Mixtral 8x7B: its all-to-alls take a twentieth of the products.
+    mixtral = replace(QWEN3_30B, rows=2, row_bytes=8192, elements=3 * 4096 * 14336, experts=8)
+    assert mixtral.chunks(8192, 8, 1, True) == 1
+    # A layer that is recomputed to its end anyway has no fewer chunks.
     for tokens in (1024, 4096, 8192, 16384):
         fewer, more = QWEN3_30B.chunks(tokens, 8, 1, True), replace(QWEN3_30B, shared=True).chunks(tokens, 8, 1, True)
         assert fewer <= more
@@ -61,6 +50,8 @@ def test_dispatch_sizes_of_a_published_model_are_read_from_its_blocks():
     assert _sizes(model) == QWEN3_30B
     assert _sizes(model, torch.float32).row_bytes == 4 * 2048
     assert all(param.is_meta for param in model.parameters()) and "forward" not in vars(model.model.layers[0].mlp)
+    own = OwnModel(PretrainedConfig())  # its experts dispatch tokens themselves
+    assert DispatchSizes.of(own, find_experts(own, PLAN), torch.float32) is None
 
 
 def test_dispatch_sizes_of_a_block_that_changes_the_input_of_its_shared_experts_allow_no_overlap(monkeypatch):
@@ -76,11 +67,6 @@ def test_dispatch_sizes_of_a_block_that_changes_the_input_of_its_shared_experts_
     assert _sizes(model).shared
     monkeypatch.setattr(block, "forward", forward)
     assert _sizes(model).rows == 2 and not _sizes(model).shared
-
-
-def test_dispatch_sizes_of_custom_experts_are_unknown():
-    model = OwnModel(PretrainedConfig())
-    assert DispatchSizes.of(model, find_experts(model, PLAN), torch.float32) is None
 
 
 def _automatic(family="glm4_moe", **settings):
@@ -101,22 +87,16 @@ def _overlapped(topology, tokens=TOKENS, **settings):
     return found.dispatch_chunks, found.overlap_shared_experts
 
 
-def test_automatic_overlap_leaves_what_is_set():
+def test_automatic_overlap_leaves_what_is_set_and_what_can_not_overlap():
     eight = Topology.arrange(8, 8)
     assert _overlapped(eight) == (3, True)
     assert _overlapped(eight, dispatch_chunks=1) == (1, True)
     assert _overlapped(eight, dispatch_chunks=4, overlap_shared_experts=False) == (4, False)
     assert _overlapped(eight, dispatcher="deepep") == (1, False)
     assert _overlapped(eight, family="qwen2_moe", dispatch_chunks=2) == (2, False)
-
-
-def test_automatic_overlap_is_off_without_expert_parallelism_or_a_limit_of_tokens():
     assert _overlapped(Topology.arrange(8, 1)) == (1, False)
-    assert _overlapped(Topology.arrange(8, 8), tokens=None) == (1, True)
-
-
-def test_automatic_overlap_leaves_out_shared_experts_that_are_gathered_when_they_are_called():
-    assert _overlapped(Topology.arrange(8, 8), fp32_modules=["*.shared_experts"]) == (3, False)
+    assert _overlapped(eight, tokens=None) == (1, True)
+    assert _overlapped(eight, fp32_modules=["*.shared_experts"]) == (3, False)  # gathered when they are called
 
 
 @pytest.mark.parametrize(

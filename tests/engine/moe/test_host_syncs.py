@@ -102,16 +102,6 @@ def _waits(ep, recomputed=False, etp=1):
     return forward.found, backward.found
 
 
-def _layer_waits():
-    assert _waits(dist.get_world_size()) == (["tolist"], [])
-    assert _waits(dist.get_world_size(), recomputed=True) == (["tolist"], [])
-    assert _waits(1, etp=dist.get_world_size()) == (["tolist"], [])
-
-
-def test_host_syncs_without_expert_parallelism_are_none():
-    assert _waits(1) == ([], [])
-
-
 def _model_waits(folder):
     """Run packed rows, sharded experts, and layers that backward recomputes."""
     model, _ = sharded_model(folder, 2, 2, checkpointing="full", before=PackedSequences)
@@ -146,17 +136,15 @@ def _router_losses_wait():
     assert waits.found == []
 
 
-def _layer_and_model_wait(folder):
-    _layer_waits()
+def _ranks_wait(folder):
+    assert _waits(2) == _waits(2, recomputed=True) == _waits(1, etp=2) == (["tolist"], [])
+    assert _waits(1) == ([], [])
     _model_waits(folder)
+    _router_losses_wait()
 
 
-def test_host_syncs_are_one_a_layer_in_forward_and_none_in_backward_or_when_recomputed(tmp_path):
-    run_ranks(_layer_and_model_wait, 2, save_qwen3_moe(tmp_path, mlp_only_layers=[]))
-
-
-def test_host_syncs_of_router_losses_are_none():
-    run_ranks(_router_losses_wait, 1)
+def test_host_syncs_are_one_a_layer_in_forward_and_none_in_backward_when_recomputed_or_for_router_losses(tmp_path):
+    run_ranks(_ranks_wait, 2, save_qwen3_moe(tmp_path, mlp_only_layers=[]))
 
 
 def test_host_syncs_of_log_probs_in_tiles_are_none(monkeypatch):

@@ -33,9 +33,9 @@ def test_find_experts_of_a_family_outside_the_interface_refuses_with_a_reason(fa
     if any(map(is_on_interface, model.modules())):  # transformers has put it there since
         assert len(find_experts(model)) == settings["num_hidden_layers"]
         return
-    with pytest.raises(UnsupportedModelError, match="outside transformers' experts interface") as error:
-        find_experts(model)
-    assert holder in str(error.value)
+    for find in (find_experts, is_dense):
+        with pytest.raises(UnsupportedModelError, match=f"{holder}.*, outside transformers' experts interface"):
+            find(model)
 
 
 def test_inspect_model_of_a_family_that_denoises_is_refused_for_its_logits(tmp_path):
@@ -55,14 +55,7 @@ def test_find_experts_of_a_family_with_a_norm_after_its_experts_refuses():
         find_experts(torch.nn.ModuleDict({"experts": experts}))
 
 
-def test_is_dense_of_a_family_outside_the_interface_raises():
-    models = ((_on_meta(family, **settings), holder) for family, (settings, holder) in OUTSIDE.items())
-    model, holder = next(one for one in models if not any(map(is_on_interface, one[0].modules())))
-    with pytest.raises(UnsupportedModelError, match=holder):
-        is_dense(model)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3_text", "gemma4_text", "mistral", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma4_text", "qwen3_5_text"])
 def test_is_dense_of_a_model_without_experts_is_true(family):
     model = _on_meta(family, num_hidden_layers=2)
     assert is_dense(model) and find_experts(model) == []

@@ -75,7 +75,7 @@ class _Schedule(Recorder):
     def __enter__(self):
         super().__enter__()
         exchange, gather = dist.all_to_all_single, overlap.to_slots
-        up, down = fused._Experts.forward_up, fused._Experts.backward
+        up, down = fused.Experts.forward_up, fused.Experts.backward
 
         def all_to_all(output, *args, async_op=False, **kwargs):
             work = exchange(output, *args, async_op=async_op, **kwargs)
@@ -108,8 +108,8 @@ class _Schedule(Recorder):
             patch.object(dist, "all_to_all_single", all_to_all),
             patch.object(overlap, "to_slots", to_slots),
             patch.object(forward, "to_slots", to_slots),
-            patch.object(fused._Experts, "forward_up", forward_up),
-            patch.object(fused._Experts, "backward", backward),
+            patch.object(fused.Experts, "forward_up", forward_up),
+            patch.object(fused.Experts, "backward", backward),
             patch.object(torch, "get_device_module", lambda device: self.streams),
             patch.object(counts, "_copies", lambda device: self.streams),
         ):
@@ -174,34 +174,8 @@ def _as_documented(folder):
         )
 
 
-def test_schedule_of_a_layer_is_the_table_in_the_docs(tmp_path):
-    folder = save_glm4_moe(tmp_path, num_hidden_layers=1, first_k_dense_replace=0)
-    run_ranks(_as_documented, 2, folder)
-
-
-_OF_SIZES = {"ep: counts", "copies: wait for counts", "copies: sizes to the host", "host: wait for the sizes"}
-
-
-def _recomputed_equally(folder):
-    _, _, forward, backward = _documented()
-    again = [launch for launch in forward if launch not in _OF_SIZES]  # plans are kept
-    kept, recomputed = (_launches(_recorded(folder, 2, checkpointing=mode, **OVERLAP)) for mode in ("none", "full"))
-    assert _streams(kept) == _streams(forward * 2 + backward * 2)
-    assert _streams(recomputed) == _streams(forward * 2 + backward + again + backward)  # the last layer is not
-
-
-def _streams(launches):
-    """Return launches without their names, which are those of one layer's."""
-    return [" ".join(launch.split()[:2]) if "wait" in launch else launch.split()[0] for launch in launches]
-
-
-def test_schedule_of_a_recomputed_layer_is_that_of_its_forward_without_the_counts(tmp_path):
-    folder = save_glm4_moe(tmp_path, num_hidden_layers=2, first_k_dense_replace=0)
-    run_ranks(_recomputed_equally, 2, folder)
-
-
 def _gathered_behind_attention(folder, layers):
-    events = _recorded(folder, 2)
+    events = _recorded(folder, 1)
     turn = events.index(("schedule", f"compute: attention {layers - 1}")) + 1
     forward, backward = events[:turn], events[turn:]
     for i in range(layers):
@@ -212,6 +186,11 @@ def _gathered_behind_attention(folder, layers):
         assert backward.index(("gather", f"layers.{i - 1}.experts")) < at
 
 
-def test_prefetch_of_experts_gathers_them_while_attention_computes(tmp_path):
-    folder = save_qwen3_moe(tmp_path, num_hidden_layers=3, mlp_only_layers=[])
-    run_ranks(_gathered_behind_attention, 4, folder, 3)
+def _schedules(one, three):
+    _as_documented(one)
+    _gathered_behind_attention(three, 3)
+
+
+def test_schedule_of_layers_is_the_table_in_the_docs_and_experts_are_gathered_behind_attention(tmp_path):
+    one = save_glm4_moe(tmp_path / "1", num_hidden_layers=1, first_k_dense_replace=0)
+    run_ranks(_schedules, 2, one, save_qwen3_moe(tmp_path / "3", num_hidden_layers=3, mlp_only_layers=[]))

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from epfsdp2.engine.head import triton_tiles as triton_head
 from epfsdp2.engine.head.log_probs import tile_sizes
 from epfsdp2.engine.moe.collectives.rows import AllToAll
 from epfsdp2.engine.moe.dispatch import DispatchPlan
-from epfsdp2.engine.moe.fused import on_rows, on_tokens
+from epfsdp2.engine.moe.fused import Experts, on_rows, on_tokens
 from epfsdp2.engine.moe.gemm import triton_backend
 from epfsdp2.engine.moe.gemm.gate import Gate
 from epfsdp2.engine.moe.gemm.linear import Linear
@@ -47,106 +47,44 @@ _EPILOGUE_STACK = 64  # bytes that a thread may spill where a tile is finished
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _PRODUCTS = (re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b"), re.compile(r"\bFFMA\b"))  # in half precision, in float32
 _STACK = re.compile(r"\b(STL|LDL)\b")
-_MMA = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
-_INSTRUCTIONS = {
-    "mma.sync": r"\bmma\.sync",
-    "wgmma": r"wgmma\.mma_async",
-    "tcgen05": r"tcgen05\.mma",
-    "cp.async": r"cp\.async\.c[ag]\.",
-    "TMA": r"cp\.async\.bulk\.tensor",
-    "specialized warps": r"setmaxnreg",
-}
+_MMA = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+_INSTRUCTIONS = (*_MMA.values(), "cp.async.cg", "cp.async.bulk.tensor", "setmaxnreg")
+_OPTIONAL = ("index", "a_index", "b_index", "order")  # operands that may be None
 
 
-@dataclass
-class Launch:
-    """A launch: resources of its kernel, counts of PTX instructions, and ``values``, the arguments that are numbers."""
+def _row(kernel: str, arch: int, dtype: str, found: dict[str, Any], values: dict[str, Any], is_first: bool) -> dict:
+    """Return a launch as a row; its problems are the budgets that it is over.
 
-    kernel: str
-    arch: int
-    dtype: str
-    warps: int
-    stages: int
-    registers: int
-    stack: int  # bytes of a thread
-    spills_in_loop: bool  # the stack is used between the first product and the last
-    shared: int
-    instructions: dict[str, int]
-    values: dict[str, Any]
-    is_first_choice: bool  # the tile that runs where none is measured
-
-    @property
-    def ctas(self) -> int:
-        """CTAs that run on an SM at a time."""
-        by_registers = _REGISTERS // (-(-self.registers // 8) * 8 * 32 * self.warps)
-        by_shared = _SHARED[self.arch] // (self.shared + 1024)
-        return min(by_registers, by_shared, _THREADS // (32 * self.warps), _CTAS)
-
-    @property
-    def is_persistent(self) -> bool:
-        return "SPECIALIZED" in self.values
-
-    @property
-    def is_indexed(self) -> bool:
-        """Whether rows of an operand are read through an index."""
-        return any(self.values.get(flag) for flag in ("HAS_INDEX", "A_INDEXED", "B_INDEXED"))
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether rows are a multiple of 32 bytes, unlike an adapter's of rank 8, which loads no 16 bytes."""
-        return all(self.values.get(name, 16) % 16 == 0 for name in ("K", "M", "N"))
-
-    def row(self) -> dict[str, Any]:
-        named = ("ctas", "is_persistent", "is_indexed")
-        problems = [f"{self.kernel}, sm_{self.arch}, {self.dtype}, {self._tile()}: {text}" for text in self._problems()]
-        row = {key: value for key, value in asdict(self).items() if key != "values"}
-        row |= {name: getattr(self, name) for name in named}
-        return row | {"is_scattered": bool(self.values.get("HAS_ORDER")), "problems": problems}
-
-    def _tile(self) -> tuple[int, int, int]:
-        return self.values.get("BM", 0), self.values.get("BN", 0), self.values.get("BK", 0)
-
-    def _problems(self) -> Iterator[str]:
-        """Yield the budgets that the launch is over."""
-        if self.stack > _EPILOGUE_STACK or self.spills_in_loop:
-            yield f"{self.stack} bytes of stack{', used in its loop' if self.spills_in_loop else ''}"
-        least_ctas = 4
-        if self.kernel in GEMMS:
-            least_ctas = 2 if self.is_first_choice and self.is_aligned else 1  # one computes, another loads or stores
-            if self.dtype != "float32" and not self.instructions[_MMA[self.arch]]:
-                yield f"no {_MMA[self.arch]}"
-            for name, wanted in (("cp.async", self._asynchronous_loads()), ("TMA", self._loads_by_tma())):
-                if self.instructions[name] < wanted:
-                    yield f"{self.instructions[name]} loads by {name}, not {wanted}"
-            if self.values.get("SPECIALIZED") and not self.instructions["specialized warps"]:
-                yield "no specialized warps"
-        if self.ctas < least_ctas:
-            yield f"{self.ctas} CTAs by {self.registers} registers, {self.shared} bytes, not {least_ctas}"
-
-    def _asynchronous_loads(self) -> int:
-        """Loads of 16 bytes of a thread if both operands of each stage are loaded asynchronously.
-
-        Rows of ``grouped_outer`` have half of the stages where it loads an index.
-        """
-        if not self.is_aligned:
-            return 0
-        bm, bn, bk = self._tile()
-        stages = (self.stages + 1) // 2 if self.kernel == "grouped_outer" and self.is_indexed else self.stages
-        columns = 2 * bn if self.kernel == "grouped_mm_gate" else bn
-        if self.is_persistent:  # all else comes by TMA
-            bm, columns = bm if self.is_indexed and not self.values["GATHERS"] else 0, 0
-        nbytes = (bm + columns) * bk * (4 if self.dtype == "float32" else 2)
-        return stages * (nbytes // (16 * 32 * self.warps))
-
-    def _loads_by_tma(self) -> int:
-        """Least TMA loads of a persistent kernel: of each operand, for each stage, or by a warp of its own.
-
-        A kernel whose loop over tiles is not merged with the loop along the sum has one for each operand.
-        """
-        if not self.is_persistent:
-            return 0
-        operands = 2 if self.values["GATHERS"] or not self.is_indexed else 1
-        return operands * (1 if self.values["SPECIALIZED"] else self.stages)
+    Args:
+        found: ``_resources`` of the compiled kernel.
+        values: arguments that are numbers, and whether optional operands are there.
+        is_first: whether this tile runs where none is measured.
+    """
+    is_persistent, problems = "SPECIALIZED" in values, []
+    registers = _REGISTERS // (-(-found["registers"] // 8) * 8 * 32 * found["warps"])
+    ctas = min(registers, _SHARED[arch] // (found["shared"] + 1024), _THREADS // (32 * found["warps"]), _CTAS)
+    if found["stack"] > _EPILOGUE_STACK or found["spills_in_loop"]:
+        problems.append(f"{found['stack']} bytes of stack{', used in its loop' if found['spills_in_loop'] else ''}")
+    least_ctas = 4
+    if kernel in GEMMS:
+        # Rows of an adapter of rank 8 are no multiple of 32 bytes, and load no 16 bytes.
+        is_aligned = all(values.get(name, 16) % 16 == 0 for name in ("K", "M", "N"))
+        least_ctas = 2 if is_first and is_aligned else 1  # one computes, another loads or stores
+        wanted = {
+            _MMA[arch]: dtype != "float32",
+            "cp.async.cg": is_aligned and not is_persistent,
+            "cp.async.bulk.tensor": is_persistent,  # TMA
+            "setmaxnreg": values.get("SPECIALIZED", False),
+        }
+        missing = {name for name, is_wanted in wanted.items() if is_wanted} - set(found["instructions"])
+        problems += [f"no {name}" for name in missing]
+    if ctas < least_ctas:
+        problems.append(f"{ctas} CTAs by {found['registers']} registers, {found['shared']} bytes, not {least_ctas}")
+    tile = [values.get(size, 0) for size in ("BM", "BN", "BK")]
+    row = {"kernel": kernel, "arch": arch, "dtype": dtype, "ctas": ctas, "is_persistent": is_persistent, **found}
+    row |= {"is_indexed": any(values.get(name) for name in ("index", "a_index", "b_index"))}
+    row |= {"is_scattered": values.get("order", False)}
+    return row | {"problems": [f"{kernel}, sm_{arch}, {dtype}, {tile}: {text}" for text in problems]}
 
 
 class _Driver:
@@ -166,8 +104,8 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterator[None]:
-    """Compile launches for ``arch`` and append them; none runs.
+def on_gpu(arch: int, launches: list[dict], every_tile: bool = True) -> Iterator[None]:
+    """Compile launches for ``arch`` and append their rows; none runs.
 
     Args:
         every_tile: compile a GEMM with each tile of its list, otherwise with the first.
@@ -180,8 +118,9 @@ def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterat
         values = dict(zip(kernel.arg_names, (getattr(arg, "base", arg) for arg in args), strict=False)) | kwargs
         tensor = next(value for value in values.values() if isinstance(value, torch.Tensor))
         numbers = {name: value for name, value in values.items() if isinstance(value, int)}
+        numbers |= {name: values.get(name) is not None for name in _OPTIONAL}
         dtype = str(tensor.dtype).removeprefix("torch.")
-        launches.append(Launch(kernel.__name__, arch, dtype, *_resources(compiled), numbers, is_first))
+        launches.append(_row(kernel.__name__, arch, dtype, _resources(compiled), numbers, is_first))
 
     def launch_each(what, key, tiles, groups, launch, results=()):
         nonlocal is_first
@@ -203,20 +142,20 @@ def on_gpu(arch: int, launches: list[Launch], every_tile: bool = True) -> Iterat
         yield
 
 
-_read: dict[str, tuple] = {}
+_read: dict[str, dict[str, Any]] = {}
 
 
-def _resources(compiled: Any) -> tuple:
-    """Return the fields of ``Launch`` from ``warps`` to ``instructions``."""
+def _resources(compiled: Any) -> dict[str, Any]:
+    """Return registers and bytes of stack of a thread, and whether products are between uses of the stack."""
     if compiled.hash not in _read:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(compiled.asm["cubin"])
             usage = _output(_BIN / "cuobjdump", "--dump-resource-usage", file.name)
             registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
             in_loop = bool(stack) and _spills_in_loop(_output(_BIN / "nvdisasm", "-c", file.name).splitlines())
-        ptx, meta = compiled.asm["ptx"], compiled.metadata
-        counts = {label: len(re.findall(pattern, ptx)) for label, pattern in _INSTRUCTIONS.items()}
-        _read[compiled.hash] = meta.num_warps, meta.num_stages, registers, stack, in_loop, meta.shared, counts
+        meta, instructions = compiled.metadata, [name for name in _INSTRUCTIONS if name in compiled.asm["ptx"]]
+        row = {"warps": meta.num_warps, "registers": registers, "stack": stack, "spills_in_loop": in_loop}
+        _read[compiled.hash] = row | {"shared": meta.shared, "instructions": instructions}
     return _read[compiled.hash]
 
 
@@ -290,18 +229,19 @@ def compile_model(model: Model, arch: int, dtype: str, only_forward: bool = Fals
     weights = torch.empty(_TOKENS, model.top_k, dtype=torch.float32, device="meta", requires_grad=True)
     tokens = torch.empty(_TOKENS, h, **kwargs, requires_grad=True)
     rows = torch.empty(len(slots), h, **kwargs, requires_grad=True)
-    operators, linears = triton_backend.TritonBackend(), (linear(2 * i, h), linear(h, i))
+    operators = triton_backend.TritonBackend()
+    local = Experts(model, operators, linear(2 * i, h), linear(h, i))
     plan, launches = DispatchPlan(counts, slots, None, AllToAll([], [], None)), []
     with on_gpu(arch, launches, not only_forward):
-        out = on_tokens(model, operators, *linears, tokens, weights, plan, kwargs["dtype"], [])
+        out = on_tokens(local, tokens, weights, plan, kwargs["dtype"], [])
         forward = len(launches)
         if not only_forward:
             out.sum().backward()
             operators.take(tokens.detach(), slots)  # as tokens are sent
         if not only_forward and model in (QWEN3_30B, GPT_OSS):
-            on_rows(model, operators, *linears, rows, counts, weights.view(-1)).sum().backward()
-            on_rows(model, operators, *linears, rows, counts, weights.view(-1), slots).sum().backward()
-    return [launch.row() | {"is_forward": number < forward} for number, launch in enumerate(launches)]
+            on_rows(local, rows, counts, weights.view(-1)).sum().backward()
+            on_rows(local, rows, counts, weights.view(-1), slots).sum().backward()
+    return [launch | {"is_forward": number < forward} for number, launch in enumerate(launches)]
 
 
 def experts(arch: str, dtype: str) -> Iterator[dict]:
@@ -321,19 +261,19 @@ def few() -> Iterator[dict]:
 def fp8() -> Iterator[dict]:
     """Compile the kernels of FP8 for experts of Qwen3-30B-A3B, stored in float32 and in bfloat16."""
     for arch, dtype in itertools.product((90, 100), (torch.float32, torch.bfloat16)):
-        launches: list[Launch] = []
+        launches: list[dict] = []
         weight = torch.empty(16, 1536, 2048, dtype=dtype, device="meta")
         with on_gpu(arch, launches):
             maxima = triton_blocks.block_maxima(weight, (0, 0), BLOCK)
             triton_blocks.quantise(weight, maxima, (0, 0), BLOCK, weight.to(FP8))
             triton_blocks.round_in_place(weight, BLOCK)
-        yield from (launch.row() for launch in launches)
+        yield from launches
 
 
 def head() -> Iterator[dict]:
     """Compile the kernels of a tile of logits in every dtype, with entropies and without."""
     for arch, dtype in itertools.product(SMS, (torch.bfloat16, torch.float16, torch.float32)):
-        launches: list[Launch] = []
+        launches: list[dict] = []
         logits = torch.empty(tile_sizes("cuda"), dtype=dtype, device="meta")
         of_rows = torch.empty(len(logits), device="meta")
         labels, sums = of_rows.long(), torch.empty(4, len(logits), device="meta")
@@ -341,30 +281,30 @@ def head() -> Iterator[dict]:
             for entropy in (None, of_rows):
                 triton_head.reduce_tile(logits, of_rows, labels, sums, entropy is not None)
                 triton_head.gradient_of(logits, of_rows, labels, of_rows, of_rows, entropy, of_rows)
-        yield from (launch.row() for launch in launches)
+        yield from launches
 
 
 def norms() -> Iterator[dict]:
     """Compile the kernels of RMSNorms over a head of 128 columns, and over the widest hidden states."""
     for arch, dtype, width in itertools.product(SMS, (torch.bfloat16, torch.float32), (128, 2048, 7168)):
-        launches: list[Launch] = []
+        launches: list[dict] = []
         x, weight = torch.empty(8192, width, dtype=dtype, device="meta"), torch.empty(width, dtype=dtype)
         with on_gpu(arch, launches):
             _, scale = triton_norms.forward(x, weight, 1e-6, 0.0, True)
             triton_norms.backward(x, x, weight, scale, 0.0, True)
-        yield from (launch.row() for launch in launches)
+        yield from launches
 
 
 def rotary() -> Iterator[dict]:
     """Compile the kernel of rotary embeddings, of whole heads and of a part of each, forward and backward."""
     others = Rotation(True, True, "neighbours", rounds_last=True, is_last=True)
     for arch, part, is_backward, rotation in itertools.product(SMS, (128, 64), (False, True), (Rotation(), others)):
-        launches: list[Launch] = []
+        launches: list[dict] = []
         x = torch.empty(2, 32, 2048, 128, dtype=torch.bfloat16, device="meta")
         cos = torch.empty(1, 2048, part, dtype=torch.bfloat16, device="meta")
         with on_gpu(arch, launches):
             triton_rotary.rotate(x, cos, cos, rotation, is_backward)
-        yield from (launch.row() for launch in launches)
+        yield from launches
 
 
 if __name__ == "__main__":

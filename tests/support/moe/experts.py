@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
@@ -23,6 +24,7 @@ __all__ = [
     "T",
     "Config",
     "assert_equal",
+    "bytes_kept",
     "grads_of",
     "make",
     "routed",
@@ -83,23 +85,40 @@ def routed(tokens=T, dtype=torch.float32, weights_dtype=torch.float32, width=D):
 
 def tokens_with(module, backend, hidden, ids, weights):
     """Return output and gradients of hidden states, routing weights and parameters, with all experts on one rank."""
-    module = copy.deepcopy(module)
-    attach(module, ExpertsRuntime(E, None, backend=backend))
-    hidden, weights = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
-    out = experts_forward(module, hidden, ids, weights)
-    (out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
-    return {"out": out, "hidden": hidden.grad, "weights": weights.grad} | grads_of(module)
+    leaves = {"hidden": hidden, "weights": weights}
+    return _results(module, backend, leaves, lambda own, hidden, weights: experts_forward(own, hidden, ids, weights))
 
 
 def rows_with(module, backend, rows, counts_e, scale=None):
     """Return the same for received rows, with or without routing weights that are applied on the source rank."""
-    module = copy.deepcopy(module)
+
+    def computed(own, rows, scale=None):
+        return compute(own, dict(own.named_parameters()), rows, counts_e, scale)
+
+    return _results(module, backend, {"rows": rows} if scale is None else {"rows": rows, "scale": scale}, computed)
+
+
+def _results(module, backend, leaves, function):
+    module, leaves = copy.deepcopy(module), {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
     attach(module, ExpertsRuntime(E, None, backend=backend))
-    rows, scale = rows.clone().requires_grad_(), None if scale is None else scale.clone().requires_grad_()
-    out = compute(module, dict(module.named_parameters()), rows, counts_e, scale)
+    out = function(module, **leaves)
     (out.float() * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
-    grads = {"out": out, "rows": rows.grad} | grads_of(module)
-    return grads if scale is None else grads | {"scale": scale.grad}
+    return {"out": out} | {name: leaf.grad for name, leaf in leaves.items()} | grads_of(module)
+
+
+def bytes_kept(function, without):
+    """Count the bytes of storages that autograd saves in a call, except parameters and inputs."""
+    known, kept = {t.untyped_storage()._cdata for t in without}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def grads_of(module):

@@ -50,6 +50,7 @@ def interpreted_kernels(module: str = "epfsdp2.engine.moe.gemm.triton_backend") 
         with (
             mock.patch.object(interpreter.interpreter_builder, "options", options),
             mock.patch.object(interpreter, "_convert_float", _converted),
+            mock.patch.object(interpreter.InterpreterBuilder, "create_dot", _product),
         ):
             yield kernels
 
@@ -59,3 +60,14 @@ def _converted(values: np.ndarray, source: object, target: object, rounding: obj
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
     tensor = torch.from_numpy(np.ascontiguousarray(values)).view(dtypes[str(source)]).to(dtypes[str(target)])
     return tensor.view(torch.uint8).numpy()
+
+
+def _product(builder: Any, a: Any, b: Any, total: Any, *precision: object) -> Any:
+    """Multiply in float32; the interpreter (Triton 3.9) multiplies the bits of bfloat16 as integers."""
+    wide = [
+        torch.from_numpy(np.ascontiguousarray(x.data)).view(torch.bfloat16).float().numpy()
+        if str(x.dtype) == "bf16"
+        else x.data
+        for x in (a, b)
+    ]
+    return type(total)(np.matmul(*wide, dtype=total.data.dtype) + total.data, total.dtype.scalar)

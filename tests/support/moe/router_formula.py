@@ -1,16 +1,25 @@
 """The routers' losses by their formula, token by token, from what a plain model's routers saw."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from epfsdp2.engine.moe.find import ExpertsInfo
 
-__all__ = ["router_losses", "watched_routers"]
+__all__ = ["router_losses", "routers", "watched_routers"]
+
+# Softmax, groups of experts, experts by token id, two maxima, a router inside of the block, one outside the interface.
+_KINDS = ("qwen3_moe", "deepseek_v3", "deepseek_v4", "phimoe", "gpt_oss", "dbrx")
+
+
+def routers(names: Iterable[str]) -> list[Any]:
+    """Return families as parameters of a test, in which `make test` runs a family of each kind of router."""
+    return [name if name in _KINDS else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def router_losses(logits: torch.Tensor, ids: torch.Tensor, sigmoid: bool) -> tuple[torch.Tensor, torch.Tensor]:

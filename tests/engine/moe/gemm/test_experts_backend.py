@@ -3,36 +3,35 @@
 import copy
 import importlib.util
 import itertools
-import math
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from epfsdp2.engine.compat.torch_sms import sms_left
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.moe import forward
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach, experts_forward, linears
-from epfsdp2.engine.moe.fused import on_rows
-from epfsdp2.engine.moe.gemm import gate as gate_module
-from epfsdp2.engine.moe.gemm.backends import Backend, BackendChoice, choose_backend
-from epfsdp2.engine.moe.gemm.gate import Gate, gate_of
-from tests.support.models.tiny import relative_error
+from epfsdp2.engine.moe.fused import Experts, on_rows
+from epfsdp2.engine.moe.gemm import backends
+from epfsdp2.engine.moe.gemm.backends import Backend, BackendChoice, Groups, choose_backend
+from epfsdp2.engine.moe.gemm.gate import gate_of
+from tests.support.engine.sharded import sharded_model, whole_gradients
+from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.moe.experts import (
     ENDS,
     FAMILIES,
-    INNER,
     RELATIVE,
     D,
     E,
     T,
     assert_equal,
+    bytes_kept,
     grads_of,
     make,
     routed,
@@ -40,7 +39,8 @@ from tests.support.moe.experts import (
     tokens_with,
 )
 from tests.support.moe.indexed_backend import IndexedBackend
-from tests.support.ranks import each_case, run_ranks
+from tests.support.moe.interpreter import drawn
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize(("family", "tokens"), itertools.product(FAMILIES, (T, 0)))
@@ -70,33 +70,11 @@ def _users_own(self, hidden_states, top_k_index, top_k_weights):
 ALL_EXPERTS_FUNCTIONS.register("a_users_own", _users_own)
 
 
-@pytest.mark.parametrize("tokens", [T, 0])
 @pytest.mark.parametrize("name", ["grouped_mm", "batched_mm", "a_users_own"])
-def test_registered_experts_functions_equal_plain_operators(name, tokens):
-    layouts = ["plain"] if name == "a_users_own" else FAMILIES
-    for module, (hidden, ids, weights) in ((make(family), routed(tokens)) for family in layouts):
-        got = tokens_with(module, f"transformers:{name}", hidden, ids, weights)
-        assert_equal(got, tokens_with(module, "reference", hidden, ids, weights))
-        assert not got["down_proj"][-1].any() and (tokens == 0 or got["down_proj"][0].any())
-
-
-def _registered_over_ranks(rank_of_experts):
-    """Send tokens to the experts of both ranks, or all to the experts of one."""
-    group, module, (hidden, ids, weights), got = dist.group.WORLD, make("plain"), routed(), {}
-    for backend in ("reference", "transformers:batched_mm"):
-        own = copy.deepcopy(module)
-        for name, param in module.named_parameters():
-            setattr(own, name, nn.Parameter(param.detach().chunk(2)[dist.get_rank()].clone()))
-        attach(own, ExpertsRuntime(E, group, backend=backend))
-        x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
-        out = experts_forward(own, x, ids if rank_of_experts is None else ids % 3 + 3 * rank_of_experts, w)
-        out.square().sum().backward()
-        got[backend] = {"out": out, "hidden": x.grad, "weights": w.grad} | grads_of(own)
-    assert_equal(got["transformers:batched_mm"], got["reference"])
-
-
-def test_registered_experts_functions_compute_the_experts_of_a_rank():
-    run_ranks(each_case, 2, [(None,), (1,)], _registered_over_ranks)
+def test_registered_experts_functions_equal_plain_operators(name):
+    for family, tokens in itertools.product(["plain"] if name == "a_users_own" else FAMILIES, (T, 0)):
+        module, given = make(family), routed(tokens)
+        assert_equal(tokens_with(module, f"transformers:{name}", *given), tokens_with(module, "reference", *given))
 
 
 @pytest.mark.parametrize("frozen", [(), ("gate_up_proj", "down_proj"), ENDS, ENDS[:2] + ("gate_up_proj",)], ids=str)
@@ -113,8 +91,9 @@ def test_fused_experts_with_adapters_and_frozen_weights_equal_plain_operators(fr
     assert_equal(tokens_with(module, "torch", *inputs), tokens_with(module, "reference", *inputs))
 
 
-@pytest.mark.parametrize("family", ["plain", "interleaved, transposed, biases"])
-@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "weights_dtype"), [("plain", torch.float32), ("interleaved, transposed, biases", torch.bfloat16)]
+)
 def test_fused_experts_in_bfloat16_are_no_further_from_float32_than_plain_operators(family, weights_dtype):
     module, (hidden, ids, weights) = make(family, torch.bfloat16), routed(400, torch.bfloat16, weights_dtype)
     exact = tokens_with(copy.deepcopy(module).float(), "reference", hidden.float(), ids, weights.float())
@@ -123,28 +102,6 @@ def test_fused_experts_in_bfloat16_are_no_further_from_float32_than_plain_operat
         ours, theirs = (relative_error(of[name].float(), value) for of in (got, plain))
         assert 0 < ours < 1.1 * theirs, (name, ours, theirs)
         assert got[name].dtype == plain[name].dtype
-
-
-def test_gather_sum_accumulates_in_float32():
-    rows, slots = torch.ones(1025, 8, dtype=torch.bfloat16), torch.arange(1025).view(1, -1)
-    for weights in (None, torch.ones(1, 1025, dtype=torch.bfloat16), torch.ones(1, 1025)):
-        # A sum in bfloat16 would stop at 256.
-        assert (Backend().gather_sum(rows, slots, weights, torch.float32) >= 1024).all()
-
-
-@pytest.mark.parametrize("gate", [Gate(1.0, 0.0, math.inf, False), Gate(1.702, 1.0, 0.7, True)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torch_gate_in_blocks_of_rows_equals_autograd_in_float32(monkeypatch, gate, dtype):
-    monkeypatch.setattr(gate_module, "_BLOCK", 5 * 2 * INNER)
-    pre, grad, scale = (torch.randn(37, *width).to(dtype) for width in ((2 * INNER,), (INNER,), ()))
-    leaf, scale_leaf = (x.clone().float().requires_grad_() for x in (pre, scale))
-    act = gate(leaf)
-    (act * scale_leaf[:, None]).backward(grad.float())
-    names = "activation", "gradient", "scaled activation", "gradient of scale"
-    wanted = act.to(dtype), leaf.grad.to(dtype), (act * scale_leaf[:, None]).to(dtype), scale_leaf.grad
-    found = Backend().activate(pre, gate), *Backend().activate_backward(pre, grad, scale, gate)
-    bound = max(RELATIVE, torch.finfo(dtype).eps)
-    assert_equal(*(dict(zip(names, each, strict=True)) for each in (found, wanted)), bound)
 
 
 def test_fused_experts_under_autocast_recompute_the_activation_under_it():
@@ -170,28 +127,9 @@ def test_fused_experts_under_autocast_recompute_the_activation_under_it():
     assert_equal(*results)
 
 
-def bytes_kept(function, without):
-    """Count the bytes of storages that autograd saves in a call, except parameters and inputs."""
-    known, kept = {t.untyped_storage()._cdata for t in without}, {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            kept[storage._cdata] = storage
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        function()
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-@pytest.mark.parametrize(
-    ("dtype", "experts", "hidden", "inner"),
-    [(torch.float32, 32, 512, 192), (torch.bfloat16, 64, 896, 256)],
-    ids=["qwen3", "deepseek"],
-)
-def test_fused_experts_on_one_rank_save_less_than_0_4_of_grouped_mm(dtype, experts, hidden, inner):
-    """Proportions of Qwen3-30B-A3B and DeepSeek-V3: a quarter and an eighth of the width, a quarter of the experts."""
+def test_fused_experts_on_one_rank_save_less_than_0_4_of_grouped_mm():
+    """Proportions of Qwen3-30B-A3B: a quarter of the width and of the experts."""
+    dtype, experts, hidden, inner = torch.bfloat16, 32, 512, 192
     sizes = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": experts}
     module = make("plain", dtype, config=partial(Qwen3MoeConfig, **sizes, num_experts_per_tok=8))
     attach(module, ExpertsRuntime(experts, None))
@@ -203,25 +141,6 @@ def test_fused_experts_on_one_rank_save_less_than_0_4_of_grouped_mm(dtype, exper
     )
     pre = 64 * 8 * 2 * inner * dtype.itemsize
     assert pre <= ours <= pre + 64 * 8 * 8 <= 0.4 * theirs
-
-
-def _kept_of_rows_sent(experts, hidden, inner, k):
-    """Send the same number of rows from each rank to every expert of both ranks."""
-    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": experts // 2}
-    module = make("plain", config=partial(Qwen3MoeConfig, **sizes))
-    ids = torch.arange(experts * k).view(-1, k) % experts
-    given = torch.randn(len(ids), hidden, requires_grad=True), ids, torch.rand(ids.shape, requires_grad=True)
-    kept = {}
-    for backend in ("torch", "reference"):
-        attach(module, ExpertsRuntime(experts, dist.group.WORLD, backend))
-        kept[backend] = bytes_kept(lambda: experts_forward(module, *given), [*given, *module.parameters()])
-    # Rows, their weights, the first product, and the orders of slots and of rows.
-    assert kept["torch"] == ids.numel() * (4 * (hidden + 1 + 2 * inner) + 2 * 8)
-    assert kept["torch"] < 0.6 * kept["reference"]
-
-
-def test_fused_experts_on_two_ranks_save_nothing_on_the_source_rank():
-    run_ranks(_kept_of_rows_sent, 2, 8, 64, 24, 2)
 
 
 def test_fused_experts_backward_runs_twice_and_its_first_linear_not_alone():
@@ -284,7 +203,7 @@ def test_choose_backend_with_an_unknown_name_is_refused():
             choose_backend(f"transformers:{name}", "cpu", torch.float32)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["plain", "interleaved, transposed, biases"])
 def test_fused_experts_of_rows_in_the_order_received_equal_those_of_grouped_rows(family):
     """Operators read rows through an index and store them in an order."""
     module, counts_e = make(family), torch.tensor([18, 0, 4, 0, 1, 3])
@@ -292,12 +211,12 @@ def test_fused_experts_of_rows_in_the_order_received_equal_those_of_grouped_rows
     drawn = torch.Generator().manual_seed(0)
     rows, order = torch.randn(total, D, generator=drawn), torch.randperm(total, generator=drawn)
     scale, grad = torch.rand(total, generator=drawn), torch.randn(total, D, generator=drawn)
-    up, down = linears(module, dict(module.named_parameters(recurse=False)))
+    experts = Experts(module, IndexedBackend(), *linears(module, dict(module.named_parameters(recurse=False))))
     found = []
     for order_R in (None, order):
         x, by = rows.clone().requires_grad_(), scale.clone().requires_grad_()
         given = (x[order], by[order]) if order_R is None else (x, by)
-        out = on_rows(module, IndexedBackend(), up, down, given[0], counts_e, given[1], order_R)
+        out = on_rows(experts, given[0], counts_e, given[1], order_R)
         out.backward(grad[order] if order_R is None else grad)
         out = out.detach() if order_R is not None else torch.empty_like(out).index_copy_(0, order, out.detach())
         found.append([out, x.grad, by.grad, *(param.grad.clone() for param in module.parameters())])
@@ -308,13 +227,59 @@ def test_fused_experts_of_rows_in_the_order_received_equal_those_of_grouped_rows
 def test_experts_forward_calls_no_function_mode():
     """Modes that override the router's choice would run at each of its calls."""
 
-    class Calls(TorchFunctionMode):
+    class Refused(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            functions.append(func)
-            return func(*args, **(kwargs or {}))
+            raise AssertionError(func)
 
-    functions, module, (hidden, ids, weights) = [], make("plain"), routed()
-    attach(module, ExpertsRuntime(E, None, backend="torch"))
-    with Calls():
-        experts_forward(module, hidden.add(1), ids, weights)
-    assert functions == [torch.Tensor.add]
+    module, given = make("plain"), routed()
+    attach(module, ExpertsRuntime(E, None))
+    with Refused():
+        experts_forward(module, *given)
+
+
+def test_torch_outer_of_experts_without_rows_is_zero_where_the_kernel_leaves_garbage(monkeypatch):
+    """CUTLASS on compute capability 10.x (pytorch#172439)."""
+    groups, rows = Groups(torch.tensor([21, 0, 3, 17, 0]), 41), drawn(41, 16)
+    want = Backend().outer(rows, rows, groups)
+    grouped_mm, calls = backends.torch_grouped_mm, []
+
+    def leaves_garbage(a, b, offs):
+        calls.append(offs)
+        empty = (groups.counts_e == 0)[:, None, None]
+        return grouped_mm(a, b, offs=offs).masked_fill(empty, float("nan"))
+
+    for place in (backends, forward):
+        monkeypatch.setattr(place, "torch_grouped_mm", leaves_garbage)
+    monkeypatch.setattr(backends, "_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert relative_error(Backend().outer(rows, rows, groups), want) < 1e-6 and len(calls) == 1
+    weight = drawn(5, 16, 16).requires_grad_()
+    forward.grouped_linear(rows, weight, groups.counts_e, None, False).sum().backward()
+    assert len(calls) == 1, "autograd would compute the weight's gradient with it"
+
+
+def _equal_the_reference(folder, cases):
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    ids = token_batch(world)
+    reference = reference_model(folder).train()
+    token_loss(reference, ids).backward()
+    wanted = dict(reference.named_parameters())
+    for ep, backend, checkpointing in cases:
+        options = {"experts_backend": backend, "checkpointing": checkpointing, "communication_sms": 20 + ep}
+        model, _ = sharded_model(folder, world, ep, **options)
+        assert sms_left() == 20 + ep
+        model.train()
+        token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
+        for name, grad in whole_gradients(model).items():
+            error = relative_error(grad, wanted[name].grad)
+            assert error < RELATIVE, (ep, backend, checkpointing, name, error)
+
+
+def test_experts_with_every_backend_on_two_ranks_have_the_gradients_of_the_plain_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    folder = save_qwen3_moe(
+        tmp_path, hidden_size=24, moe_intermediate_size=20, num_experts=4, num_hidden_layers=1, mlp_only_layers=[]
+    )
+    cases = [(2, "reference", "none"), (1, "triton", "none"), (2, "triton", "full"), (1, "torch", "full")]
+    run_ranks(_equal_the_reference, 2, folder, cases)

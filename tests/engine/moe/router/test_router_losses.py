@@ -9,7 +9,6 @@ from torch import nn
 
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.fsdp.activation_checkpoint import CHECKPOINTING
 from epfsdp2.engine.lora.adapters import lora_of
 from epfsdp2.engine.moe.dispatch import combine, dispatch
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
@@ -19,15 +18,13 @@ from epfsdp2.engine.preflight.run import check_training
 from tests.parity.families import FAMILIES, save
 from tests.support.engine.lora import SETTINGS, adapt, stirred
 from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe
-from tests.support.moe.router_formula import watched_routers
+from tests.support.moe.router_formula import routers, watched_routers
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import SAMPLES, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
 AUX, Z = 0.3, 0.05
 WORLD = 2
-# Two experts modules in a layer.
-NOT_WATCHED = ("ernie4_5_vl_moe",)
-WATCHED = [name for name in FAMILIES if name not in NOT_WATCHED]
+NOT_WATCHED = ("ernie4_5_vl_moe",)  # two experts modules in a layer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +34,7 @@ def one_rank(tmp_path_factory):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.parametrize("name", routers(name for name in FAMILIES if name not in NOT_WATCHED))
 def test_router_losses_of_every_family_equal_their_formula(name):
     """A router's weight is the only parameter of shape [experts, hidden] in the block of the experts."""
     torch.manual_seed(0)
@@ -112,27 +109,20 @@ def _updates_of_adapters(folder):
         assert error < 1e-4, (name, error.item())
 
 
-def test_router_losses_reach_adapters(tmp_path):
-    run_ranks(_updates_of_adapters, WORLD, save_qwen3_moe(tmp_path))
-
-
 def _updates(folder, sigmoid, cases):
     """The gradients of an update are those without the losses plus those of the losses over all ranks' tokens."""
-    samples, plain = ppo_samples(), {}
-    reference = reference_model(folder)
+    samples, reference = ppo_samples(), reference_model(folder)
+    losses = {"router_aux_loss_coef": AUX, "router_z_loss_coef": Z, "router_metrics": True}
     for micro_batch, settings in cases:
         per_rank = SAMPLES * settings.get("ulysses_sequence_parallel_size", 1) // dist.get_world_size()
         reference.zero_grad()
         aux, z = _mean_losses(reference, sigmoid, samples, per_rank, micro_batch)
         (AUX * aux + Z * z).backward()
         wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-        mesh = (micro_batch, *((name, value) for name, value in settings.items() if name != "activation_checkpointing"))
-        losses = {"router_aux_loss_coef": AUX, "router_z_loss_coef": Z, "router_metrics": True}
-        if mesh not in plain:
-            worker = ppo_worker(folder, micro_batch=micro_batch, **settings)
-            plain[mesh], _ = _gradients(worker, ppo_batch(of_this_rank(worker, samples)))
+        worker = ppo_worker(folder, micro_batch=micro_batch, **settings)
+        without, _ = _gradients(worker, ppo_batch(of_this_rank(worker, samples)))
         worker = ppo_worker(folder, micro_batch=micro_batch, **settings, **losses)
-        without, (with_losses, metrics) = plain[mesh], _gradients(worker, ppo_batch(of_this_rank(worker, samples)))
+        with_losses, metrics = _gradients(worker, ppo_batch(of_this_rank(worker, samples)))
         if worker.engine.is_mp_src_rank_with_outputs():
             assert metrics["router_aux_loss"] == pytest.approx(aux.item(), rel=1e-5), settings
             assert metrics["router_z_loss"] == pytest.approx(z.item(), rel=1e-5), settings
@@ -168,23 +158,12 @@ def _gradients(worker, batch):
 
 HALF, WHOLE = SAMPLES // WORLD // 2, SAMPLES // WORLD
 MESHES = [
-    *((WHOLE, {"ep": 2, "activation_checkpointing": kind}) for kind in CHECKPOINTING),
     (WHOLE, {"ep": 2, "ulysses_sequence_parallel_size": 2}),
     (WHOLE, {"ep": 1, "etp_size": 2, "activation_checkpointing": "full"}),
-    (HALF, {"ep": 2}),
-    (WHOLE, {"ep": 1, "pad_to_length": True, "pad_to_length_bucket": 64}),
+    (HALF, {"ep": 2, "activation_checkpointing": "selective", "pad_to_length": True, "pad_to_length_bucket": 64}),
 ]
-
-
 # The router's scores change with its sigmoid, not the sums over ranks.
-@pytest.mark.parametrize(
-    ("save_model", "sigmoid", "cases"),
-    [(save_qwen3_moe, False, MESHES), (save_glm4_moe, True, [(HALF, {"ep": 2, "activation_checkpointing": "full"})])],
-)
-def test_router_losses_are_over_the_tokens_of_all_ranks(tmp_path, save_model, sigmoid, cases):
-    run_ranks(_updates, WORLD, save_model(tmp_path), sigmoid, cases)
-
-
+SIGMOID = [(HALF, {"ep": 2, "activation_checkpointing": "full"})]
 # Rows that each of the two ranks leaves out, for each layer's experts; and the number of dropped pairs.
 LEFT_OUT = [(1, 3), (2, 0)]
 DROPPED = [({"ep": 2}, 6), ({"ep": 1}, 6), ({"ep": 1, "etp_size": 2}, 5)]
@@ -211,8 +190,15 @@ def _drops(folder):
         assert torch.tensor(found).unique().tolist() == [dropped], settings
 
 
-def test_router_dropped_counts_a_pair_once_that_one_of_its_ranks_leaves_out(tmp_path):
-    run_ranks(_drops, WORLD, save_qwen3_moe(tmp_path))
+def _all(softmax, sigmoid):
+    _updates(softmax, False, MESHES)
+    _updates(sigmoid, True, SIGMOID)
+    _updates_of_adapters(softmax)
+    _drops(softmax)
+
+
+def test_router_losses_are_over_the_tokens_of_all_ranks_and_dropped_pairs_are_counted_once(tmp_path):
+    run_ranks(_all, WORLD, save_qwen3_moe(tmp_path / "softmax"), save_glm4_moe(tmp_path / "sigmoid"), timeout=400)
 
 
 def test_router_losses_of_unsuitable_models_are_refused(tmp_path):

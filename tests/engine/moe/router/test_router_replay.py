@@ -1,5 +1,6 @@
 """Router replay routes tokens to the recorded experts, in every family, also in recomputations."""
 
+import importlib.util
 from collections.abc import Sequence
 
 import pytest
@@ -8,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.fsdp.activation_checkpoint import CHECKPOINTING
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.moe.router.replay import ReplayError, RouterReplay
 from tests.parity.families import FAMILIES, NEWER
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
+from tests.support.moe.router_formula import routers
 from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import PADDED, ppo_batch, ppo_samples, ppo_worker
 
@@ -54,7 +55,7 @@ def _arriving(model: nn.Module) -> list[torch.Tensor]:
     return ids
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", routers(REPLAYED))
 @torch.no_grad()
 def test_replay_of_every_family_takes_the_recorded_routes(name):
     model, ids = _family(name)
@@ -191,14 +192,8 @@ def _sharded_replays(folder):
 
     def check(ep, etp, checkpointing):
         installed = []
-        model, _ = sharded_model(
-            folder,
-            2,
-            ep,
-            etp=etp,
-            before=lambda model: installed.append(_with_replay(model)),
-            checkpointing=checkpointing,
-        )
+        install = {"before": lambda model: installed.append(_with_replay(model))}
+        model, _ = sharded_model(folder, 2, ep, etp=etp, checkpointing=checkpointing, **install)
         sharded = installed[0]
         for _ in range(2):  # micro-batches
             sharded.replay(own)
@@ -211,11 +206,7 @@ def _sharded_replays(folder):
         for name, found in whole_gradients(model).items():
             torch.testing.assert_close(found, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
 
-    each_case([*((2, 1, kind) for kind in CHECKPOINTING), (1, 2, "full")], check)
-
-
-def test_replay_with_every_checkpointing_has_the_plain_gradients_and_counts_each_route_once(tmp_path):
-    run_ranks(_sharded_replays, 2, save_qwen3_moe(tmp_path))
+    each_case([(2, 1, "selective"), (2, 1, "full"), (1, 2, "full")], check)
 
 
 def _two(folder):
@@ -262,6 +253,11 @@ def _two(folder):
         ppo_worker(folder, 2, model=PADDED, router_replay=EngineRouterReplayConfig(mode="R3"))
 
 
-def test_replay_in_a_ppo_update_takes_the_recorded_routes(tmp_path):
-    pytest.importorskip("verl")
-    run_ranks(_two, 2, save_qwen3_moe(tmp_path))
+def _all(folder):
+    _sharded_replays(folder)
+    if importlib.util.find_spec("verl") is not None:
+        _two(folder)
+
+
+def test_replay_on_ranks_has_the_plain_gradients_and_a_ppo_update_takes_the_recorded_routes(tmp_path):
+    run_ranks(_all, 2, save_qwen3_moe(tmp_path))

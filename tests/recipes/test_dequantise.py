@@ -21,6 +21,8 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    with torch.compiler.set_stance("force_eager"):  # compressed-tensors compiles its packing for half a minute
+        yield
 
 
 def _save(folder, tensors, quantisation, files=1, **config):

@@ -42,6 +42,7 @@ CARD_GB = 80
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 RECIPES = [(cluster, algorithm) for cluster in CLUSTERS for algorithm in ALGORITHMS]
 recipes = pytest.mark.parametrize("cluster, algorithm", RECIPES, ids=[f"{c}-{a}" for c, a in RECIPES])
+IN_SHORT = [("qwen3_30b_a3b_8gpu", "grpo"), *((cluster, "ppo") for cluster in CLUSTERS)]
 
 
 @functools.cache
@@ -162,7 +163,10 @@ def test_recipe_memory_fits_a_gpu(cluster, algorithm, local_model):
     assert max(slices) < bucket == config.engine.sync_megabytes << 20 >> 1
 
 
-@recipes
+@pytest.mark.parametrize(
+    "cluster, algorithm",
+    [pytest.param(*recipe, marks=[] if recipe in IN_SHORT else pytest.mark.long) for recipe in RECIPES],
+)
 def test_recipe_with_the_real_sizes_passes_verls_validation(cluster, algorithm, local_model, monkeypatch):
     monkeypatch.setattr(engine_config_module, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(engine_config_module, "is_support_ipc", lambda: True)

@@ -36,46 +36,29 @@ def model(tmp_path):
     return {"actor_rollout_ref__model__path": str(save_qwen3_moe(tmp_path / "model"))}
 
 
+_TWICE = "given up: step 5 has failed twice for the same reason"
+
+
 @pytest.mark.parametrize(
     ("fates", "options", "status", "resumed", "said"),
     [
-        pytest.param(
-            [(5, "a"), (7, "first"), (7, "second")],
-            *((), 0, ["as it says", "global_step_4", "global_step_6", "global_step_6"]),
-            "starts again from step 6",
-            id="continues from the last complete checkpoint",
-        ),
-        pytest.param(
-            [(5, "expert 3 of 8 is NaN"), (5, "expert 4 of 8 is NaN")],
-            *((), 1, ["as it says", "global_step_4"]),
-            "given up: step 5 has failed twice for the same reason",
-            id="is given up when a step fails twice for one reason",
-        ),
-        pytest.param(
-            [(3, "x"), (4, "x"), (5, "x")],
-            *(("--max-restarts", "2"), 1, ["as it says", "global_step_2", "global_step_2"]),
-            "given up: it was restarted 2 times (--max-restarts)",
-            id="is given up after its restarts",
-        ),
-        pytest.param(
-            [(2, "x")], (), 1, ["as it says"], "--from-scratch starts anew", id="is given up without a checkpoint"
-        ),
-        pytest.param(
-            [(2, "x")],
-            *(("--from-scratch",), 0, ["as it says", "disable"], "starts again from the beginning"),
-            id="starts anew from scratch",
-        ),
+        ([(5, "a"), (7, "first"), (7, "second")], (), 0, [4, 6, 6], "starts again from step 6"),
+        ([(5, "expert 3 of 8 is NaN"), (5, "expert 4 of 8 is NaN")], (), 1, [4], _TWICE),
+        ([(3, "x"), (4, "x"), (5, "x")], ("--max-restarts", "2"), 1, [2, 2], "restarted 2 times (--max-restarts)"),
+        ([(2, "x")], (), 1, [], "--from-scratch starts anew"),
+        ([(2, "x")], ("--from-scratch",), 0, ["disable"], "starts again from the beginning"),
     ],
+    ids=["continues", "same reason twice", "too many restarts", "no checkpoint", "from scratch"],
 )
 def test_resilient_run_that_fails(tmp_path, capsys, fates, options, status, resumed, said):
     run, tree = run_of(tmp_path, *({"step": step, "cause": cause} for step, cause in fates), options=options)
     assert run.to_the_end() == status
-    assert tree.resumed() == resumed
+    assert tree.resumed() == ["as it says", *(f"global_step_{of}" if of != "disable" else of for of in resumed)]
     printed = capsys.readouterr()
     assert said in printed.err and f"step {fates[0][0]} has failed:\n    RuntimeError: {fates[0][1]}" in printed.err
     assert "step:1 - reward" in printed.out
     logs = sorted(path.name for path in (tmp_path / "resilient").iterdir())
-    assert logs == [f"attempt-{number}.log" for number in range(1, len(resumed) + 1)]
+    assert logs == [f"attempt-{number}.log" for number in range(1, len(resumed) + 2)]
     assert all(f'trainer.default_local_dir="{tmp_path}"' in words for words in tree.attempts)
 
 

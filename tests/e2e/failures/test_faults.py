@@ -12,7 +12,10 @@ pytestmark = pytest.mark.e2e
 INJECTED = "a fault that the test injected"
 GONE = "the vLLM worker process died or was killed"
 # One rank with a worker; two ranks with a worker each, or with a replica of two workers that are sent their slices.
-ALONE = ["engine.ep_size=1", "trainer.n_gpus_per_node=1"]
+ALONE = [
+    *("engine.ep_size=1", "trainer.n_gpus_per_node=1", "data.train_batch_size=8"),
+    *("actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"),
+]
 WHOLE = ["engine.rollout_sync=full"]
 SLICED = ["engine.rollout_sync=sliced", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
 
@@ -20,16 +23,12 @@ SLICED = ["engine.rollout_sync=sliced", "actor_rollout_ref.rollout.tensor_model_
 @pytest.mark.parametrize(
     ("fault", "settings", "causes"),
     [
-        pytest.param("worker killed", [*WHOLE, *ALONE], ("WeightSyncError", GONE), id="worker killed"),
-        *(
-            pytest.param(fault, settings, causes, marks=pytest.mark.long, id=id)
-            for fault, settings, causes, id in (
-                ("worker killed", WHOLE, ("WeightSyncError", GONE), "worker of two killed"),
-                ("worker raises", SLICED, ("WeightSyncError", INJECTED), "worker raises"),
-                ("trainer raises", WHOLE, (INJECTED,), "trainer raises"),
-            )
-        ),
+        ("worker killed", [*WHOLE, *ALONE], ("WeightSyncError", GONE)),
+        pytest.param("worker killed", WHOLE, ("WeightSyncError", GONE), marks=pytest.mark.long),
+        pytest.param("worker raises", SLICED, ("WeightSyncError", INJECTED), marks=pytest.mark.long),
+        pytest.param("trainer raises", WHOLE, (INJECTED,), marks=pytest.mark.long),
     ],
+    ids=["worker killed", "worker of two killed", "worker raises", "trainer raises"],
 )
 def test_run_whose_sync_fails_ends_with_the_cause(tmp_path, monkeypatch, fault, settings, causes):
     write_model(tmp_path / "model", seed=1)
@@ -39,8 +38,7 @@ def test_run_whose_sync_fails_ends_with_the_cause(tmp_path, monkeypatch, fault, 
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "faults")
     before = leftovers()
     words = overrides(f"{EXTENSION}=faults.FailsInTheSecondSync", "engine.sync_timeout_seconds=40", *settings)
-    words += ["--group-size", "2", "--steps", "200"]
-    with running(tmp_path / "run", "--model", str(tmp_path / "model"), "--batch-size", "4", *words) as run:
+    with running(tmp_path / "run", "--model", str(tmp_path / "model"), "--steps", "200", *words) as run:
         run.wait()
         ended = time.time()
     assert happened.exists(), run.text()[-3000:]

@@ -61,7 +61,7 @@ def test_doctor_of_two_nodes_measures_between_them_after_a_rank_that_raises_and_
     row = _row(text, "raises")
     assert "rank 1: RuntimeError: no such cable" in row and row.rstrip().endswith("WRONG")
     assert _row(text, "all-gather between 2 nodes") and _row(text, "all-to-all within a node")
-    assert re.search(r"\d of 8 meshes are wrong: ep 2: \de[+-]\d+; .* WRONG", _row(text, "gradients"))
+    assert re.search(r"\d of 8 meshes are wrong: ep_fsdp 2 x ep 2: \de[+-]\d+; .* WRONG", _row(text, "gradients"))
     assert _row(text, "weights of a sync").rstrip().endswith("right") and _row(text, "experts over ep 2")
 
 

@@ -58,7 +58,9 @@ class QuantisedWeight:
 
     def dequantised(self, files: CheckpointFiles, dtype: torch.dtype) -> torch.Tensor:
         """Return the values in ``dtype``, rounded once from float32; the computation runs in chunks."""
-        scales = _as_float(files.read(self.scales))
+        scales = files.read(self.scales)
+        # Scales in uint8 are exponents of two with a bias of 127.
+        scales = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
         if scales.dim() == 1:
             scales = scales.unsqueeze(-1)
         if self.global_scale is not None:
@@ -71,15 +73,13 @@ class QuantisedWeight:
             stored = files.read(self.values, (index,))
             if is_transposed:
                 stored = stored.flatten(-2)
-            rows = range(*index.indices(self.shape[0])) if len(self.shape) == 2 else range(self._rows)
+            rows = range(self.shape[-1] if is_transposed else self.shape[-2])
+            if len(self.shape) == 2:
+                rows = range(*index.indices(self.shape[0]))
             own = scales[index] if len(self.shape) == 3 and scales.dim() == 3 else scales
             values = self._unpacked(stored) * self._expanded(own, rows)
             found[index] = values.transpose(-2, -1) if is_transposed else values
         return found
-
-    @property
-    def _rows(self) -> int:
-        return self.shape[-1] if self.values.endswith("_blocks") else self.shape[-2]
 
     def _unpacked(self, stored: torch.Tensor) -> torch.Tensor:
         if self.bits == 0:
@@ -111,14 +111,10 @@ def find_quantised(files: CheckpointFiles, config: Mapping[str, Any]) -> tuple[l
     if unknown or config.get("transform_config"):
         what = f"tensors that are not understood: {listed(unknown)}" if unknown else "weights that were rotated"
         raise QuantisationError(f"{files.folder} has {what}. {_KNOWN}")
-    found: list[QuantisedWeight] = []
+    found = [weight for key in keys if (weight := _quantised(key, files, config)) is not None]
     consumed = {key for key in keys if OF_ACTIVATIONS.search(key)}
-    for key in keys:
-        weight = _quantised(key, files, config)
-        if weight is None:
-            continue
-        found.append(weight)
-        consumed |= keys & {weight.scales, weight.global_scale, f"{key.removesuffix('_packed')}_shape"}
+    for weight in found:
+        consumed |= keys & {weight.scales, weight.global_scale, f"{weight.values.removesuffix('_packed')}_shape"}
     handled = consumed | {weight.values for weight in found}
     left = [key for key in keys if key not in handled and _is_quantised(key, files)]
     if left:
@@ -192,11 +188,6 @@ def _of_groups(config: Mapping[str, Any], name: str) -> list[Any]:
 def _is_quantised(key: str, files: CheckpointFiles) -> bool:
     dtype = files.dtype(key)
     return dtype in _ONE_BYTE or (dtype == torch.int32 and key.endswith("weight_packed"))
-
-
-def _as_float(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales in float32; uint8 scales are exponents of two with a bias of 127 (E8M0)."""
-    return scales.view(torch.float8_e8m0fnu).float() if scales.dtype == torch.uint8 else scales.float()
 
 
 def _chunks(shape: tuple[int, ...]) -> Iterator[slice]:

@@ -3,8 +3,9 @@
 The main thread of a rank may wait in a collective that never ends. So a thread of each rank reads the messages of the
 trainer's process, JSON files in a folder that all nodes see:
 
-    task.json               from the trainer: an id, and either nothing else or the ranks of each role that write
-    <id>-<role>-<rank>.json  from a rank: the number of updates that its state has had, or the files that it has written
+    task.json  from the trainer: an id, the step, the number of updates of each role, the folder
+    <id>-<role>-<position>-<ranks>.claim  from the first rank at this position of a replica that has the state
+    <id>-<role>-<position>-<ranks>.json  from the same rank, later: the files that it has written, or its error
 """
 
 import contextlib
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from .checkpoint.atomic_folder import file_facts, file_names
+from .checkpoint.atomic_folder import file_facts, file_names, partial_dir
 from .checkpoint.state import HF, RNG, SHARDS, STATE, Snapshot, random_state
 from .checkpoint.stored_shards import write_shards
 from .optim.loss_scale import LossScale
@@ -54,8 +55,7 @@ class Watch:
     Args:
         folder: of the messages.
         role: ``actor`` or ``critic``.
-        contents: of a checkpoint (``checkpoint.save_contents``); weights in Hugging Face's layout are left out, because
-            they need all shards.
+        contents: ``checkpoint.save_contents``; weights in Hugging Face's layout are left out, as they need all shards.
         describe: writes config and tokenizer into a folder.
     """
 
@@ -77,9 +77,6 @@ class Watch:
         # During a forward a module has gathered parameters in place of its shards.
         self._parameters = dict(model.named_parameters())
         self._updates: int | None = None  # that the state has had; None from the optimizer's step to the update's end
-        self._made = 0
-        self._random: dict[str, torch.Tensor] = {}
-        self._answered: str | None = None
         # The main thread's stream may wait forever.
         self._stream: Any = torch.Stream() if torch.accelerator.is_available() else contextlib.nullcontext()
         optimizer.register_step_pre_hook(self._on_step)
@@ -107,39 +104,33 @@ class Watch:
                 self._answer(json.loads((self._folder / TASK).read_text()))
 
     def _answer(self, task: dict[str, Any]) -> None:
-        rank = dist.get_rank()
-        writers = task.get("writers")
-        if task["id"] == self._answered or writers is not None and rank not in writers.get(self._role, ()):
+        rank, updates = dist.get_rank(), task["updates"].get(self._role, -1)
+        name = f"{task['id']}-{self._role}-{rank % self._replica}-{self._replica}"
+        if self._updates != updates:
             return
-        self._answered = task["id"]
+        try:
+            (self._folder / f"{name}.claim").touch(exist_ok=False)
+        except FileExistsError:
+            return
         answer: dict[str, Any]
         try:
-            if writers is None:
-                answer = {"updates": self._updates, "ranks": dist.get_world_size(), "replica": self._replica}
-            else:
-                answer = {"files": self._write(Path(task["folders"][self._role]), task["step"], task["updates"])}
+            folder = partial_dir(Path(task["folder"]) / self._role)
+            answer = {"files": self._write(folder, rank, task["step"], updates)}
         except Exception as error:
             logger.exception("epfsdp2: rank %d could not write its shards", rank)
             answer = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
-        write_message(self._folder, f"{task['id']}-{self._role}-{rank}.json", answer)
+        write_message(self._folder, f"{name}.json", answer)
 
-    def _write(self, folder: Path, step: int, updates: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """Write this rank's shards; the first rank of a replica also writes the files that a checkpoint has once.
+    def _write(self, folder: Path, rank: int, step: int, updates: int) -> dict[str, dict[str, int]]:
+        """Write this rank's shards; the first position of a replica also writes the files that a checkpoint has once.
 
-        Returns:
-            Size and checksum of each file by its name in ``folder``, into which other ranks write meanwhile.
-
-        Raises:
-            RuntimeError: the state is no longer the one of these updates.
+        Returns size and checksum of each file by its name in ``folder``, into which other ranks write meanwhile.
         """
-        model, optimizer, schedule, contents = self._state
-        state = (model, optimizer, schedule, contents, step, self._loss_scale)
-        now = Snapshot.of(*state, parameters=self._parameters)
+        now = Snapshot.of(*self._state, step, self._loss_scale, parameters=self._parameters)
         with self._stream:
             snapshot = replace(now, random=self._random if now.random else {}).on_host()
-        if self._updates != updates[self._role]:
+        if self._updates != updates:
             raise RuntimeError("a further update has begun")
-        rank = dist.get_rank()
         position = rank % self._replica  # ranks at one position hold the same shards
         own = folder / f"rank-{rank}"
         for name in (SHARDS, RNG, HF):

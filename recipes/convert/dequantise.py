@@ -70,11 +70,18 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tup
     if out.exists():
         raise FileExistsError(f"{out} is there already.")
     config = json.loads((checkpoint / CONFIG).read_text())
-    quantisation = _quantisation(checkpoint, config)
+    quantisation = quantisation_of(config)
+    if quantisation is None:
+        raise QuantisationError(f"{checkpoint}/{CONFIG} has no quantization_config: its weights are not quantised.")
+    if (method := quantisation.get("quant_method")) not in DEQUANTISED:
+        raise QuantisationError(f"{checkpoint}/{CONFIG} has quant_method={method}; known are {', '.join(DEQUANTISED)}.")
     weights, scales = find_quantised(files, quantisation)
     by_values = {weight.values: weight for weight in weights}
     tensors = [(key, by_values.get(key)) for key in files.file_of if key not in scales]
-    entries = [_entry(files, key, weight) for key, weight in tensors]
+    entries = [
+        Entry(weight.name, weight.shape, torch.bfloat16) if weight else Entry(key, files.shape(key), files.dtype(key))
+        for key, weight in tensors
+    ]
     if twice := [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]:
         raise QuantisationError(f"{checkpoint} has weights twice, quantised and plain: {listed(twice)}.")
     with atomic_dir(out) as partial:
@@ -82,22 +89,6 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tup
         write_safetensors(partial, entries, _values(files, tensors), file_bytes)
     of_activations = {re.sub(r"\d+", "*", key) for key in scales if OF_ACTIVATIONS.search(key)}
     return len(weights), [*files.unread, *sorted(of_activations)]
-
-
-def _quantisation(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``quantization_config``.
-
-    Raises:
-        QuantisationError: there is none, or its method is unknown.
-    """
-    found = quantisation_of(config)
-    if found is None:
-        raise QuantisationError(f"{checkpoint}/{CONFIG} has no quantization_config: its weights are not quantised.")
-    if found.get("quant_method") not in DEQUANTISED:
-        raise QuantisationError(
-            f"{checkpoint}/{CONFIG} has quant_method={found.get('quant_method')}; known are {', '.join(DEQUANTISED)}."
-        )
-    return found
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,12 +100,6 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
         elif name not in ("quantization_config", "compression_config"):
             plain[name] = _plain(value) if isinstance(value, dict) and name.endswith("_config") else value
     return plain
-
-
-def _entry(files: CheckpointFiles, key: str, weight: QuantisedWeight | None) -> Entry:
-    if weight is not None:
-        return Entry(weight.name, weight.shape, torch.bfloat16)
-    return Entry(key, files.shape(key), files.dtype(key))
 
 
 def _values(

@@ -12,7 +12,6 @@ the data, ``global_step_100/data.pt``, has the same format for every engine and 
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import re
@@ -72,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", type=Path, help="folder of model.path, to copy tokenizer and generation config from")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True, stderr=True)
+    # torch warns for each file that there is no process group; none is needed.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     try:
         missing = import_fsdp2(options.checkpoint, options.out, options.step, options.optimizer, options.base)
     except (CheckpointError, OSError, ValueError) as error:
@@ -86,15 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def import_fsdp2(
     checkpoint: Path, out: Path, step: int | None = None, optimizer: str | None = None, base: Path | None = None
 ) -> list[str]:
-    """Convert verl's checkpoint of a role to ``out``, atomically.
+    """Convert verl's checkpoint of a role to ``out``, atomically; return the contents that the checkpoint lacks.
 
     Args:
         step: the trainer's step; None to parse it from the folders' names.
         optimizer: class name of the optimizer; None for Adam or AdamW, which the files identify.
         base: folder of the base model, whose small files replace verl's.
-
-    Returns:
-        Contents that the checkpoint was saved without, so ``out`` lacks them too.
 
     Raises:
         CheckpointError: it is no complete checkpoint of fsdp2, or files are damaged or contain code, or tensors don't
@@ -117,11 +115,8 @@ def import_fsdp2(
         tensors |= {OPTIMIZER + name: stored for name, stored in moments.items()}
     extras = saved.get("extra_state", [])
     schedule = _entry(files["extra_state"][0], extras[0], "lr_scheduler") if extras else None
-    facts = {
-        "step": step,
-        "lr_scheduler": None if schedule is None else dict.fromkeys(_parts(model), schedule),
-        "param_groups": groups,
-    }
+    schedules = None if schedule is None else dict.fromkeys(_parts(model), schedule)
+    facts = {"step": step, "lr_scheduler": schedules, "param_groups": groups}
     with atomic_checkpoint_dir(out) as partial:
         for folder in (SHARDS, RNG):
             (partial / folder).mkdir()
@@ -130,7 +125,10 @@ def import_fsdp2(
         write_safetensors(partial / SHARDS, entries, tqdm(values, "Importing", len(entries)), FILE_BYTES)
         for rank, extra in enumerate(extras):
             if "rng" in extra:
-                save_file(_random_state(extra["rng"]), partial / RNG / f"{rank:05d}.safetensors")
+                # verl has the device's state under the device's name.
+                device = [state for name, state in extra["rng"].items() if name not in ("cpu", "numpy", "random")]
+                random = {"cpu": extra["rng"]["cpu"], **({"device": device[0]} if device else {})}
+                save_file(random, partial / RNG / f"{rank:05d}.safetensors")
         (partial / STATE).write_text(json.dumps(facts, default=plain_value))
         copy_files(checkpoint / HF, partial / HF)
         write_files(partial / HF, {} if base is None else read_small_files(base))
@@ -158,11 +156,7 @@ class _Stored:
 
 
 def _rank_files(checkpoint: Path) -> dict[str, list[Path]]:
-    """Return the checkpoint's files by kind, in the order of ranks.
-
-    Raises:
-        CheckpointError: files are missing, or were not written by fsdp2.
-    """
+    """Return the checkpoint's files by kind, in the order of ranks."""
     path = checkpoint / _CONFIG
     if not path.is_file():
         raise CheckpointError(
@@ -198,11 +192,7 @@ def _global_step(*folders: Path) -> int:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Load a state dict of ``torch.save``; its tensors are memory-mapped.
-
-    Raises:
-        CheckpointError: the file is damaged, or contains more than tensors and plain values.
-    """
+    """Load a state dict of ``torch.save``; its tensors are memory-mapped."""
     try:
         with zipfile.ZipFile(path) as file:
             broken = file.testzip()
@@ -211,7 +201,7 @@ def _read(path: Path) -> dict[str, Any]:
     if broken is not None:
         raise CheckpointError(f"{path} is damaged: the checksum of {broken} in it is another one.")
     try:
-        with torch.serialization.safe_globals(_NUMPY), _without_word_of_groups():
+        with torch.serialization.safe_globals(_NUMPY):
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
@@ -223,26 +213,10 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
-@contextlib.contextmanager
-def _without_word_of_groups() -> Iterator[None]:
-    """Suppress torch's warning per file that there is no process group; none is needed."""
-    logger = logging.getLogger("torch.distributed.device_mesh")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def _model(
     checkpoint: Path, files: Sequence[Path], of_ranks: Sequence[Mapping[str, Any]], model: nn.Module
 ) -> Iterator[tuple[str, _Stored]]:
-    """Return the stored tensors by the model's names; tied parameters appear once.
-
-    Raises:
-        CheckpointError: names, shapes or tied values don't fit the model.
-    """
+    """Return the stored tensors by the model's names; tied parameters appear once."""
     if adapters := [name for name in of_ranks[0] if "lora_" in name]:
         raise CheckpointError(f"{files[0]} holds LoRA adapters, which have other names here: {listed(adapters)}.")
     saved, own = _joined(files, of_ranks), checkpoint_tensors(model)
@@ -254,8 +228,7 @@ def _model(
         for name, first in tied_to.items()
         if name in saved and first in saved and not torch.equal(saved[name].whole(), saved[first].whole())
     ]
-    wrong += _misshapen({name: (saved[name], own[name]) for name in own if name in saved})
-    _raise_for(checkpoint, files, wrong)
+    _raise_for(checkpoint, files, wrong, {name: (saved[name], own[name]) for name in own if name in saved})
     return ((name, saved[name]) for name in own)
 
 
@@ -269,11 +242,7 @@ def _optimizer(
 ) -> tuple[list[dict[str, Any]], dict[str, _Stored]]:
     """Return groups in the format of ``MultiOptimizer.state_dict``, and state by ``<parameter>.<key>``.
 
-    Args:
-        order: parameters in the order of verl's model; the optimizer's state refers to them by number.
-
-    Raises:
-        CheckpointError: the state does not fit the model's parameters.
+    ``order`` has the parameters in the order of verl's model; the optimizer's state refers to them by number.
     """
     groups = _entry(files[0], of_ranks[0], "param_groups")
     parameters = dict(model.named_parameters())
@@ -297,7 +266,7 @@ def _optimizer(
     # Every state except scalars, such as the step count, has the parameter's shape.
     per_element = {name: moment for name, moment in moments.items() if moment.shape}
     pairs = {name: (moment, parameters[name.rpartition(".")[0]]) for name, moment in per_element.items()}
-    _raise_for(checkpoint, files, _misshapen(pairs))
+    _raise_for(checkpoint, files, [], pairs)
     head = {**options, "algorithm": algorithm or _algorithm(files[0], options)}
     return [{**head, "params": params, "optimizer": part} for part, params in _parts(model).items()], moments
 
@@ -317,11 +286,7 @@ def _parts(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _joined(files: Sequence[Path], of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, _Stored]:
-    """Return each tensor with the pieces of all ranks.
-
-    Raises:
-        CheckpointError: the ranks' files don't fit together.
-    """
+    """Return each tensor with the pieces of all ranks."""
     for path, state in zip(files, of_ranks, strict=True):
         if state.keys() != of_ranks[0].keys():
             others = sorted(state.keys() ^ of_ranks[0].keys())
@@ -354,15 +319,15 @@ def _stored(files: Sequence[Path], name: str, of_ranks: Sequence[Any]) -> _Store
     return _Stored(pieces, dim, shape)
 
 
-def _misshapen(pairs: Mapping[str, tuple[_Stored, torch.Tensor]]) -> list[str]:
-    return [
+def _raise_for(
+    checkpoint: Path, files: Sequence[Path], wrong: list[str], pairs: Mapping[str, tuple[_Stored, torch.Tensor]]
+) -> None:
+    """Raise for what is wrong, and for each pair of a stored tensor and the model's whose shapes differ."""
+    wrong += [
         f"{name} is {stored.shape}, the model's is {tuple(own.shape)}"
         for name, (stored, own) in pairs.items()
         if stored.shape != tuple(own.shape)
     ]
-
-
-def _raise_for(checkpoint: Path, files: Sequence[Path], wrong: Sequence[str]) -> None:
     if wrong:
         raise CheckpointError(
             f"{checkpoint}: {files[0].name} to {files[-1].name} are not of the model that {HF}/config.json describes: "
@@ -374,9 +339,3 @@ def _entry(path: Path, state: Mapping[str, Any], key: str) -> Any:
     if key not in state:
         raise CheckpointError(f"{path} holds no {key}.")
     return state[key]
-
-
-def _random_state(saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return a rank's random state of CPU and device; verl's files have the latter under the device's name."""
-    device = [state for name, state in saved.items() if name not in ("cpu", "numpy", "random")]
-    return {"cpu": saved["cpu"], **({"device": device[0]} if device else {})}

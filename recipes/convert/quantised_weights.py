@@ -26,6 +26,7 @@ from ...engine.errors import listed
 __all__ = ["OF_ACTIVATIONS", "QuantisationError", "QuantisedWeight", "find_quantised", "unpack_fp4", "unpack_int32"]
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_KNOWN = "Known are FP8, INT8, INT4, MXFP4 and NVFP4 weights with scales alone."
 _CHUNK = 1 << 24  # elements in float32 at once
 _ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 # Ending of a weight's values -> endings of its scales, and of the scale of the whole tensor.
@@ -45,28 +46,21 @@ class QuantisationError(ValueError):
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight as a quantised checkpoint stores it.
-
-    Args:
-        name: of the weight in a plain checkpoint.
-        shape: of the dequantised weight.
-        values, scales: keys of the stored tensors.
-        global_scale: key of the scale of the whole tensor; None without one.
-        block: ``(rows, columns)`` that share a scale.
-        bits: of a packed value, 4 for FP4 and INT4; 0 for values that are not packed.
-    """
+    """A weight as a quantised checkpoint stores it; name and shape are the dequantised weight's."""
 
     name: str
     shape: tuple[int, ...]
-    values: str
+    values: str  # keys of the stored tensors
     scales: str
-    global_scale: str | None = None
-    block: tuple[int, int] = (1, 1)
-    bits: int = 0
+    global_scale: str | None  # of the whole tensor
+    block: tuple[int, int]  # rows and columns that share a scale
+    bits: int  # of a packed value, 4 for FP4 and INT4; 0 for values that are not packed
 
     def dequantised(self, files: CheckpointFiles, dtype: torch.dtype) -> torch.Tensor:
         """Return the values in ``dtype``, rounded once from float32; the computation runs in chunks."""
-        scales = _as_float(files.read(self.scales))
+        scales = files.read(self.scales)
+        # Scales in uint8 are exponents of two with a bias of 127.
+        scales = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
         if scales.dim() == 1:
             scales = scales.unsqueeze(-1)
         if self.global_scale is not None:
@@ -79,15 +73,13 @@ class QuantisedWeight:
             stored = files.read(self.values, (index,))
             if is_transposed:
                 stored = stored.flatten(-2)
-            rows = range(*index.indices(self.shape[0])) if len(self.shape) == 2 else range(self._rows)
+            rows = range(self.shape[-1] if is_transposed else self.shape[-2])
+            if len(self.shape) == 2:
+                rows = range(*index.indices(self.shape[0]))
             own = scales[index] if len(self.shape) == 3 and scales.dim() == 3 else scales
             values = self._unpacked(stored) * self._expanded(own, rows)
             found[index] = values.transpose(-2, -1) if is_transposed else values
         return found
-
-    @property
-    def _rows(self) -> int:
-        return self.shape[-1] if self.values.endswith("_blocks") else self.shape[-2]
 
     def _unpacked(self, stored: torch.Tensor) -> torch.Tensor:
         if self.bits == 0:
@@ -118,40 +110,26 @@ def find_quantised(files: CheckpointFiles, config: Mapping[str, Any]) -> tuple[l
     unknown = sorted(key for key in keys if _UNKNOWN.search(key))
     if unknown or config.get("transform_config"):
         what = f"tensors that are not understood: {listed(unknown)}" if unknown else "weights that were rotated"
-        raise QuantisationError(f"{files.folder} has {what}. {_known()}")
-    found: list[QuantisedWeight] = []
+        raise QuantisationError(f"{files.folder} has {what}. {_KNOWN}")
+    found = [weight for key in keys if (weight := _quantised(key, files, config)) is not None]
     consumed = {key for key in keys if OF_ACTIVATIONS.search(key)}
-    for key in keys:
-        weight = _quantised(key, files, config)
-        if weight is None:
-            continue
-        found.append(weight)
-        of_shape = f"{key.removesuffix('_packed')}_shape"
-        consumed |= {weight.scales} | ({weight.global_scale} if weight.global_scale else set())
-        consumed |= {of_shape} & keys
+    for weight in found:
+        consumed |= keys & {weight.scales, weight.global_scale, f"{weight.values.removesuffix('_packed')}_shape"}
     handled = consumed | {weight.values for weight in found}
     left = [key for key in keys if key not in handled and _is_quantised(key, files)]
     if left:
-        raise QuantisationError(f"{files.folder} has quantised tensors without scales: {listed(left)}. {_known()}")
+        raise QuantisationError(f"{files.folder} has quantised tensors without scales: {listed(left)}. {_KNOWN}")
     return found, consumed
 
 
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of E2M1 numbers, packed two to a byte, the first in the low half.
-
-    Args:
-        packed: one-byte integers ``[..., N]``; the result is ``[..., 2 N]``.
-    """
+    """Return float32 values ``[..., 2 N]`` of E2M1 numbers in bytes ``[..., N]``, the first in the low half."""
     byte = packed.contiguous().view(torch.uint8)
     return _FP4[torch.stack([byte & 0xF, byte >> 4], dim=-1).flatten(-2).int()]
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """Return the signed ``bits``-bit integers packed in 32-bit integers, the first in the lowest bits.
-
-    Args:
-        packed: int32 ``[..., N]``; the result is int32 ``[..., columns]``.
-    """
+    """Return signed integers of ``bits`` bits, int32 ``[..., columns]``, packed in int32 ``[..., N]`` from low bits."""
     shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
     values = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return values.flatten(-2)[..., :columns] - (1 << (bits - 1))
@@ -180,16 +158,10 @@ def _quantised(key: str, files: CheckpointFiles, config: Mapping[str, Any]) -> Q
 
 
 def _block(key: str, shape: tuple[int, ...], grid: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the rows and columns that share a scale.
-
-    Raises:
-        QuantisationError: the scales do not fit the weight.
-    """
+    """Return the rows and columns that share a scale."""
     if math.prod(grid) == 1:
         return (shape[-2], shape[-1]) if len(shape) > 1 else (1, 1)
-    given = config.get("weight_block_size") or next(
-        (of.get("block_structure") for of in _weights_of(config) if of.get("block_structure")), None
-    )
+    given = config.get("weight_block_size") or next(iter(_of_groups(config, "block_structure")), None)
     if len(shape) == 2 and grid == shape[:1]:
         return 1, shape[1]
     if len(grid) == len(shape) >= 2 and grid[:-2] == shape[:-2]:
@@ -197,21 +169,20 @@ def _block(key: str, shape: tuple[int, ...], grid: tuple[int, ...], config: Mapp
             return given[0], given[1]
         if not shape[-2] % grid[-2] and not shape[-1] % grid[-1]:
             return shape[-2] // grid[-2], shape[-1] // grid[-1]
-    raise QuantisationError(
-        f"{key} is {list(shape)}, and its scales are {list(grid)}: which block each is of is unknown."
-    )
+    raise QuantisationError(f"{key} is {list(shape)}, and its scales are {list(grid)}: their blocks are unknown.")
 
 
 def _bits(config: Mapping[str, Any]) -> int:
-    bits = {int(of["num_bits"]) for of in _weights_of(config) if "num_bits" in of}
+    bits = {int(number) for number in _of_groups(config, "num_bits")}
     if len(bits) != 1:
         raise QuantisationError(f"quantization_config has {sorted(bits)} as num_bits of packed weights; one is needed.")
     return bits.pop()
 
 
-def _weights_of(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for group in (config.get("config_groups") or {}).values():
-        yield group.get("weights") or {}
+def _of_groups(config: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the values of an option of weights in the config's groups."""
+    weights = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
+    return [of[name] for of in weights if of.get(name)]
 
 
 def _is_quantised(key: str, files: CheckpointFiles) -> bool:
@@ -219,16 +190,7 @@ def _is_quantised(key: str, files: CheckpointFiles) -> bool:
     return dtype in _ONE_BYTE or (dtype == torch.int32 and key.endswith("weight_packed"))
 
 
-def _as_float(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales in float32; uint8 scales are exponents of two with a bias of 127 (E8M0)."""
-    return scales.view(torch.float8_e8m0fnu).float() if scales.dtype == torch.uint8 else scales.float()
-
-
 def _chunks(shape: tuple[int, ...]) -> Iterator[slice]:
     each = max(1, _CHUNK // max(1, math.prod(shape[1:])))
     for first in range(0, shape[0], each):
         yield slice(first, min(first + each, shape[0]))
-
-
-def _known() -> str:
-    return "Known are FP8, INT8, INT4, MXFP4 and NVFP4 weights with scales alone."

@@ -20,43 +20,27 @@ _BEHIND = 0.85  # of the median; slower ranks are named
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table.
-
-    Args:
-        wanted: condition that the value is compared with; '' for none.
-        verdict: ``wrong`` is a failure; ``low`` is a rate or an amount below the usual of such machines; '' without a
-            condition.
-        settings: overrides for a run, each with its reason in parentheses.
-        cluster: fields of ``recipes/plan/roofline.py``'s ``Cluster``, in its units.
-    """
+    """A line of the table."""
 
     what: str
     value: str
-    wanted: str = ""
-    verdict: Literal["right", "low", "wrong", ""] = ""
-    settings: Sequence[str] = ()
-    cluster: Mapping[str, float] = field(default_factory=dict)
+    wanted: str = ""  # the condition
+    verdict: Literal["right", "low", "wrong", ""] = ""  # low: below what such machines reach; '': no condition
+    settings: Sequence[str] = ()  # overrides for a run, each with its reason in parentheses
+    cluster: Mapping[str, float] = field(default_factory=dict)  # fields of recipes.plan's Cluster, in its units
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank and the others; ranks of a node are neighbours.
-
-    Args:
-        per_node: ranks of each node.
-        device: ``cuda`` or ``cpu``.
-        shares_gpu: whether ranks of a node share a GPU; then the backend is gloo, and no GPU rates are measured.
-        folder: on the disk for checkpoints.
-        note: records this rank's next operation, for the report if it hangs.
-    """
+    """This rank and the others; ranks of a node are neighbours."""
 
     rank: int
     world: int
     per_node: int
-    device: str
-    shares_gpu: bool
-    folder: Path
-    note: Callable[[str], None]
+    device: str  # cuda or cpu
+    shares_gpu: bool  # with another rank; then the backend is gloo, and no GPU rates are measured
+    folder: Path  # on the disk for checkpoints
+    note: Callable[[str], None]  # records this rank's next operation, for the report if it hangs
 
     @property
     def nodes(self) -> int:
@@ -77,35 +61,24 @@ class Ranks:
         """The group of the ranks with this local rank on each node; collective at its first use."""
         return dist.new_subgroups_by_enumeration(torch.arange(self.world).view(-1, self.per_node).T.tolist())[0]
 
-    def synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
     def seconds_of(self, call: Callable[[], object]) -> float:
         """Return the mean seconds of several calls, after warm-up (compilation, connections, autotuning)."""
-        for _ in range(3 if self.has_gpus else 1):
-            call()
-        self.synchronize()
-        times = 10 if self.has_gpus else 2
-        began = time.perf_counter()
-        for _ in range(times):
-            call()
-        self.synchronize()
-        return (time.perf_counter() - began) / times
+        for times in (3, 10) if self.has_gpus else (1, 2):
+            began = time.perf_counter()
+            for _ in range(times):
+                call()
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+        return seconds / times
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check of the doctor.
+    """A check of the doctor: ``judge`` turns what all ranks measure into rows, on rank 0."""
 
-    Args:
-        seconds: time limit on every rank.
-        measure: runs on every rank; collective. The result has to be JSON-serialisable.
-        judge: turns the measurements of all ranks into rows, on rank 0.
-    """
-
-    seconds: float
-    measure: Callable[[Ranks], Any]
+    seconds: float  # time limit on every rank
+    measure: Callable[[Ranks], Any]  # collective; the result has to be JSON-serialisable
     judge: Callable[[list[Any], Ranks], Iterable[Row]]
 
 
@@ -114,9 +87,7 @@ def rate_row(
 ) -> Row:
     """Return a row with the lowest of the ranks' rates, and the ranks that are far below the median.
 
-    Args:
-        wanted: smallest right rate; None for unknown hardware.
-        field_of_cluster: field of ``Cluster`` that the lowest rate goes to.
+    ``wanted`` is the smallest right rate, None for unknown hardware. The lowest rate goes to the field of ``Cluster``.
     """
     lowest, middle = min(rates), sorted(rates)[len(rates) // 2]
     behind = [str(rank) for rank, rate in enumerate(rates) if rate < _BEHIND * middle]

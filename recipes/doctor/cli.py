@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.rendezvous import rendezvous
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,7 +27,7 @@ from .check import Check, Ranks, Row
 from .host import judge_disk, judge_memory, judge_versions, measure_disk, measure_memory, measure_versions
 from .links import judge_links, measure_links
 from .meshes import judge_gradients, judge_sync, measure_gradients, measure_sync
-from .on_ray import free_port, run_on_ray
+from .on_ray import run_on_ray
 from .rates import judge_experts, judge_rates, measure_experts, measure_rates
 from .receiver import judge_receiver, measure_receiver
 from .watch import Watch
@@ -59,12 +60,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=list(CHECKS), metavar="CHECK", help=f"of {', '.join(CHECKS)}")
-    add(
-        "--folder",
-        type=Path,
-        default=Path("."),
-        help="folder on the disk for checkpoints; the check writes and reads a file there",
-    )
+    disk = "folder on the disk for checkpoints; the check writes and reads a file there"
+    add("--folder", type=Path, default=Path("."), help=disk)
     add("--limit", type=float, default=1.0, help="factor on all time limits")
     add("--out", type=Path, metavar="FILE", help="write the figures for recipes.plan --machine FILE")
     add("--ray", action="store_true", help="start a rank on each GPU of this machine's Ray cluster")
@@ -80,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.ray:
         return _run_on_ray(options)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_free_port()}
+    for name, value in alone.items():
         os.environ.setdefault(name, str(value))  # a single rank, if started without a launcher
     warnings.filterwarnings("ignore", category=FutureWarning)
     disable_progress_bar()
@@ -122,18 +120,13 @@ def _start(options: argparse.Namespace, watch: Watch, store: dist.Store, rank: i
     """Choose device and backend, and initialize the process group; collective."""
     watch.begin("start", options.limit * _START_SECONDS)
     place, per_node = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device, gpu = "cpu", ""
+    device, gpu = "cpu", f"none on rank {rank}"
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         index = place % torch.cuda.device_count()
         torch.cuda.set_device(index)
         device, gpu = "cuda", str(torch.cuda.get_device_properties(index).uuid)
-
-    def shares(everyones: list[Any]) -> bool:
-        gpus = [gpu for gpu in everyones if gpu]
-        return len(set(gpus)) < len(gpus)
-
-    shares_gpu = watch.meet(gpu, shares)
+    shares_gpu = watch.meet(gpu, lambda gpus: len(set(gpus)) < len(gpus))
     backend = "cpu:gloo" if device == "cpu" else "gloo" if shares_gpu else "cpu:gloo,cuda:nccl"
     limit = timedelta(seconds=options.limit * _COLLECTIVE_SECONDS)
     group = dist.PrefixStore("group", store)
@@ -154,9 +147,8 @@ def _run(name: str, check: Check, limit: float, ranks: Ranks, watch: Watch) -> l
     rows: list[Row] = []
 
     def judge(everyones: list[Any]) -> None:
-        errors = {rank: each["error"] for rank, each in enumerate(everyones) if "error" in each}
-        if errors:
-            rank, error = next(iter(errors.items()))
+        if errors := [(rank, each["error"]) for rank, each in enumerate(everyones) if "error" in each]:
+            rank, error = errors[0]
             also = f" (and {len(errors) - 1} other ranks)" if len(errors) > 1 else ""
             rows.append(Row(name, f"rank {rank}{also}: {error}"[:300], "no error", "wrong"))
         else:
@@ -180,8 +172,6 @@ def report(rows: Sequence[Row], world: int, out: Path | None) -> None:
     if settings := [setting for row in rows for setting in row.settings]:
         console.print("\n".join(["settings for a run here:", *settings]), markup=False)
     if out is not None:
-        cluster: dict[str, float] = {}
-        for row in rows:
-            cluster |= row.cluster
+        cluster = {name: value for row in rows for name, value in row.cluster.items()}
         out.write_text(json.dumps(cluster, indent=1) + "\n")
         console.print(f"python -m epfsdp2.recipes.plan --model ... --machine {out}", soft_wrap=True, markup=False)

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import time
 from collections.abc import Iterator
 from uuid import uuid4
@@ -52,11 +53,7 @@ def judge_versions(found: list[dict[str, str]], ranks: Ranks) -> Iterator[Row]:
 
 def measure_memory(ranks: Ranks) -> dict[str, float]:
     """Return GiB of host and GPU memory, and GB/s between GPU and pinned memory; all ranks copy at once."""
-    shared = os.statvfs("/dev/shm")
-    found = {
-        "host": psutil.virtual_memory().available / _GIB,
-        "shared": shared.f_bavail * shared.f_frsize / _GIB,
-    }
+    found = {"host": psutil.virtual_memory().available / _GIB, "shared": shutil.disk_usage("/dev/shm").free / _GIB}
     if ranks.device == "cuda":
         free, total = torch.cuda.mem_get_info()
         found |= {"free": free / _GIB, "total": total / _GIB}

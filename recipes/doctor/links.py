@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +18,7 @@ _SHARE = 0.6  # of the links' rate; large messages should reach it
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
-@dataclass(frozen=True)
-class Card:
+class Card(NamedTuple):
     """Published rates of a GPU: GB/s to its node in one direction, bfloat16 TFLOP/s, GB/s of its memory."""
 
     links: float
@@ -41,11 +42,8 @@ def card_of(device: str) -> Card | None:
 
 def network_rate(folder: Path = _INFINIBAND) -> float:
     """Return the total GB/s of this node's active InfiniBand and RoCE ports, from sysfs; 0 without any."""
-    gigabits = 0.0
-    for port in folder.glob("*/ports/*"):
-        if "ACTIVE" in (port / "state").read_text():
-            gigabits += float((port / "rate").read_text().split()[0])  # "400 Gb/sec (4X NDR)"
-    return gigabits / 8
+    active = [port for port in folder.glob("*/ports/*") if "ACTIVE" in (port / "state").read_text()]
+    return sum(float((port / "rate").read_text().split()[0]) for port in active) / 8  # "400 Gb/sec (4X NDR)"
 
 
 def measure_links(ranks: Ranks) -> dict[str, float]:
@@ -59,8 +57,8 @@ def measure_links(ranks: Ranks) -> dict[str, float]:
         whole = torch.zeros(elements // size * size, dtype=torch.bfloat16, device=ranks.device)
         received, part = torch.empty_like(whole), whole[: elements // size]
         calls = {
-            "all-gather": lambda to=received, of=part, group=group: dist.all_gather_into_tensor(to, of, group=group),
-            "all-to-all": lambda to=received, of=whole, group=group: dist.all_to_all_single(to, of, group=group),
+            "all-gather": partial(dist.all_gather_into_tensor, received, part, group=group),
+            "all-to-all": partial(dist.all_to_all_single, received, whole, group=group),
         }
         for name, call in calls.items():
             ranks.note(f"{name} {where}")

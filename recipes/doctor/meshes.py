@@ -80,9 +80,8 @@ def measure_gradients(ranks: Ranks) -> dict[str, float]:
         wanted: dict[str, Any] = {name: param.grad for name, param in plain.named_parameters()}
         norm = nn.utils.get_total_norm(wanted.values())
         for topology in topologies(ranks.world):
-            mesh = " x ".join(
-                f"{axis} {size}" for axis, size in topology.expert_axes.items() if size > 1 or axis == "ep"
-            )
+            axes = [f"{axis} {size}" for axis, size in topology.expert_axes.items() if size > 1 or axis == "ep"]
+            mesh = " x ".join(axes)
             ranks.note(mesh)
             model, meshes = _sharded(folder, topology, ranks.device)
             _loss(model.train(), own).backward()
@@ -117,12 +116,9 @@ def measure_sync(ranks: Ranks) -> dict[str, Any]:
     for parameter, *_, values in sync.gathered(Traffic(), "merged"):
         if not torch.equal(values.cpu(), wanted.pop(parameter)):
             differ.append(parameter)
-    exchange = sync.exchange(Rollout(1 + (ranks.world % 2 == 0)))
-
-    def send() -> int:
-        return sum(1 for _ in exchange.run(sync.values()))
-
-    return {"differ": [*differ, *wanted], "parameters": send(), "seconds": ranks.seconds_of(send)}
+    exchange, parameters = sync.exchange(Rollout(1 + (ranks.world % 2 == 0))), []
+    seconds = ranks.seconds_of(lambda: parameters.append(sum(1 for _ in exchange.run(sync.values()))))
+    return {"differ": [*differ, *wanted], "parameters": parameters[0], "seconds": seconds}
 
 
 def judge_sync(found: list[dict[str, Any]], ranks: Ranks) -> Iterator[Row]:
@@ -131,6 +127,5 @@ def judge_sync(found: list[dict[str, Any]], ranks: Ranks) -> Iterator[Row]:
     each = max(1e3 * rank["seconds"] / rank["parameters"] for rank in found)
     wanted = _MILLISECONDS if ranks.has_gpus else None
     value = f"{each:.2f} ms a parameter, {each * _QWEN3_30B / 1e3:.2f} s for Qwen3-30B-A3B"
-    yield Row(
-        "host's part of a sync", value, f"<= {wanted} ms" if wanted else "", verdict_of(-each, wanted and -wanted)
-    )
+    verdict = verdict_of(-each, wanted and -wanted)
+    yield Row("host's part of a sync", value, f"<= {wanted} ms" if wanted else "", verdict)

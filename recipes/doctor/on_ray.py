@@ -1,7 +1,6 @@
 """Start the ranks in a Ray cluster: an actor on each GPU runs the command of one rank."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -10,19 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from torch.distributed.elastic.utils.distributed import get_free_port
+
 from ...engine.errors import SettingError
 
-__all__ = ["free_port", "run_on_ray"]
+__all__ = ["run_on_ray"]
 
 _PLACE_SECONDS = 120.0  # for Ray to start the actors
 _TAIL = 2000  # characters of a failed rank's stderr
-
-
-def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return found.getsockname()[1]
 
 
 class _Place:
@@ -32,7 +26,7 @@ class _Place:
         """Return the id, the address and a free port of the actor's node."""
         import ray
 
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), get_free_port()
 
     def run(self, words: Sequence[str], environment: Mapping[str, str], seconds: float) -> tuple[int, str, str, str]:
         """Run one rank in a process; return its status, stdout, stderr, and the text of its ``--out`` file."""
@@ -49,10 +43,9 @@ class _Place:
 
 
 def run_on_ray(words: Sequence[str], cpu_ranks: int, seconds: float, out: Path | None) -> int:
-    """Run the ranks, print the output of rank 0, and return the highest status.
+    """Run ranks with these options, print the output of rank 0, and return the highest status.
 
     Args:
-        words: options of each rank.
         cpu_ranks: number of ranks on CPUs; 0 for one on each GPU.
         seconds: time limit of a rank.
 
@@ -80,9 +73,9 @@ def run_on_ray(words: Sequence[str], cpu_ranks: int, seconds: float, out: Path |
     per_node, (_, address, port) = world // len(sizes), nodes[order[0]]
     running = []
     for rank, i in enumerate(order):
-        places_of = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
-        environment = {name: str(value) for name, value in places_of.items()}
-        environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        facts = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+        facts |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+        environment = {name: str(value) for name, value in facts.items()}
         running.append(places[i].run.remote(list(words), environment, seconds))
     try:
         ended = ray.get(running)

@@ -1,7 +1,7 @@
 """Measure a GPU: matrix products, memory, attention; an experts' layer alone, exchanged, beside an all-gather."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +30,6 @@ _GAIN = 0.97  # a setting is proposed if the time with it is below this share of
 _CHUNKS, _SMS = (2, 4), (8, 16, 24)
 _DEFAULT_SMS = 16  # engine.communication_sms on a GPU
 _ATTENTION_ERROR = 1e-2  # relative, in bfloat16
-
-
-# -- one GPU ----------------------------------------------------------------------------------------------------------
 
 
 def measure_rates(ranks: Ranks) -> dict[str, float]:
@@ -84,9 +81,6 @@ def judge_rates(found: list[dict[str, float]], ranks: Ranks) -> Iterator[Row]:
     yield Row("FlashAttention 3", value, f"< {_ATTENTION_ERROR:.0e}", "right" if error < _ATTENTION_ERROR else "wrong")
 
 
-# -- the experts' layer -----------------------------------------------------------------------------------------------
-
-
 class _Layer:
     """Experts and tokens of this rank; on a GPU with the sizes of a layer of Qwen3-30B-A3B at 16 experts a rank."""
 
@@ -122,7 +116,7 @@ class _Layer:
         return run
 
     def exchanged(self, exchange: Callable[..., torch.Tensor], group: dist.ProcessGroup, **more: Any) -> Callable:
-        """Return a step that uses ``exchange`` in place of the synchronous all-to-all."""
+        """Return a step with ``exchange`` in place of the synchronous all-to-all."""
         sums = backend_named(self.backend)
         return self.step(group, functools.partial(exchange, num_experts=self.all, group=group, backend=sums, **more))
 
@@ -130,9 +124,8 @@ class _Layer:
 def measure_experts(ranks: Ranks) -> dict[str, Any]:
     """Measure a forward and backward with each token exchange, and beside an all-gather of weights.
 
-    Returns:
-        ``seconds``: by exchange; ``beside``: seconds by the number of SMs that the GEMMs leave, on GPUs; ``flops`` of a
-        step; ``deepep``: the reason if DeepEP was not measured.
+    Returns ``seconds`` by exchange; on GPUs also ``beside``, seconds by the number of SMs that the GEMMs leave;
+    ``flops`` of a step; the reason if DeepEP was not measured.
     """
     layer = _Layer(ranks)
     steps = {"alone": layer.step(None)}
@@ -179,10 +172,8 @@ def judge_experts(found: list[dict[str, Any]], ranks: Ranks) -> Iterator[Row]:
     if "exchanged" in slowest:
         shown = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in slowest.items())
         best = min(slowest, key=lambda name: slowest[name] if name != "alone" else float("inf"))
-        settings: Sequence[str] = []
-        if ranks.has_gpus and slowest[best] < _GAIN * slowest["exchanged"]:
-            name = "engine.dispatcher=deepep" if best == "deepep" else f"engine.dispatch_chunks={best.split()[0]}"
-            settings = [f"{name} ({slowest[best] / slowest['exchanged']:.0%} of the time without)"]
+        name = "engine.dispatcher=deepep" if best == "deepep" else f"engine.dispatch_chunks={best.split()[0]}"
+        settings = _proposed(name, slowest[best] / slowest["exchanged"]) if ranks.has_gpus else []
         yield Row(f"experts over ep {ranks.per_node}", shown, settings=settings)
         if found[0]["deepep"]:
             yield Row("DeepEP", found[0]["deepep"])
@@ -192,9 +183,10 @@ def judge_experts(found: list[dict[str, Any]], ranks: Ranks) -> Iterator[Row]:
         beside = {int(sms): max(each["beside"][sms] for each in found) for sms in found[0]["beside"]}
         shown = "SMs left " + ", ".join(f"{sms}: {1e3 * seconds:.3g} ms" for sms, seconds in beside.items())
         best_sms = min(beside, key=beside.__getitem__)
-        settings = []
-        if beside[best_sms] < _GAIN * beside[_DEFAULT_SMS]:
-            settings = [
-                f"engine.communication_sms={best_sms} ({beside[best_sms] / beside[_DEFAULT_SMS]:.0%} of the time)"
-            ]
+        settings = _proposed(f"engine.communication_sms={best_sms}", beside[best_sms] / beside[_DEFAULT_SMS])
         yield Row("experts beside an all-gather", shown, settings=settings)
+
+
+def _proposed(setting: str, share: float) -> list[str]:
+    """Return a setting whose time is this share of the time without it, if that is a gain."""
+    return [f"{setting} ({share:.0%} of the time without)"] if share < _GAIN else []

@@ -29,11 +29,11 @@ def measure_receiver(ranks: Ranks) -> dict[str, Any]:
     process.start()
     values = torch.arange(1000.0, device=ranks.device)
     tensors.put(values)
+    total = None
     try:
         total = answers.get(timeout=_SECONDS)
     except queue.Empty:  # the process has printed its error
         process.kill()
-        total = None
     tensors.put(None)
     process.join(_SECONDS)
     return {"same": total == values.double().sum().item(), "status": process.exitcode}

@@ -28,11 +28,7 @@ _WAITS = ("wait(", "synchronize(", "barrier(", "all_to_all", "all_gather", "all_
 
 
 class Watch:
-    """The deadline of this rank's check, and its meetings with the other ranks.
-
-    Args:
-        say: prints the report of a check that hangs, on rank 0.
-    """
+    """The deadline of this rank's check, and its meetings with the others; rank 0 prints who hangs by ``say``."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, say: Callable[[str], None]):
         self._store, self._rank, self._world, self._say = store, rank, world, say
@@ -70,16 +66,11 @@ class Watch:
         self._store.set(f"{self._check}/{self._rank}", json.dumps(mine))
         if self._rank == 0:
             keys = [f"{self._check}/{rank}" for rank in range(self._world)]
-            self._wait_for(keys)
+            _is_set(self._store, keys)
             said = json.dumps(answer([json.loads(value) for value in self._store.multi_get(keys)]))
             self._store.set(f"{self._check}/answer", said)
-            return json.loads(said)
-        self._wait_for([f"{self._check}/answer"])
+        _is_set(self._store, [f"{self._check}/answer"])
         return json.loads(self._store.get(f"{self._check}/answer"))
-
-    def _wait_for(self, keys: list[str]) -> None:
-        while not self._store.check(keys):
-            time.sleep(0.02)
 
     def _look(self) -> None:
         try:
@@ -96,11 +87,11 @@ class Watch:
         self._own.set(_OVER, self._check)
         self._own.set(f"stack/{self._rank}", self._stack())
         if self._rank:
-            if not self._answered([_SAID], 2 * _ANSWER_SECONDS):
+            if not _is_set(self._own, [_SAID], 2 * _ANSWER_SECONDS):
                 print(f"rank {self._rank} {self._stack()}", file=sys.stderr, flush=True)
             return
         stacks = {}
-        self._answered([f"stack/{rank}" for rank in range(self._world)], _ANSWER_SECONDS)
+        _is_set(self._own, [f"stack/{rank}" for rank in range(self._world)], _ANSWER_SECONDS)
         for rank in range(self._world):
             there = self._own.check([f"stack/{rank}"])
             stacks[rank] = self._own.get(f"stack/{rank}").decode() if there else "gave no answer"
@@ -111,24 +102,23 @@ class Watch:
         self._say(f"{self._check} did not end within {self._limit:g} s.\n{hanging(stacks)}")
         self._own.set(_SAID, "")
 
-    def _answered(self, keys: list[str], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not (there := self._own.check(keys)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return there
-
     def _stack(self) -> str:
         """Return the state and the innermost frames of the watched thread, the innermost last."""
         frame = sys._current_frames()[self._thread_watched]
         frames = traceback.extract_stack(frame)[-_FRAMES:]
         lines = [f"    {'/'.join(Path(f.filename).parts[-3:])}:{f.lineno} {f.name}: {f.line}" for f in frames]
-        waits = "waits" if "torch/distributed" in frames[-1].filename or _is_wait(frames[-1].line) else "hangs"
+        filename, line = frames[-1].filename, frames[-1].line or ""
+        waits = "torch/distributed" in filename or any(word in line for word in _WAITS)
         at = f" at {self._noted}" if self._noted else ""
-        return "\n".join([f"{waits}{at}:", *lines])
+        return "\n".join([f"{'waits' if waits else 'hangs'}{at}:", *lines])
 
 
-def _is_wait(line: str | None) -> bool:
-    return any(word in (line or "") for word in _WAITS)
+def _is_set(store: dist.Store, keys: list[str], seconds: float = float("inf")) -> bool:
+    """Wait until the store has these keys, or for some seconds; return whether it has them."""
+    deadline = time.monotonic() + seconds
+    while not (there := store.check(keys)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return there
 
 
 def hanging(stacks: Mapping[int, str]) -> str:

@@ -25,12 +25,7 @@ CLUSTERS = tuple(sorted(p.stem for p in _HERE.glob("*.yaml") if p.stem not in (*
 
 
 def overrides(cluster: str, algorithm: str) -> list[str]:
-    """Return the overrides of a recipe, in the order in which Hydra reads them.
-
-    Args:
-        cluster: model and number of GPUs, one of ``CLUSTERS``.
-        algorithm: one of ``ALGORITHMS``.
-    """
+    """Return the overrides of a recipe of ``CLUSTERS`` and ``ALGORITHMS``, in the order in which Hydra reads them."""
     names = (cluster, "common", algorithm)
     return [override for name in names for override in yaml.safe_load((_HERE / f"{name}.yaml").read_text())]
 

@@ -11,14 +11,10 @@ from rich.console import Console
 from . import task
 from .commands import RANKS, grpo_command, overrides, pretty, sglang_environment, warmup_command
 from .failure import cause
-from .metrics import conclude, print_summary, read_steps
+from .metrics import PROBS_DIFF, REWARD, SECONDS, conclude, print_summary, read_steps
 from .processes import Interrupted, ProcessTree
 
 __all__ = ["main", "parse"]
-
-
-class PhaseFailed(Exception):
-    """A trainer failed; the text has the cause."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -67,14 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
     except Interrupted as interrupted:
         console.print(f"[yellow]interrupted by {interrupted}; every process of this run has ended[/]")
         return 128 + interrupted.number
-    except PhaseFailed as failed:
-        console.print(str(failed), style="red", markup=False)
-        return 1
 
 
-def _commands(options: argparse.Namespace, output: Path, warmed_up: Path, ray_dir: Path) -> dict[str, list[str]]:
-    """Return the commands of the warm-up, unless it is left out, and of GRPO."""
-    here, model = Path(__file__).resolve().parent, options.model.resolve() if options.model else warmed_up
+def _run(options: argparse.Namespace, console: Console, tree: ProcessTree) -> int:
+    started, wanted = time.monotonic(), options.output.resolve()
+    folders = itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2)))
+    output = next(path for path in folders if not path.exists() or (path.is_dir() and not any(path.iterdir())))
+    metrics, here = output / "metrics.jsonl", Path(__file__).resolve().parent
     values = vars(options) | {
         "output": output,
         "model": output / "model",
@@ -83,19 +78,12 @@ def _commands(options: argparse.Namespace, output: Path, warmed_up: Path, ray_di
         "grpo_data": output / "data/grpo.parquet",
         "reward_file": here / "task.py",
         "sampler_file": here / "sampler.py",
-        "ray_dir": ray_dir,
+        "ray_dir": tree.folder,
     }
-    extra = overrides("sglang", {}) if options.rollout == "sglang" else []
-    warmup = {} if options.model else {"warm-up": warmup_command(values)}
-    return warmup | {"GRPO": grpo_command(values | {"model": model}, [*extra, *options.override])}
-
-
-def _run(options: argparse.Namespace, console: Console, tree: ProcessTree) -> int:
-    started, wanted = time.monotonic(), options.output.resolve()
-    folders = itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2)))
-    output = next(path for path in folders if not path.exists() or (path.is_dir() and not any(path.iterdir())))
-    metrics, warmed_up = output / "metrics.jsonl", output / f"warmup/global_step_{options.warmup_steps}/huggingface"
-    commands = _commands(options, output, warmed_up, tree.folder)
+    commands = {} if options.model else {"warm-up": warmup_command(values)}
+    values["model"] = (options.model or output / f"warmup/global_step_{options.warmup_steps}/huggingface").resolve()
+    servers = overrides("sglang", {}) if options.rollout == "sglang" else []
+    commands["GRPO"] = grpo_command(values, [*servers, *options.override])
     if options.dry_run:
         for name, command in commands.items():
             console.print(f"\n{name}:\n{pretty(command)}\n", markup=False)
@@ -120,8 +108,8 @@ def _run(options: argparse.Namespace, console: Console, tree: ProcessTree) -> in
         nonlocal printed
         for step in read_steps(metrics)[printed:]:
             console.print(
-                f"step {step.number:3d}/{options.steps}  reward {step.reward:.3f}  "
-                f"train/rollout difference {step.probs_diff:.1e}  {step.seconds:.1f} s"
+                f"step {step['step']:3d}/{options.steps}  reward {step[REWARD]:.3f}  "
+                f"train/rollout difference {step[PROBS_DIFF]:.1e}  {step[SECONDS]:.1f} s"
             )
             printed += 1
 
@@ -130,8 +118,9 @@ def _run(options: argparse.Namespace, console: Console, tree: ProcessTree) -> in
         console.print(f"\n{name}:\n{pretty(command)}\n", markup=False)
         env["VERL_FILE_LOGGER_PATH"] = str(metrics if name == "GRPO" else output / "warmup.jsonl")
         if status := tree.run(command, env, log, show_steps):
-            lines = "\n  ".join(cause(log))
-            raise PhaseFailed(f"{name} ended with status {status}. The cause, from {log}:\n  {lines}")
+            failure = "\n  ".join([f"{name} ended with status {status}. The cause, from {log}:", *cause(log)])
+            console.print(failure, style="red", markup=False)
+            return 1
         seconds[name] = time.monotonic() - begun
         console.print(f"{name} took {seconds[name]:.0f} s")
 

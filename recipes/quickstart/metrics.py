@@ -2,36 +2,26 @@
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, variance
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["PHASES", "Step", "conclude", "print_summary", "read_records", "read_steps"]
+__all__ = ["PHASES", "PROBS_DIFF", "REWARD", "SECONDS", "conclude", "print_summary", "read_records", "read_steps"]
 
+# verl's names. The difference is the mean |p_trainer - p_vllm| of the sampled tokens.
+REWARD, PROBS_DIFF = "critic/score/mean", "training/rollout_probs_diff_mean"
+TOKENS, SECONDS = "perf/total_num_tokens", "timing_s/step"
 PHASES = {
+    "step": SECONDS,
     "generation": "timing_s/gen",
     "log-prob": "timing_s/old_log_prob",
     "update": "timing_s/update_actor",
     "weight sync": "timing_s/update_weights",
 }
-REWARD = "critic/score/mean"
-PROBS_DIFF = "training/rollout_probs_diff_mean"
 _RISE, _STANDARD_ERRORS, _LARGEST_PROBS_DIFF = 0.1, 3.0, 5e-3
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step; ``probs_diff`` is the mean |p_trainer - p_vllm| of the sampled tokens."""
-
-    number: int
-    reward: float
-    probs_diff: float
-    tokens: float
-    seconds: float
-    phases: dict[str, float]
 
 
 def read_records(path: Path) -> list[dict]:
@@ -40,20 +30,17 @@ def read_records(path: Path) -> list[dict]:
     return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
 
 
-def read_steps(path: Path) -> list[Step]:
-    """Return the training steps, without validations. A missing figure is NaN, which fails the verdict."""
-    steps = []
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """Return number (``step``) and figures of each training step. A missing figure is NaN, which fails the verdict."""
+    missing, steps = dict.fromkeys((REWARD, PROBS_DIFF, TOKENS, *PHASES.values()), math.nan), []
     for record in read_records(path):
-        figures = {key: math.nan if value is None else value for key, value in record["data"].items()}
-        phases = {name: figures.get(key, math.nan) for name, key in PHASES.items()}
-        keys = (REWARD, PROBS_DIFF, "perf/total_num_tokens", "timing_s/step")
-        reward, probs_diff, tokens, seconds = (figures.get(key, math.nan) for key in keys)
-        if REWARD in figures:
-            steps.append(Step(record["step"], reward, probs_diff, tokens, seconds, phases))
+        figures = {name: value for name, value in record["data"].items() if value is not None}
+        if REWARD in record["data"]:
+            steps.append({**missing, **figures, "step": record["step"]})
     return steps
 
 
-def conclude(steps: list[Step], expected: int, samples_per_step: int) -> dict:
+def conclude(steps: list[dict[str, Any]], expected: int, samples_per_step: int) -> dict:
     """Return the figures of ``summary.json``, with ``passed`` and the ``failures`` in words.
 
     The mean reward of the last tenth of the steps (at least two) has to exceed the first tenth's by 0.1 and three
@@ -64,7 +51,7 @@ def conclude(steps: list[Step], expected: int, samples_per_step: int) -> dict:
     if len(steps) < 2:
         return {"steps": len(steps), "passed": False, "failures": failures}
     window = max(round(len(steps) / 10), 2)
-    parts = [[step.reward for step in part] for part in (steps[:window], steps[-window:])]
+    parts = [[step[REWARD] for step in part] for part in (steps[:window], steps[-window:])]
     first, last = means = [fmean(part) for part in parts]
     by_chance = [mean * (1 - mean) / samples_per_step for mean in means]
     error = math.sqrt(sum(max(variance(p), chance) / window for p, chance in zip(parts, by_chance, strict=True)))
@@ -74,13 +61,12 @@ def conclude(steps: list[Step], expected: int, samples_per_step: int) -> dict:
             f"{window}; wanted at least +{_RISE} and more than {_STANDARD_ERRORS:.0f} standard errors "
             f"({_STANDARD_ERRORS * error:.3f})"
         )
-    if bad := next((step for step in steps if not step.probs_diff <= _LARGEST_PROBS_DIFF), None):
+    if bad := next((step for step in steps if not step[PROBS_DIFF] <= _LARGEST_PROBS_DIFF), None):
         failures.append(
-            f"vLLM and the trainer disagree: {PROBS_DIFF} was {bad.probs_diff:.2g} at step {bad.number}, wanted at "
+            f"vLLM and the trainer disagree: {PROBS_DIFF} was {bad[PROBS_DIFF]:.2g} at step {bad['step']}, wanted at "
             f"most {_LARGEST_PROBS_DIFF} at every step; vLLM does not have the trainer's weights"
         )
-    diffs = [step.probs_diff for step in steps]
-    phases = {name: fmean(step.phases[name] for step in steps[1:]) for name in PHASES}
+    diffs = [step[PROBS_DIFF] for step in steps]
     return {
         "steps": len(steps),
         "passed": not failures,
@@ -90,8 +76,8 @@ def conclude(steps: list[Step], expected: int, samples_per_step: int) -> dict:
         "window_steps": window,
         "standard_error": error,
         "worst_probs_diff": math.nan if any(map(math.isnan, diffs)) else max(diffs),
-        "tokens_per_second": sum(step.tokens for step in steps) / sum(step.seconds for step in steps),
-        "seconds_per_step": {"step": fmean(step.seconds for step in steps[1:]), **phases},
+        "tokens_per_second": sum(step[TOKENS] for step in steps) / sum(step[SECONDS] for step in steps),
+        "seconds_per_step": {name: fmean(step[key] for step in steps[1:]) for name, key in PHASES.items()},
     }
 
 
@@ -99,11 +85,15 @@ def print_summary(console: Console, facts: dict) -> None:
     """Print the figures of ``conclude`` as a table."""
     table = Table("", "", title="quickstart", show_header=False)
     table.columns[0].style, table.columns[1].justify = "bold", "right"
-    window, last = facts["window_steps"], f"{facts['last_reward']:.3f} (± {facts['standard_error']:.3f})"
-    table.add_row(f"reward, first {window} steps", f"{facts['first_reward']:.3f}")
-    table.add_row(f"reward, last {window} steps", last)
-    table.add_row("largest train/rollout difference", f"{facts['worst_probs_diff']:.1e}")
-    table.add_row("tokens per second", f"{facts['tokens_per_second']:.0f}")
+    window = facts["window_steps"]
+    rows = {
+        f"reward, first {window} steps": f"{facts['first_reward']:.3f}",
+        f"reward, last {window} steps": f"{facts['last_reward']:.3f} (± {facts['standard_error']:.3f})",
+        "largest train/rollout difference": f"{facts['worst_probs_diff']:.1e}",
+        "tokens per second": f"{facts['tokens_per_second']:.0f}",
+    }
     for name, seconds in facts["seconds_per_step"].items():
-        table.add_row("seconds per step" if name == "step" else f"  {name}", f"{seconds:.2f}")
+        rows["seconds per step" if name == "step" else f"  {name}"] = f"{seconds:.2f}"
+    for row in rows.items():
+        table.add_row(*row)
     console.print(table)

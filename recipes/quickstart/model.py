@@ -30,7 +30,6 @@ _SIZES = dict(
     head_dim=32,
     max_position_embeddings=128,
     initializer_range=0.1,
-    tie_word_embeddings=False,
     dtype="float32",
 )
 

@@ -1,8 +1,7 @@
 """Starts commands and leaves nothing of them behind; Linux.
 
-Ray's daemons and workers and vLLM's engines are grandchildren in sessions of their own. The recipe becomes a *child
-subreaper* (``man 2 prctl``): the kernel makes it the parent of each orphaned descendant. So its process tree is always
-complete, and ending the tree ends everything.
+Ray's daemons and vLLM's engines are grandchildren in sessions of their own. The recipe becomes a *child subreaper*
+(``man 2 prctl``): the kernel makes it the parent of each orphaned descendant, so ending its tree ends everything.
 """
 
 import ctypes
@@ -27,7 +26,7 @@ __all__ = ["Interrupted", "ProcessTree"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_SECONDS = 8.0  # Ray's own shutdown takes about two
-_POLL_SECONDS, _NOTE_SECONDS = 0.3, 5.0
+_POLL_SECONDS = 0.3
 _libc = ctypes.CDLL(None)
 
 # For verl's trainers: one thread per process. Ray and gloo listen on loopback alone, Ray because it believes that it is
@@ -63,18 +62,13 @@ def _interrupt(number: int, _frame: Any) -> None:
 
 
 class ProcessTree:
-    """Context manager that runs commands, and ends all their descendants when it ends.
-
-    Attributes:
-        folder: a temporary directory for Ray's session. Its path is short because Ray adds about 60 of the 107
-            characters that a unix socket's path may have.
-    """
+    """Context manager that runs commands, and ends all their descendants when it ends."""
 
     def __enter__(self) -> "ProcessTree":
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._held: set[str] = set()  # segments and sockets of the processes
-        self._others: set[str] = set()
-        self._noted = time.monotonic()
+        self._there: set[str] = set()  # those and others', at the last look
+        # For Ray's session. Ray adds about 60 of the 107 characters that a unix socket's path may have.
         self.folder = Path(tempfile.mkdtemp(prefix="epfsdp2-", dir="/tmp"))
         _on_signals(_interrupt)
         return self
@@ -97,8 +91,7 @@ class ProcessTree:
     def run(self, command: list[str], env: dict[str, str], log: Path, on_tick: Callable[[], None]) -> int:
         """Run a command with its output in ``log``, and ``on_tick`` a few times a second; return its exit status.
 
-        The command has a session of its own, so a Ctrl-C in the terminal reaches the recipe alone. All descendants
-        have ended when this returns or raises.
+        All descendants have ended when this returns or raises.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
@@ -108,15 +101,14 @@ class ProcessTree:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=True,  # so a Ctrl-C in the terminal reaches the recipe alone
                 # If the recipe itself is killed, the command ends, and Ray's daemons follow their driver.
                 preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
             )
         try:
             while (status := process.poll()) is None:
                 on_tick()
-                # A sync holds its segments for less than a second, and a killed process leaves them.
-                if present() - self._held != self._others or time.monotonic() - self._noted > _NOTE_SECONDS:
+                if present() != self._there:  # a sync holds its segments for less than a second
                     self._note_held()
                 time.sleep(_POLL_SECONDS)
             on_tick()
@@ -125,9 +117,8 @@ class ProcessTree:
         return status
 
     def _note_held(self) -> None:
-        self._noted, there = time.monotonic(), present()
+        self._there = present()
         self._held |= held_by(process.pid for process in psutil.Process().children(recursive=True))
-        self._others = there - self._held
 
     def _end_descendants(self) -> None:
         """Terminate the children, which clean up in order, and kill all that remain."""
@@ -136,14 +127,9 @@ class ProcessTree:
             with suppress(psutil.NoSuchProcess):
                 child.terminate()
         deadline = time.monotonic() + _GRACE_SECONDS
-        while True:
-            with suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            if not (descendants := psutil.Process().children(recursive=True)):
-                return
+        while descendants := psutil.Process().children(recursive=True):
             self._note_held()  # a sync that begins meanwhile makes a segment and a socket
             for process in descendants if time.monotonic() > deadline else ():
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            time.sleep(0.05)
+            psutil.wait_procs(descendants, timeout=0.05)  # reaps them, too

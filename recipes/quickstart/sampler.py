@@ -9,11 +9,7 @@ __all__ = ["replay_buffer"]
 
 
 def replay_buffer(trainer_mode: str, **settings) -> ReplayBuffer:
-    """Build verl's own buffer.
-
-    Raises:
-        ValueError: for ``algorithm.filter_groups``, which verl passes to no custom sampler.
-    """
+    """Build verl's own buffer; raise ``ValueError`` for ``algorithm.filter_groups``."""
     if settings["sampler_kwargs"].get("filter_groups"):
         works = "add trainer.v1.sampler.custom_sampler.path=null"
         raise ValueError(f"algorithm.filter_groups.enable=true: verl passes it to no custom sampler; {works}")

@@ -29,7 +29,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_s
 def warmup_rows(seed: int, copies: int, right_share: float) -> list[dict]:
     """Return shuffled conversations, ``copies`` per question; a label is right with probability ``right_share``.
 
-    Wrong labels are spread evenly over the other sums, so no wrong answer is as likely as the right one.
+    Wrong labels are spread evenly over the other sums.
     """
     if not 0.0 < right_share <= 1.0:
         raise ValueError(f"right_share={right_share}: has to be in (0, 1], for example 0.4")

@@ -6,7 +6,6 @@ the callback wraps ``PPOTrainer.fit``, and the ``step`` of the trainer that call
 ``tests/recipes/test_resilient_saves.py`` fails when upstream changes this.
 """
 
-import functools
 import io
 import json
 import shutil
@@ -24,13 +23,11 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from ...engine.checkpoint.atomic_folder import complete_dir, partial_dir
 from ...engine.checkpoint.saves import name_as_latest
 from ...engine.survivors import TASK, write_message
-from .checkpoints import ENDED, FOLDER, NOTICE, NOW, saved_steps
+from .checkpoints import FOLDER, NOTICE, saved_steps
 
 __all__ = ["CantSaveError", "SaveBeforeTheEnd", "save_step"]
 
 _ANSWER_SECONDS, _WRITE_SECONDS, _POLL_SECONDS = 20.0, 900.0, 0.2
-
-Answers = dict[tuple[str, int], dict[str, Any]]  # by role and rank
 
 
 class SaveBeforeTheEnd(CheckpointCallback):
@@ -51,42 +48,36 @@ class SaveBeforeTheEnd(CheckpointCallback):
         threading.Thread(target=self._watch, name="save before the end", daemon=True).start()
 
     def _watch(self) -> None:
-        messages = self._root / FOLDER
+        notice = self._root / NOTICE
         while True:
             time.sleep(_POLL_SECONDS)
-            if (self._root / NOTICE).exists():
-                self.config.trainer.save_freq = 1
-            if (messages / NOW).exists() and not (messages / ENDED).exists():
+            if notice.exists() and notice.read_text() == FOLDER:
                 self._save()
-                (messages / ENDED).touch()
+                notice.unlink(missing_ok=True)
+            elif notice.exists():
+                self.config.trainer.save_freq = 1
 
     def _wrap_fit(self) -> None:
         plain = PPOTrainer.fit
 
-        @functools.wraps(plain)
-        def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._follow(trainer)
+        def fit(trainer: Any) -> Any:
+            self._trainer, self._begun, step = trainer, trainer.global_steps, trainer.step
+
+            def noted_step(*args: Any) -> Any:
+                result = step(*args)
+                data = io.BytesIO()
+                torch.save(trainer.train_dataloader.state_dict(), data)  # as verl's trainers write data.pt
+                self._last = (trainer.global_steps, data.getvalue())
+                return result
+
+            trainer.step = noted_step
             try:
-                return plain(trainer, *args, **kwargs)
+                return plain(trainer)
             except BaseException:
                 self._save()
                 raise
 
         PPOTrainer.fit = fit
-
-    def _follow(self, trainer: Any) -> None:
-        """Keep the number and ``data.pt`` of each step that completes."""
-        self._trainer, self._begun, step = trainer, trainer.global_steps, trainer.step
-
-        @functools.wraps(step)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
-            data = io.BytesIO()
-            torch.save(trainer.train_dataloader.state_dict(), data)  # as verl's trainers write data.pt
-            self._last = (trainer.global_steps, data.getvalue())
-            return result
-
-        trainer.step = noted
 
     def _save(self) -> None:
         """Save the last complete step unless it is saved; print the outcome."""
@@ -95,7 +86,7 @@ class SaveBeforeTheEnd(CheckpointCallback):
             if last is None or last[0] in [saved.step for saved in saved_steps(self._root) if not saved.fault]:
                 return
             step, data = last
-            # Updates of each role in this attempt, which ranks count likewise.
+            # Updates of each role in this attempt; the ranks count the same.
             first = max(self._begun + 1, self.config.trainer.critic_warmup)
             updates = {"actor": max(0, step - first + 1)}
             if self._trainer.use_critic:
@@ -115,75 +106,61 @@ def save_step(root: Path, step: int, updates: Mapping[str, int], data: bytes) ->
     """Save a step with the living ranks; return the checkpoint's folder.
 
     Args:
-        root: folder of the run's checkpoints.
         updates: number of updates of each role (``actor``, ``critic``) in this attempt up to this step.
         data: content of ``data.pt``.
 
     Raises:
         CantSaveError: with the reason; there is no checkpoint of this step then.
     """
-    messages, folder = root / FOLDER, root / f"global_step_{step}"
+    messages, folder, id = root / FOLDER, root / f"global_step_{step}", uuid4().hex
+    partials = [partial_dir(folder / role) for role in updates]
 
-    def all_answered(answers: Answers) -> bool:
-        return bool(answers) and len(answers) == len(updates) * next(iter(answers.values()))["ranks"]
+    def found(role: str, ending: str) -> dict[tuple[int, int], Path]:
+        """Return the ranks' files by position in a replica and number of its ranks."""
+        files = {path: path.stem.split("-") for path in messages.glob(f"{id}-{role}-*.{ending}")}
+        return {(int(position), int(ranks)): path for path, (_, _, position, ranks) in files.items()}
 
-    counts = _ask(messages, {}, _ANSWER_SECONDS, all_answered)
-    writers = {role: _writers(role, counts, made) for role, made in updates.items()}
-    partials = {role: partial_dir(folder / role) for role in updates}
+    def all_claimed() -> bool:
+        return all((claims := found(role, "claim")) and len(claims) == max(claims)[1] for role in updates)
+
+    def all_written() -> bool:
+        return all(found(role, "claim").keys() == found(role, "json").keys() for role in updates)
+
     try:
-        for partial in partials.values():
+        for partial in partials:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        folders = {role: str(partial) for role, partial in partials.items()}
-        task = {"step": step, "writers": writers, "updates": dict(updates), "folders": folders}
-        wanted = {(role, rank) for role, ranks in writers.items() for rank in ranks}
-        # Also after an error, because a rank that still writes would bring back a folder that is removed.
-        written = _ask(messages, task, _WRITE_SECONDS, lambda found: found.keys() == wanted)
-        if errors := [answer["error"] for answer in written.values() if "error" in answer]:
+        write_message(messages, TASK, {"id": id, "step": step, "updates": dict(updates), "folder": str(folder)})
+        _wait(all_claimed, _ANSWER_SECONDS)
+        (messages / TASK).unlink()
+        # Also if shards lack, because a rank that still writes would bring back a folder that is removed.
+        is_written = _wait(all_written, _WRITE_SECONDS)
+        for role, made in updates.items():
+            claims = found(role, "claim")
+            if not claims:
+                raise CantSaveError(f"no living rank of the {role} holds a shard after {made} updates")
+            if lacking := sorted(set(range(max(claims)[1])) - {position for position, _ in claims}):
+                raise CantSaveError(
+                    f"no living rank holds the shards of the {role}'s ranks {lacking} of a replica after {made} updates"
+                )
+        if not is_written:
+            raise CantSaveError(f"ranks did not write their shards within {_WRITE_SECONDS:g} s")
+        answers = {role: [json.loads(path.read_text()) for path in found(role, "json").values()] for role in updates}
+        if errors := [answer["error"] for part in answers.values() for answer in part if "error" in answer]:
             raise CantSaveError(errors[0])
-        if silent := sorted(wanted - written.keys()):
-            raise CantSaveError(f"these ranks did not write their shards: {silent}")
-        for role in updates:
-            parts = [answer["files"] for (of, _), answer in written.items() if of == role]
-            complete_dir(folder / role, {name: facts for part in parts for name, facts in part.items()})
-        (folder / "data.pt.new").write_bytes(data)
-        (folder / "data.pt.new").replace(folder / "data.pt")
+        for role, part in answers.items():
+            complete_dir(folder / role, {name: facts for answer in part for name, facts in answer["files"].items()})
+        (folder / "data.pt").write_bytes(data)
     except BaseException:
-        for partial in partials.values():
+        for partial in partials:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     name_as_latest(folder / "actor", step)
     return folder
 
 
-def _ask(messages: Path, task: dict[str, Any], seconds: float, enough: Callable[[Answers], bool]) -> Answers:
-    """Give the ranks a task; return the answers once they are ``enough`` or the time is over."""
-    id, deadline = uuid4().hex, time.monotonic() + seconds
-    write_message(messages, TASK, {"id": id, **task})
-    while True:
-        names = [(path, path.stem.split("-")) for path in messages.glob(f"{id}-*.json")]
-        answers = {(role, int(rank)): json.loads(path.read_text()) for path, (_, role, rank) in names}
-        if enough(answers) or time.monotonic() > deadline:
-            return answers
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-
-
-def _writers(role: str, counts: Answers, updates: int) -> list[int]:
-    """Return ranks that together hold a role's state after these updates: the first living one of each shard.
-
-    Raises:
-        CantSaveError: no living rank holds some shard.
-    """
-    made = {rank: answer["updates"] for (of, rank), answer in sorted(counts.items()) if of == role}
-    if not made:
-        raise CantSaveError(f"no rank of the {role} answers")
-    replica = counts[role, next(iter(made))]["replica"]
-    first: dict[int, int] = {}
-    for rank in (rank for rank, count in made.items() if count == updates):
-        first.setdefault(rank % replica, rank)
-    if lacking := sorted(set(range(replica)) - first.keys()):
-        raise CantSaveError(
-            f"no living rank holds the shards of the {role}'s ranks {lacking} of a replica after {updates} updates "
-            f"(updates of the living ranks: {made}; None: the optimizer was stepping)"
-        )
-    return sorted(first.values())
+    return holds

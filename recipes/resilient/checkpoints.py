@@ -1,6 +1,5 @@
 """The complete checkpoints of a run."""
 
-import re
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,15 +7,14 @@ from pathlib import Path
 
 from ...engine.checkpoint.atomic_folder import MANIFEST, CheckpointError, verify_files
 
-__all__ = ["ENDED", "FOLDER", "NOTICE", "NOW", "Saved", "latest", "saved_steps"]
+__all__ = ["FOLDER", "NOTICE", "Saved", "latest", "saved_steps"]
 
-NOTICE = "save_now"  # a file beside the checkpoints: save at the end of the step
 FOLDER = "survivors"  # of the messages to ranks, beside the checkpoints
-# Files in it: the recipe asks the trainer to save with its ranks, and the trainer has tried.
-NOW, ENDED = "now", "ended"
+# A file beside the checkpoints: save at the end of the step. With ``FOLDER`` as text: save the last step with the
+# living ranks; the trainer removes the file when it has tried.
+NOTICE = "save_now"
 
 _QUEUE = "transfer_queue"  # verl renames the folder to this when it is whole
-_STEP = re.compile(r"global_step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,9 @@ def saved_steps(root: Path, with_queue: bool = False) -> list[Saved]:
     Args:
         with_queue: whether a complete step has verl's queue of prompts, which async trainers save last.
     """
-    found = [(int(match[1]), path) for path in root.glob("global_step_*") if (match := _STEP.fullmatch(path.name))]
-    return [Saved(step, path, _fault(path, with_queue)) for step, path in sorted(found)]
+    numbers = {path: path.name.removeprefix("global_step_") for path in root.glob("global_step_*")}
+    steps = {int(number): path for path, number in numbers.items() if number.isdigit()}
+    return [Saved(step, path, _fault(path, with_queue)) for step, path in sorted(steps.items())]
 
 
 def latest(found: Sequence[Saved]) -> Saved | None:

@@ -7,6 +7,7 @@ batch on the largest mesh that fits.
 """
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from ...engine.errors import SettingError
 from ..quickstart.failure import cause
 from ..quickstart.processes import Interrupted, ProcessTree
-from .checkpoints import ENDED, FOLDER, NOTICE, NOW, latest
+from .checkpoints import FOLDER, NOTICE, latest
 from .cluster import LostNodes, Node, NodesLostError, address_of, living_nodes
 from .command import Command
 
@@ -60,12 +61,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(command: Command, options: argparse.Namespace) -> None:
-    """Check that a run can resume.
-
-    Raises:
-        SettingError: it saves too little, its folder has checkpoints of another run, or its trainer can't save after
-            a failure.
-    """
+    """Raise ``SettingError`` if a run could not resume, or its trainer can't save after a failure."""
     setting = command.setting
 
     def refuse(name: str, rule: str, works: str) -> None:
@@ -133,9 +129,7 @@ class Run:
     def to_the_end(self) -> int:
         """Return 0 if the run has finished, 1 if it was given up.
 
-        Raises:
-            SettingError: the cluster is too small for the first attempt.
-            Interrupted: SIGTERM came, and the run has saved or had no time for it.
+        Raises ``SettingError`` if the cluster is too small for the first attempt, and ``Interrupted`` after SIGTERM.
         """
         resumed: int | None = None
         while True:
@@ -184,8 +178,8 @@ class Run:
             settings += [f'engine.survivors_folder="{self._root / FOLDER}"', _ABORT_ONLY]
         # A killed vLLM leaves its sockets, which the tree removes with its folder.
         env = {"VLLM_RPC_BASE_PATH": str(self._tree.folder), **os.environ}
-        numbers = (int(path.stem.rpartition("-")[2]) for path in self._logs.glob("attempt-*.log"))
-        log = self._logs / f"attempt-{1 + max(numbers, default=0)}.log"
+        logs = (self._logs / f"attempt-{number}.log" for number in itertools.count(1))
+        log = next(path for path in logs if not path.exists())
         log.touch()
         lost, lines = LostNodes(self._needed, self._options.lost_node_seconds), []
         with log.open("rb") as output:
@@ -194,12 +188,11 @@ class Run:
                 sys.stdout.buffer.write(output.read())
                 sys.stdout.flush()
                 self._save_at_sigterm()
-                try:
-                    lost.check()
-                except NodesLostError:
-                    if self._options.save_on_failure:
-                        self._save_by_survivors()
-                    raise
+                if (hosts := lost.hosts()) and self._options.save_on_failure:
+                    self._save_by_survivors()
+                if hosts:
+                    seconds = self._options.lost_node_seconds
+                    raise NodesLostError(f"no answer from {', '.join(hosts)} for {seconds:g} s")
 
             try:
                 if self._tree.run([*self._command.words, *overrides, *settings], env, log, tick) == 0:
@@ -210,11 +203,7 @@ class Run:
         return 1 + (int(steps[-1]) if steps else resumed), [*lines, *cause(log)] or ["it printed nothing"]
 
     def _mesh(self) -> list[str]:
-        """Wait for lost nodes; return the settings of the mesh on the living ones, none if all live.
-
-        Raises:
-            SettingError: the living nodes are too few, or the cluster does not answer.
-        """
+        """Wait for lost nodes; return the settings of the mesh on the living ones, none if all live."""
         setting, address = self._command.setting, address_of(self._command)
         if address is None:
             return []
@@ -265,11 +254,11 @@ class Run:
 
     def _save_by_survivors(self) -> None:
         """Ask the trainer of a run that may hang for a save, and wait until it has tried."""
-        messages, deadline = self._root / FOLDER, time.monotonic() + _SAVE_SECONDS
-        messages.mkdir(exist_ok=True)
-        (messages / NOW).touch()
-        while not (messages / ENDED).exists() and time.monotonic() < deadline:
+        notice, deadline = self._root / NOTICE, time.monotonic() + _SAVE_SECONDS
+        notice.write_text(FOLDER)
+        while notice.exists() and time.monotonic() < deadline:
             time.sleep(0.2)
+        notice.unlink(missing_ok=True)
 
     def _pause(self, seconds: float) -> None:
         """Sleep; SIGTERM ends the run, which has nothing to save now."""

@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .command import Command
 
@@ -31,8 +31,7 @@ class NodesLostError(RuntimeError):
     """Nodes that a run needs do not answer."""
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """Address of a node's raylet, and the node's GPUs as Ray counts them."""
 
     host: str
@@ -84,19 +83,14 @@ class LostNodes:
     """
 
     def __init__(self, nodes: Sequence[Node], seconds: float):
-        self._nodes, self._seconds, self._next = nodes if seconds else (), seconds, 0.0
-        self._silent: dict[Node, float] = {}  # since when
+        self._seconds, self._next = seconds, 0.0
+        self._seen = dict.fromkeys(nodes if seconds else (), time.monotonic())
 
-    def check(self) -> None:
-        """Connect to the nodes now and then.
-
-        Raises:
-            NodesLostError: with the hosts.
-        """
-        if not self._nodes or time.monotonic() < self._next:
-            return
-        there, now = set(_answering(self._nodes)), time.monotonic()
-        self._silent = {node: self._silent.get(node, now) for node in self._nodes if node not in there}
+    def hosts(self) -> list[str]:
+        """Connect to the nodes now and then; return the lost hosts."""
+        if not self._seen or time.monotonic() < self._next:
+            return []
+        there, now = _answering(list(self._seen)), time.monotonic()
+        self._seen |= dict.fromkeys(there, now)
         self._next = now + min(_POLL_SECONDS, self._seconds / 4)
-        if lost := [node.host for node, since in self._silent.items() if now - since > self._seconds]:
-            raise NodesLostError(f"no answer from {', '.join(lost)} for {self._seconds:g} s")
+        return [node.host for node, seen in self._seen.items() if now - seen > self._seconds]

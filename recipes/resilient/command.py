@@ -16,7 +16,6 @@ from .checkpoints import Saved, saved_steps
 __all__ = ["Command"]
 
 _WORKS = "python -m epfsdp2.recipes.resilient -- python -m verl.trainer.main_ppo engine=epfsdp2 ..."
-_TOP = re.compile(r"^[A-Za-z_]\w*:")
 _SHOWN = 600
 
 
@@ -31,8 +30,7 @@ class Command:
     def of(cls, words: Sequence[str]) -> "Command":
         """Check a command and compose its settings, which starts no run.
 
-        Raises:
-            SettingError: the command is not one of verl's RL trainers with this engine, or Hydra can't compose it.
+        Raises ``SettingError`` if it is not one of verl's RL trainers with this engine, or Hydra can't compose it.
         """
         shown = " ".join(words)[:_SHOWN]
         if not words:
@@ -41,7 +39,12 @@ class Command:
         if not module.startswith("verl.") or Path(words[0]).name == "torchrun":
             rule = "is not python -m with one of verl's trainers on Ray. (torchrun has --max-restarts itself.)"
             raise SettingError("resilient", shown, rule, _WORKS)
-        config = _composed(words, shown)
+        done = subprocess.run([*words, "--cfg", "job", "--resolve"], capture_output=True, text=True)
+        config = _printed_settings(done.stdout)
+        if config is None:
+            why = " ".join((done.stderr or done.stdout).split())[-_SHOWN:] or f"it ended with status {done.returncode}"
+            works = "a command that runs without resilient"
+            raise SettingError("resilient", shown, f"its settings can't be composed: {why}.", works)
         if "epfsdp2" not in str(get_setting(config, "engine._target_")):
             raise SettingError("resilient", shown, "has no engine=epfsdp2, whose checkpoints fit another mesh.", _WORKS)
         return cls(tuple(words), config)
@@ -65,17 +68,13 @@ class Command:
         return saved_steps(self.root, self.saves_queue)
 
 
-def _composed(words: Sequence[str], shown: str) -> Mapping[str, Any]:
-    """Run the command with Hydra's ``--cfg job``, which prints the settings and ends."""
-    done = subprocess.run([*words, "--cfg", "job", "--resolve"], capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    for start in (number for number, line in enumerate(lines) if _TOP.match(line)):  # libraries print first
+def _printed_settings(output: str) -> Mapping[str, Any] | None:
+    """Return the settings that Hydra's ``--cfg job`` prints, after lines of libraries."""
+    for start in re.finditer(r"^[A-Za-z_]\w*:", output, re.MULTILINE):
         try:
-            found = yaml.safe_load("\n".join(lines[start:]))
+            found = yaml.safe_load(output[start.start() :])
         except yaml.YAMLError:
             continue
         if isinstance(found, dict) and isinstance(found.get("trainer"), dict):
             return found
-    why = " ".join((done.stderr or done.stdout).split())[-_SHOWN:] or f"it ended with status {done.returncode}"
-    works = "a command that runs without resilient"
-    raise SettingError("resilient", shown, f"its settings can't be composed: {why}.", works)
+    return None

@@ -9,17 +9,8 @@ from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer impo
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    FineGrainedFP8Config,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Mxfp4Config,
-)
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from epfsdp2.recipes.convert import dequantise
 from tests.support.engine.memory import peak_of
@@ -30,6 +21,8 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    with torch.compiler.set_stance("force_eager"):  # compressed-tensors compiles its packing for half a minute
+        yield
 
 
 def _save(folder, tensors, quantisation, files=1, **config):
@@ -70,14 +63,12 @@ def test_dequantise_of_fp8_blocks_as_deepseek_v3_has_them_equals_transformers(tm
     """Include a shape that blocks do not divide, and a plain tensor."""
     weight, scales = _fp8(200, 576), (torch.rand(2, 5) + 0.1).to(scale_dtype)
     bias = torch.randn(8)
-    found = _converted(
-        tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales, "gate.e_score_correction_bias": bias}, FP8
-    )
-    assert found.keys() == {"a.weight", "gate.e_score_correction_bias"}
+    found = _converted(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales, "gate.bias": bias}, FP8)
+    assert found.keys() == {"a.weight", "gate.bias"}
     expected = FP8BlockDequantizer(targets=["a"])._create_dequantized_weight(weight, scales)
     assert found["a.weight"].dtype == torch.bfloat16
     assert torch.equal(found["a.weight"], expected)
-    assert torch.equal(found["gate.e_score_correction_bias"], bias)
+    assert torch.equal(found["gate.bias"], bias)
     assert json.loads((tmp_path / "out/config.json").read_text()) == {}
     assert (tmp_path / "out/tokenizer.json").is_file() and not (tmp_path / "out/pytorch_model.bin").exists()
 
@@ -90,14 +81,6 @@ def test_dequantise_of_fp4_experts_beside_fp8_linears_as_deepseek_v4_has_them_is
     library = Fp8Dequantize(None)
     assert torch.equal(found["e.weight"], library._dequantize_one(experts, of_experts))
     assert torch.equal(found["l.weight"], library._dequantize_one(linear, of_linear))
-
-
-def test_dequantise_of_mxfp4_stacks_as_gpt_oss_has_them_equals_transformers(tmp_path):
-    blocks, scales, bias = _bytes(4, 64, 3, 16), _exponents(4, 64, 3), torch.randn(4, 64).bfloat16()
-    stored = {"x.gate_up_proj_blocks": blocks, "x.gate_up_proj_scales": scales, "x.gate_up_proj_bias": bias}
-    found = _converted(tmp_path, stored, {"quant_method": "mxfp4"})
-    assert found.keys() == {"x.gate_up_proj", "x.gate_up_proj_bias"}
-    assert torch.equal(found["x.gate_up_proj"], convert_moe_packed_tensors(blocks, scales))
 
 
 def _group(bits, kind, strategy, **more):
@@ -149,56 +132,25 @@ def test_dequantise_of_nvfp4_as_modelopt_has_it_equals_compressed_tensors(tmp_pa
     assert torch.equal(found["a.weight"], expected)
 
 
-def _sizes(**more):
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 64}
-    return {"hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 64, **heads, **more}
-
-
-def _gpt_oss(folder):
-    config = GptOssConfig(**_sizes(), head_dim=32, num_local_experts=4, num_experts_per_tok=2)
+def test_dequantise_of_a_gpt_oss_equals_what_transformers_makes_of_it(tmp_path):
+    folder = tmp_path / "in"
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "max_position_embeddings": 64, "vocab_size": 64, **heads}
+    config = GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
     GptOssForCausalLM(config).bfloat16().save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inner, outputs = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = _bytes(experts, outputs, inner // 32, 16)
         tensors[f"{name}_scales"] = _exponents(experts, outputs, inner // 32)
-    return tensors, {"quant_method": "mxfp4"}, Mxfp4Config(dequantize=True)
-
-
-def _deepseek(folder):
-    latent = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 128, "qk_nope_head_dim": 128}
-    experts = {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    }
-    config = DeepseekV3Config(
-        **_sizes(num_key_value_heads=4), **latent, **experts, v_head_dim=128, moe_intermediate_size=128
-    )
-    DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight") or "_with_mqa.weight" in name]:
-        rows, columns = tensors[name].shape
-        tensors[name] = (tensors[name].float() * 64).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = torch.rand(-(-rows // 128), -(-columns // 128)) / 64
-    return tensors, FP8, FineGrainedFP8Config(dequantize=True)
-
-
-@pytest.mark.parametrize("make", [_gpt_oss, _deepseek])
-def test_dequantise_of_a_model_equals_what_transformers_makes_of_it(tmp_path, make):
-    folder = tmp_path / "in"
-    tensors, quantisation, of_transformers = make(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "model.safetensors").unlink()
-    _save(folder, tensors, quantisation, 3, **config)
+    _save(folder, tensors, {"quant_method": "mxfp4"}, 3, **config)
     assert dequantise.main([str(folder), str(tmp_path / "out"), "--file-gigabytes", "0.0002"]) == 0
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    expected = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, quantization_config=of_transformers, device_map="cpu"
-    )
-    wanted = dict(expected.named_parameters())
+    kernels = {"quantization_config": Mxfp4Config(dequantize=True), "device_map": "cpu"}
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **kernels)
+    wanted = dict(wanted.named_parameters())
     assert wanted.keys() == dict(found.named_parameters()).keys()
     for name, param in found.named_parameters():
         assert param.dtype == torch.bfloat16
@@ -228,11 +180,7 @@ def test_dequantise_of_a_larger_checkpoint_takes_no_more_memory(tmp_path):
         ({"a.weight": _fp8(4, 4)}, None, "no quantization_config: its weights are not quantised"),
         ({"a.qweight": torch.ones(2, dtype=torch.int32)}, {"quant_method": "awq"}, "quant_method=awq; known are fp8, "),
         ({"a.weight": _fp8(4, 4)}, FP8, "quantised tensors without scales: a.weight"),
-        (
-            {"a.weight": _fp8(4, 4), "a.weight_scale": torch.ones(3, 3)},
-            FP8,
-            r"a.weight is \[4, 4\], and its scales are",
-        ),
+        ({"a.weight": _fp8(4, 4), "a.weight_scale": torch.ones(3, 3)}, FP8, r"a.weight is \[4, 4\], and its scales"),
         (
             {"a.weight": torch.ones(4, 4), "a.weight_packed": _bytes(4, 2), "a.weight_scale": torch.ones(4, 1)},
             {"quant_method": "compressed-tensors"},
@@ -248,7 +196,7 @@ def test_dequantise_of_an_unknown_format_names_it(tmp_path, tensors, quantisatio
     assert not (tmp_path / "out").exists()
 
 
-def test_dequantise_command_names_what_it_leaves_out(tmp_path, capsys):
+def test_dequantise_command_names_what_it_leaves_out_and_bad_input(tmp_path, capsys):
     scales = {f"layers.{i}.{name}": torch.ones(1) for i in range(2) for name in ("a.input_scale", "attn.k_scale")}
     weights = {"layers.0.a.weight": _fp8(4, 4), "layers.0.a.weight_scale": torch.ones(1)}
     folder = _save(tmp_path / "in", weights | scales, {"quant_method": "fp8"})
@@ -258,8 +206,5 @@ def test_dequantise_command_names_what_it_leaves_out(tmp_path, capsys):
     named = ["consolidated.safetensors", "pytorch_model.bin", "layers.*.a.input_scale", "layers.*.attn.k_scale"]
     assert [line for line in said if line.startswith("left out")] == [f"left out: {name}" for name in named]
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"layers.0.a.weight"}
-
-
-def test_dequantise_command_with_bad_input_prints_one_line(tmp_path, capsys):
-    assert dequantise.main([str(tmp_path / "none"), str(tmp_path / "out")]) == 1
+    assert dequantise.main([str(tmp_path / "none"), str(tmp_path / "other")]) == 1
     assert "is not a folder" in capsys.readouterr().err

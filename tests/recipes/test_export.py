@@ -1,6 +1,5 @@
 """A run's checkpoint becomes a Hugging Face model again, bit for bit."""
 
-import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -10,6 +9,8 @@ from tests.support.engine.sharded import sharded_model
 from tests.support.models.published import stored_values
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
+
+KINDS = {"plain": False, "tied": True}
 
 
 def _saves(folder, out):
@@ -22,18 +23,24 @@ def _saves(folder, out):
     checkpoint.save_checkpoint(out, model, None, None, {"model"}, 1, describe)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_export_of_a_trained_model_has_its_weights_bit_for_bit(tmp_path, tied):
-    folder, saved, out = save_qwen3_moe(tmp_path / "model", tie_word_embeddings=tied), tmp_path / "c", tmp_path / "out"
-    run_ranks(_saves, 4, folder, saved)
-    assert export.main([str(saved), str(out), "--file-gigabytes", "0.0001"]) == 0
-    original = stored_values(folder)
-    exported = stored_values(out)
-    assert len(list(out.glob("*.safetensors"))) > 1
-    assert exported.keys() == original.keys()
-    assert all(torch.equal(exported[name], original[name] * 1.5) for name in original)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    assert torch.equal(model.model.norm.weight, original["model.norm.weight"] * 1.5)
+def _save_both(folder, saved):
+    for kind in KINDS:
+        _saves(folder / kind, saved / kind)
+
+
+def test_export_of_a_trained_model_has_its_weights_bit_for_bit(tmp_path):
+    for kind, tied in KINDS.items():
+        save_qwen3_moe(tmp_path / "model" / kind, tie_word_embeddings=tied)
+    run_ranks(_save_both, 4, tmp_path / "model", tmp_path / "saved")
+    for kind in KINDS:
+        out = tmp_path / "out" / kind
+        assert export.main([str(tmp_path / "saved" / kind), str(out), "--file-gigabytes", "0.0001"]) == 0
+        original, exported = stored_values(tmp_path / "model" / kind), stored_values(out)
+        assert len(list(out.glob("*.safetensors"))) > 1
+        assert exported.keys() == original.keys()
+        assert all(torch.equal(exported[name], original[name] * 1.5) for name in original)
+        model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        assert torch.equal(model.model.norm.weight, original["model.norm.weight"] * 1.5)
 
 
 def test_export_of_bad_input_names_it(tmp_path, capsys):

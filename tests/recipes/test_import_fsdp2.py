@@ -173,39 +173,31 @@ def _is_what_was_saved(out, saved):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def _save_actor_and_critic(folder, step):
+def _save_three(folder, family, step):
     _saves_with_verl(folder, step / "actor", 2)
     _saves_with_verl(folder, step / "critic", 2, value_model=True)
+    _saves_with_verl(family, step / "family", 2)
 
 
-def test_import_of_replicas_tied_parameters_and_value_models_takes_each_once(tmp_path):
-    run_ranks(_save_actor_and_critic, 4, save_qwen3_moe(tmp_path / "model", tie_word_embeddings=True), tmp_path / STEP)
-    roles = {
-        "actor": ("model.model.norm.weight", "Qwen3MoeForCausalLM"),
-        "critic": ("model.score.weight", "Qwen3MoeForTokenClassification"),
-    }
-    for role, (has, loads_it) in roles.items():
+def test_import_takes_replicas_and_tied_parameters_once_and_renames_a_family_that_the_engine_brings(tmp_path):
+    """The family's experts have other names than in transformers, and another place among the parameters."""
+    tied = save_qwen3_moe(tmp_path / "model", tie_word_embeddings=True)
+    run_ranks(_save_three, 4, tied, families.save("granitemoe", tmp_path / "granite"), tmp_path / STEP)
+    for role in ("actor", "critic", "family"):
+        assert import_fsdp2.main([str(tmp_path / STEP / role), str(tmp_path / "out" / role)]) == 0
+    for role, has, loads_it in (
+        ("actor", "model.model.norm.weight", "Qwen3MoeForCausalLM"),
+        ("critic", "model.score.weight", "Qwen3MoeForTokenClassification"),
+    ):
         out = tmp_path / "out" / role
-        assert import_fsdp2.main([str(tmp_path / STEP / role), str(out)]) == 0
         _is_what_was_saved(out, tmp_path / STEP / role)
         assert has in _imported(out) and "model.lm_head.weight" not in _imported(out)
         assert AutoConfig.from_pretrained(out / "huggingface").architectures == [loads_it]
-
-
-def test_import_of_a_family_that_the_engine_brings_onto_the_interface_goes_on_here(tmp_path):
-    """The experts have other names than in transformers, and another place among the parameters."""
-    saved, out = tmp_path / STEP / "actor", tmp_path / "out"
-    model = families.save("granitemoe", tmp_path / "model")
-    run_ranks(_saves_with_verl, 2, model, saved)
-    assert import_fsdp2.main([str(saved), str(out), "--step", "2"]) == 0
-    found = _imported(out)
-    own = "model.model.layers.0.block_sparse_moe.experts.gate_up_proj"
-    facts = torch.load(_facts_of(saved))
-    theirs = "model.layers.0.block_sparse_moe.input_linear.weight"
-    assert torch.equal(found[own], facts["saved"][theirs])
-    moments = facts["moments"][theirs]
-    assert all(torch.equal(found[f"optimizer.{own.removeprefix('model.')}.{k}"], moments[k]) for k in MOMENTS)
-    run_ranks(_resumes, 2, model, out, _facts_of(saved))
+    found, facts = _imported(tmp_path / "out/family"), torch.load(_facts_of(tmp_path / STEP / "family"))
+    own, theirs = "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"
+    own, theirs = (f"model.layers.0.{name}" for name in (own, theirs))
+    assert torch.equal(found[f"model.{own}"], facts["saved"][theirs])
+    assert all(torch.equal(found[f"optimizer.{own}.{key}"], facts["moments"][theirs][key]) for key in MOMENTS)
 
 
 def _as_from_a_gpu(path):
@@ -254,16 +246,6 @@ def _is_refused(saved, out, capsys, *words):
     assert sorted(out.parent.rglob("*")) == before
 
 
-def test_import_of_a_head_that_the_config_ties_to_other_values_is_refused(verls, tmp_path, capsys):
-    saved = shutil.copytree(verls, tmp_path / STEP / "actor")
-    config = json.loads((saved / "huggingface/config.json").read_text())
-    (saved / "huggingface/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    for kind in ("optim", "extra_state"):
-        for rank in range(WORLD):
-            _rank_file(saved, kind, rank).unlink()
-    _is_refused(saved, tmp_path / "out", capsys, "lm_head.weight is tied to model.embed_tokens.weight")
-
-
 def _rank_file(saved, kind, rank=1):
     return saved / f"{kind}_world_size_{WORLD}_rank_{rank}.pt"
 
@@ -278,10 +260,6 @@ class _Runs:
         return os.system, (self.command,)
 
 
-def _lacks(kind):
-    return lambda saved: _rank_file(saved, kind).unlink()
-
-
 def _rewrite(saved, kind, change, ranks=range(WORLD)):
     """Apply ``change`` to the ranks' saved files, in place."""
     for rank in ranks:
@@ -290,12 +268,12 @@ def _rewrite(saved, kind, change, ranks=range(WORLD)):
         torch.save(state, _rank_file(saved, kind, rank))
 
 
-def _of_other_ranks(saved):
-    shutil.copy(_rank_file(saved, "model"), saved / "model_world_size_4_rank_3.pt")
+def _lacks(kind):
+    return lambda saved: _rank_file(saved, kind).unlink()
 
 
-def _of_fsdp1(saved):
-    (saved / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 1, "world_size": WORLD}))
+def _rewritten(kind, change, ranks=range(WORLD)):
+    return lambda saved: _rewrite(saved, kind, change, ranks)
 
 
 def _runs_a_command(saved):
@@ -314,46 +292,49 @@ def _cut_off(saved):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def _tied(saved):
+    config = json.loads((saved / "huggingface/config.json").read_text())
+    (saved / "huggingface/config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+
+
 def _of_another_model(saved):
     shutil.rmtree(saved / "huggingface")
     save_qwen3_moe(saved / "huggingface", hidden_size=32)
 
 
-def _with_adapters(saved):
-    _rewrite(saved, "model", lambda state: state.update({"layers.0.q_proj.lora_A.weight": torch.ones(1)}))
-
-
-def _of_another_order(saved):
-    _rewrite(saved, "optim", lambda optimizer: optimizer["param_groups"][0]["params"].reverse())
-
-
-def _of_another_optimizer(saved):
-    _rewrite(saved, "optim", lambda optimizer: optimizer["param_groups"][0].pop("amsgrad"))
-
-
-def _of_another_count(saved):
-    _rewrite(saved, "optim", lambda optimizer: optimizer["state"][0]["step"].add_(1), ranks=[1])
+OF_FSDP1 = json.dumps({"FSDP_version": 1, "world_size": WORLD})
+FIRST = {kind: f"{kind}_world_size_3_rank_0.pt" for kind in ("model", "optim", "extra_state")}
+SECOND = {kind: f"{kind}_world_size_3_rank_1.pt" for kind in FIRST}
+OTHER = "model_world_size_4_rank_3.pt"
+ADAPTER = {"layers.0.q_proj.lora_A.weight": torch.ones(1)}
 
 
 @pytest.mark.parametrize(
     "spoil, words",
     [
         (lambda saved: (saved / "fsdp_config.json").unlink(), ["holds no fsdp_config.json"]),
-        (_lacks("model"), ["is not complete", "lacks model_world_size_3_rank_1.pt"]),
-        (_lacks("optim"), ["is not complete", "lacks optim_world_size_3_rank_1.pt"]),
-        (_of_other_ranks, ["is of 3 ranks", "model_world_size_4_rank_3.pt"]),
-        (_of_fsdp1, ["is of FSDP version 1"]),
-        (_runs_a_command, ["optim_world_size_3_rank_1.pt is refused: it would call posix.system"]),
-        (_flipped, ["optim_world_size_3_rank_1.pt is damaged: the checksum"]),
-        (_cut_off, ["extra_state_world_size_3_rank_0.pt is damaged"]),
+        (_lacks("model"), ["is not complete", f"lacks {SECOND['model']}"]),
+        (_lacks("optim"), ["is not complete", f"lacks {SECOND['optim']}"]),
+        (lambda saved: shutil.copy(_rank_file(saved, "model"), saved / OTHER), ["is of 3 ranks", OTHER]),
+        (lambda saved: (saved / "fsdp_config.json").write_text(OF_FSDP1), ["is of FSDP version 1"]),
+        (_runs_a_command, [f"{SECOND['optim']} is refused: it would call posix.system"]),
+        (_flipped, [f"{SECOND['optim']} is damaged: the checksum"]),
+        (_cut_off, [f"{FIRST['extra_state']} is damaged"]),
+        (_of_another_model, [f"{FIRST['model']} to model_world_size_3_rank_2.pt are not of the model", "more"]),
+        (_tied, ["lm_head.weight is tied to model.embed_tokens.weight"]),
+        (_rewritten("model", lambda state: state.update(ADAPTER)), [f"{FIRST['model']} holds LoRA adapters"]),
         (
-            _of_another_model,
-            ["model_world_size_3_rank_0.pt to model_world_size_3_rank_2.pt are not of the model", "more"],
+            _rewritten("optim", lambda optimizer: optimizer["param_groups"][0]["params"].reverse()),
+            [f"{FIRST['optim']} to", "model.norm.weight.exp_avg is (64, 64)", "more"],
         ),
-        (_with_adapters, ["model_world_size_3_rank_0.pt holds LoRA adapters"]),
-        (_of_another_order, ["optim_world_size_3_rank_0.pt to", "model.norm.weight.exp_avg is (64, 64)", "more"]),
-        (_of_another_optimizer, ["optim_world_size_3_rank_0.pt does not say whose state it is", "--optimizer"]),
-        (_of_another_count, ["step in", "optim_world_size_3_rank_1.pt is another one"]),
+        (
+            _rewritten("optim", lambda optimizer: optimizer["param_groups"][0].pop("amsgrad")),
+            [f"{FIRST['optim']} does not say whose state it is", "--optimizer"],
+        ),
+        (
+            _rewritten("optim", lambda optimizer: optimizer["state"][0]["step"].add_(1), [1]),
+            ["step in", f"{SECOND['optim']} is another one"],
+        ),
     ],
 )
 def test_import_of_bad_input_names_it_and_leaves_nothing(verls, tmp_path, capsys, spoil, words):

@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
-from epfsdp2.recipes.resilient.checkpoints import ENDED, FOLDER, NOTICE, NOW, latest, saved_steps
+from epfsdp2.recipes.resilient.checkpoints import FOLDER, NOTICE, latest, saved_steps
 from tests.support.trainer.resilient import command_of, save_step
 
 
@@ -121,9 +121,8 @@ def test_trainer_that_fails_with_nothing_new_saves_nothing(failing, tmp_path, fa
 def test_trainer_that_hangs_saves_when_the_recipe_asks(failing, tmp_path):
     trainer_class, _, saved = failing
     trainer_class.fit(_Trainer(fails_in=0))
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / NOW).touch()
-    _wait((tmp_path / FOLDER / ENDED).exists)
+    (tmp_path / NOTICE).write_text(FOLDER)
+    _wait(lambda: not (tmp_path / NOTICE).exists())
     assert [step for _, step, _, _ in saved] == [8]
 
 

@@ -3,26 +3,15 @@
 import os
 from pathlib import Path
 
-import psutil
 import torch
 
 from epfsdp2.recipes.quickstart import task
 from epfsdp2.recipes.quickstart.commands import grpo_command
 from tests.e2e.runs import HOOKS, ROOT, Run
 
-__all__ = ["KINDS", "check_equal_from", "command", "environment", "processes"]
+__all__ = ["check_equal_from", "command", "environment"]
 
 RECIPE = Path(task.__file__).parent
-# Trainer ranks, vLLM's servers and engines, verl's trainer, its driver, Ray's daemons.
-KINDS = (
-    "ray::WorkerDict",
-    "ray::vLLMHttpServer",
-    "VLLM::",
-    "ray::TaskRunner",
-    "verl.trainer.main_ppo",
-    "raylet",
-    "gcs",
-)
 
 
 def command(folder: Path, model: str, ray_dir: str, *extra: str, steps: int, hook: str, reward: Path | None = None):
@@ -36,24 +25,15 @@ def command(folder: Path, model: str, ray_dir: str, *extra: str, steps: int, hoo
     if not data.exists():
         task.write_datasets(data, 1, 4, 0.6)
     values = {
-        **{
-            "group_size": 4,
-            "batch_size": 16,
-            "seed": 1,
-            "lr": 5e-4,
-            "steps": steps,
-            "grpo_data": data / "grpo.parquet",
-        },
+        **{"group_size": 4, "batch_size": 16, "seed": 1, "lr": 5e-4, "steps": steps},
         **{"reward_file": reward or RECIPE / "task.py", "sampler_file": RECIPE / "sampler.py", "output": folder},
-        **{"model": model, "ray_dir": ray_dir},
+        **{"grpo_data": data / "grpo.parquet", "model": model, "ray_dir": ray_dir},
     }
     saves = ["trainer.save_freq=1", "trainer.resume_mode=auto", f"trainer.default_local_dir={folder / 'saved'}"]
-    agent = "actor_rollout_ref.rollout.agent"
-    seeded = [
-        f"{agent}.default_agent_loop=seeded_agent",
-        f"{agent}.agent_loop_config_path={HOOKS / 'seeded_agent.yaml'}",
-    ]
-    return grpo_command(values, [*saves, *seeded, f"actor_rollout_ref.model.external_lib={hook}", *extra])
+    agent = "actor_rollout_ref.rollout.agent."
+    seeded = ["default_agent_loop=seeded_agent", f"agent_loop_config_path={HOOKS / 'seeded_agent.yaml'}"]
+    own = [*(agent + setting for setting in seeded), f"actor_rollout_ref.model.external_lib={hook}"]
+    return grpo_command(values, [*saves, *own, *extra])
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
@@ -84,18 +64,3 @@ def check_equal_from(step: int, run: Run, unbroken: Run) -> None:
     assert _prompts(run.output)[:2] == _prompts(unbroken.output)
     for mine, wanted in zip(run.steps(), unbroken.steps(), strict=True):
         assert mine["critic/score/mean"] == wanted["critic/score/mean"]
-
-
-def processes(run: Run) -> dict[str, list[psutil.Process]]:
-    """Return the processes that a run can't go on without, by their kind (``KINDS``)."""
-    found: dict[str, list[psutil.Process]] = {}
-    for process in psutil.Process(run.process.pid).children(recursive=True):
-        try:
-            words = " ".join(process.cmdline())
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-        program = Path(words.split(" ")[0]).name if words else ""
-        for kind in KINDS:
-            if program.startswith(kind) or kind == "verl.trainer.main_ppo" and f"-m {kind}" in words:
-                found.setdefault(kind, []).append(process)
-    return found

@@ -4,36 +4,41 @@ import time
 
 import pytest
 
+from epfsdp2.recipes.quickstart.model import write_model
 from tests.e2e.runs import EXTENSION, leftovers, overrides, running, unused
 
 pytestmark = pytest.mark.e2e
 
 INJECTED = "a fault that the test injected"
 GONE = "the vLLM worker process died or was killed"
-# Rollouts with one worker per replica, and one replica of two workers that are sent their slices.
+# One rank with a worker; two ranks with a worker each, or with a replica of two workers that are sent their slices.
+ALONE = [
+    *("engine.ep_size=1", "trainer.n_gpus_per_node=1", "data.train_batch_size=8"),
+    *("actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"),
+]
 WHOLE = ["engine.rollout_sync=full"]
 SLICED = ["engine.rollout_sync=sliced", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
 
 
 @pytest.mark.parametrize(
-    ("fault", "rollout", "causes"),
+    ("fault", "settings", "causes"),
     [
-        ("worker killed", WHOLE, ("WeightSyncError", GONE)),
+        ("worker killed", [*WHOLE, *ALONE], ("WeightSyncError", GONE)),
+        pytest.param("worker killed", WHOLE, ("WeightSyncError", GONE), marks=pytest.mark.long),
         pytest.param("worker raises", SLICED, ("WeightSyncError", INJECTED), marks=pytest.mark.long),
         pytest.param("trainer raises", WHOLE, (INJECTED,), marks=pytest.mark.long),
     ],
-    ids=["worker killed", "worker raises", "trainer raises"],
+    ids=["worker killed", "worker of two killed", "worker raises", "trainer raises"],
 )
-def test_run_whose_sync_fails_ends_with_the_cause(folder, warmed_up, monkeypatch, fault, rollout, causes):
-    """The first sync of each of these runs is the next start after the failure before it."""
-    run_folder = folder / fault.replace(" ", "-")
-    happened = run_folder.with_suffix(".time")
+def test_run_whose_sync_fails_ends_with_the_cause(tmp_path, monkeypatch, fault, settings, causes):
+    write_model(tmp_path / "model", seed=1)
+    happened = tmp_path / "time"
     monkeypatch.setenv("EPFSDP2_TEST_FAULT", fault)
     monkeypatch.setenv("EPFSDP2_TEST_FAULT_TIME", str(happened))
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "faults")
     before = leftovers()
-    settings = overrides(f"{EXTENSION}=faults.FailsInTheSecondSync", "engine.sync_timeout_seconds=40", *rollout)
-    with running(run_folder, "--model", warmed_up, "--steps", "200", *settings) as run:
+    words = overrides(f"{EXTENSION}=faults.FailsInTheSecondSync", "engine.sync_timeout_seconds=40", *settings)
+    with running(tmp_path / "run", "--model", str(tmp_path / "model"), "--steps", "200", *words) as run:
         run.wait()
         ended = time.time()
     assert happened.exists(), run.text()[-3000:]

@@ -34,14 +34,12 @@ def raises(ranks):
 
 def main() -> int:
     kind, *words = sys.argv[1:]
-    if kind == "two-nodes":
+    if kind == "raises":  # on two nodes
         os.environ["LOCAL_WORLD_SIZE"] = "2"
         os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
-    else:
-        if kind == "raises":
-            Unit.divide_factor = lambda self, topology: self.ranks(topology)  # FSDP's default
-        measure = {"sleeps": sleeps, "spins": spins, "raises": raises}[kind]
-        cli.CHECKS = {kind: Check(4.0, measure, lambda found, ranks: [Row(kind, "done")]), **cli.CHECKS}
+        Unit.divide_factor = lambda self, topology: self.ranks(topology)  # FSDP's default
+    measure = {"sleeps": sleeps, "spins": spins, "raises": raises}[kind]
+    cli.CHECKS = {kind: Check(4.0, measure, lambda found, ranks: [Row(kind, "done")]), **cli.CHECKS}
     return cli.main(words)
 
 

@@ -35,12 +35,9 @@ def test_links_of_two_nodes_keep_tokens_within_a_node_and_find_a_slow_network():
     assert [dict(row.cluster) for row in rows.values() if row.cluster][1::2] == [{"inside": 320}, {"between": 12}]
     (setting,) = rows["tokens stay within a node"].settings
     assert setting.startswith("engine.ep_size=8 ")
-
-
-def test_links_of_one_node_propose_nothing():
     found = [{"all-gather inside": 350.0, "all-to-all inside": 200.0, "network": 0.0}] * 8
-    rows = list(links.judge_links(found, replace(H100S, world=8)))
-    assert [row.verdict for row in rows] == ["right", "low"] and not any(row.settings for row in rows)
+    of_one_node = list(links.judge_links(found, replace(H100S, world=8)))
+    assert [row.verdict for row in of_one_node] == ["right", "low"] and not any(row.settings for row in of_one_node)
 
 
 def test_network_rate_is_of_the_active_ports(tmp_path):
@@ -118,27 +115,17 @@ def test_report_of_two_nodes_of_gpus_has_forty_lines_and_a_file_for_the_plan(tmp
     seconds = {"alone": 7.6e-3, "exchanged": 12e-3, "2 chunks": 9e-3, "4 chunks": 9.5e-3}
     memory = {"host": 1800.0, "shared": 900.0, "free": 78.0, "total": 79.1, "up": 50.0, "down": 48.0}
     network = {"all-gather inside": 350.0, "all-to-all inside": 320.0, "network": 400.0}
-    without = "deep_ep is not installed."
+    packages = {"python": "3.12.1", "torch": "2.13.0", "vllm": "0.27.1"}
+    beside = {"0": 9e-3, "16": 7e-3, "24": 6e-3}
     each = {
-        "versions": {
-            "python": "3.12.1",
-            "torch": "2.13.0",
-            "vllm": "0.27.1",
-            "gpu": "NVIDIA H100",
-            "kernels": "triton",
-        },
+        "versions": {**packages, "gpu": "NVIDIA H100", "kernels": "triton"},
         "memory": memory,
         "disk": {"write": 2.5, "read": 5.0},
         "links": {**network, "all-gather between": 45.0, "all-to-all between": 42.0},
         "gradients": {"ep 1": 2e-7, "ep 16": float("nan")},
         "sync": {"differ": [], "parameters": 110, "seconds": 0.02},
         "rates": rate,
-        "experts": {
-            "seconds": seconds,
-            "beside": {"0": 9e-3, "16": 7e-3, "24": 6e-3},
-            "flops": 3.7e12,
-            "deepep": without,
-        },
+        "experts": {"seconds": seconds, "beside": beside, "flops": 3.7e12, "deepep": "deep_ep is not installed."},
         "receiver": {"same": True, "status": 0},
     }
     out = tmp_path / "machine.json"

@@ -10,32 +10,21 @@ from epfsdp2.recipes.quickstart import cli, commands, metrics, processes, sample
 from tests.support.trainer.quickstart import command_values
 
 
-def test_quickstart_commands_are_verls_own(tmp_path):
+def test_quickstart_commands_are_verls_own_and_printed_as_they_are(tmp_path):
     words = commands.grpo_command(command_values(tmp_path), ["trainer.save_freq=5"])
     assert words[1:5] == ["-m", "verl.trainer.main_ppo", "engine=epfsdp2", "engine.ep_size=2"]
     assert words[-1] == "trainer.save_freq=5"
+    shell = f'python() {{ printf "%s\\n" "$@"; }}; {commands.pretty(words)}'
+    printed = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    assert printed.stdout.splitlines() == words[1:]
     words = commands.warmup_command(command_values(tmp_path))
     at = words.index("verl.trainer.sft_trainer")
     assert words[at + 1 : at + 3] == ["engine=epfsdp2", "engine.ep_size=2"]
-
-
-@pytest.mark.parametrize("name", ["grpo", "warmup"])
-def test_quickstart_command_has_every_name_filled(name, tmp_path):
-    filled = commands.overrides(name, command_values(tmp_path))
-    assert not [line for line in filled if "$" in line.replace("${algorithm.", "") or "None" in line]
-    keys = [line.split("=")[0].lstrip("+") for line in filled]
-    assert len(keys) == len(set(keys))
-
-
-def test_quickstart_command_when_printed_is_the_command(tmp_path):
-    words = commands.grpo_command(command_values(tmp_path), [])
-    printed = subprocess.run(
-        ["bash", "-c", f'python() {{ printf "%s\\n" "$@"; }}; {commands.pretty(words)}'],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert printed.stdout.splitlines() == words[1:]
+    for name in ("grpo", "warmup"):
+        filled = commands.overrides(name, command_values(tmp_path))
+        assert not [line for line in filled if "$" in line.replace("${algorithm.", "") or "None" in line]
+        keys = [line.split("=")[0].lstrip("+") for line in filled]
+        assert len(keys) == len(set(keys))
 
 
 @pytest.mark.parametrize(
@@ -54,27 +43,12 @@ def test_quickstart_options_out_of_range_are_refused(arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def _earlier_run(folder: Path) -> dict[str, bytes]:
-    """Files of an earlier run, and a user's own beside them."""
-    names = (
-        "metrics.jsonl",
-        "summary.json",
-        "checkpoints/global_step_5/model",
-        "logs/grpo.log",
-        "my",
-    )
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-    return _content(folder)
-
-
 def _content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 class _NoProcesses(processes.ProcessTree):
-    """In the place of ``ProcessTree``, which would end pytest's own children: both trainers just leave their files."""
+    """In the place of ``ProcessTree``, which would end pytest's own children: GRPO leaves its metrics, or fails."""
 
     def __enter__(self):
         self.folder = Path("/tmp/nothing-is-written-here")
@@ -84,12 +58,12 @@ class _NoProcesses(processes.ProcessTree):
         pass
 
     def run(self, command, env, log, tick):
+        if "trainer.fails=True" in command:
+            log.parent.mkdir()
+            log.write_text("ValueError: the real reason\n")
+            return 3
         file = Path(env["VERL_FILE_LOGGER_PATH"])
-        if file.name == "warmup.jsonl":
-            last = file.parent / "warmup/global_step_80/huggingface"
-            last.mkdir(parents=True)
-            (last / "config.json").write_text("{}")
-        else:
+        if file.name != "warmup.jsonl":
             data = {"timing_s/step": 1.0, "perf/total_num_tokens": 10, metrics.PROBS_DIFF: 0.0}
             lines = [{"step": i, "data": {**data, metrics.REWARD: 0.4 + i / 40}} for i in range(1, 21)]
             file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -97,30 +71,28 @@ class _NoProcesses(processes.ProcessTree):
         return 0
 
 
-@pytest.fixture
-def no_processes(monkeypatch):
+def test_quickstart_where_earlier_results_are_keeps_them_and_takes_the_next_folder(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(cli, "ProcessTree", _NoProcesses)
-
-
-def test_quickstart_dry_run_in_a_folder_with_results_writes_and_removes_nothing(tmp_path, capsys, no_processes):
-    before = _earlier_run(tmp_path / "run")
-    assert cli.main(["--output", str(tmp_path / "run"), "--dry-run"]) == 0
-    assert _content(tmp_path / "run") == before and [path.name for path in tmp_path.iterdir()] == ["run"]
+    run = tmp_path / "run"
+    for name in ("metrics.jsonl", "summary.json", "checkpoints/global_step_5/model", "logs/grpo.log", "my"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(name)
+    before = _content(run)
+    assert cli.main(["--output", str(run), "--dry-run"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     said = capsys.readouterr().out
     assert "verl.trainer.sft_trainer" in said and "verl.trainer.main_ppo" in said
-
-
-def test_quickstart_run_where_earlier_ones_are_takes_the_next_folder(tmp_path, capsys, no_processes):
-    before = _earlier_run(tmp_path / "run")
     for number in (2, 3):
-        assert cli.main(["--output", str(tmp_path / "run")]) == 0
+        assert cli.main(["--output", str(run)]) == 0
         said = capsys.readouterr().out
-        assert f"{tmp_path / 'run'} has an earlier run, which is kept" in said
-        assert f"model and data in {tmp_path / f'run-{number}'}" in said
+        assert f"{run} has an earlier run, which is kept" in said
+        assert f"model and data in {run}-{number}" in said
         assert "step   1/12  reward 0.425  train/rollout difference 0.0e+00  1.0 s" in said
         assert said.count("train/rollout difference 0") == 20
         assert json.loads((tmp_path / f"run-{number}/summary.json").read_text())["passed"]
-    assert _content(tmp_path / "run") == before
+    assert cli.main(["--output", str(run), "--override", "trainer.fails=True"]) == 1
+    assert "GRPO ended with status 3. The cause, from " in (said := capsys.readouterr().out)
+    assert "the real reason" in said and _content(run) == before
 
 
 @pytest.mark.parametrize("mode, kind", [("sync", "ReplayBuffer"), ("separate_async", "ReplayBufferAsync")])

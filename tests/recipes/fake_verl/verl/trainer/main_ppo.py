@@ -1,10 +1,12 @@
 """A trainer's command that prints its settings, saves every second step, and is killed in step 3 the first time.
 
-``FAKE_RUN`` is a folder with ``config.json``. Each attempt leaves a socket as a killed vLLM does; ``left.txt`` has it.
+``FAKE_RUN`` is a folder with ``config.json`` and ``template/global_step_0``, a complete step. Each attempt leaves a
+socket as a killed vLLM does; ``left.txt`` has it.
 """
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -22,8 +24,6 @@ def main() -> None:
         print("trainer: 3 of them")
         print(yaml.safe_dump(config))
         return
-    from tests.support.trainer.resilient import save_step
-
     root, left = Path(config["trainer"]["default_local_dir"]), RUN / "left.txt"
     is_first, socket = not left.exists(), Path(os.environ["VLLM_RPC_BASE_PATH"]) / f"socket-{os.getpid()}"
     socket.touch()
@@ -37,7 +37,8 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.1)
         if step == 2 or (root / "save_now").exists():
-            save_step(root, step)
+            shutil.copytree(RUN / "template/global_step_0", root / f"global_step_{step}")
+            (root / "latest_checkpointed_iteration.txt").write_text(str(step))
         print(f"(TaskRunner pid=1) step:{step} - reward:1.0", flush=True)
 
 

@@ -55,7 +55,10 @@ def _listing() -> dict[str, float]:
     return growth(lambda size: (request, cluster_of(size.world)), choices, few)
 
 
-@pytest.mark.parametrize("what", [_sharding, _muon, _saving, _resuming, _exporting, _listing])
+_LONG = pytest.param(_listing, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("what", [_sharding, _muon, _saving, _resuming, _exporting, _LONG])
 def test_twice_the_ranks_cost_at_most_a_little_more_than_twice(what):
     found = alone(what)
     assert found["calls"] <= MOST_GROWTH and found["seconds"] <= MOST_GROWTH, found

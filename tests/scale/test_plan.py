@@ -28,7 +28,10 @@ def _plan(size: Size) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+IN_BETWEEN = [pytest.param(size, marks=pytest.mark.long) for size in SIZES[1:-1]]
+
+
+@pytest.mark.parametrize("size", [SIZES[0], *IN_BETWEEN, SIZES[-1]], ids=str)
 def test_plans_take_the_same_time_for_each_mesh_and_layer(size):
     found = alone(_plan, size)
     assert found["fits"]

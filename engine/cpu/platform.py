@@ -75,19 +75,16 @@ _cpu_module = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__}
     | {"Stream": _Stream, "current_stream": lambda *_: _Stream()},
     get_device_name=lambda *_: "cpu",
-    empty_cache=_nothing,
-    ipc_collect=_nothing,
+    **dict.fromkeys(("empty_cache", "ipc_collect", "set_per_process_memory_fraction"), _nothing),
+    **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing),
     manual_seed=torch.manual_seed,
     manual_seed_all=torch.manual_seed,
     get_rng_state=lambda *_: torch.get_rng_state(),
     set_rng_state=lambda state, *_: torch.set_rng_state(state),
-    set_per_process_memory_fraction=_nothing,
     memory_allocated=_resident_bytes,
     memory_reserved=_resident_bytes,
     max_memory_allocated=_peak_resident_bytes,
     max_memory_reserved=_peak_resident_bytes,
-    reset_peak_memory_stats=_nothing,
-    reset_max_memory_allocated=_nothing,
     mem_get_info=_memory_info,
 )
 

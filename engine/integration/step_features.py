@@ -12,14 +12,13 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils.device import get_device_id
 
-from ...rollout.sync import RolloutSync
 from ..fsdp.ulysses import gather_parts, own_part
 from ..model.vision import VisionTowerSync
 from ..moe.router.losses import RouterLosses
 from ..moe.router.replay import ReplayError, RouterReplay
 from ..planner.run import StepEstimate
 
-__all__ = ["PlannedMemory", "ReplayedRoutes", "RouterTerms", "StepFeature", "SyncMetrics", "VisionTowers"]
+__all__ = ["PlannedMemory", "ReplayedRoutes", "RouterTerms", "StepFeature", "VisionTowers"]
 
 
 class StepFeature:
@@ -47,10 +46,6 @@ class StepFeature:
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of the update, after the optimizer's step; called on all ranks."""
         return {}
-
-    def outcome(self) -> str | None:
-        """Return a line to print on rank 0 after the run's last update."""
-        return None
 
 
 class VisionTowers(StepFeature):
@@ -179,16 +174,3 @@ class PlannedMemory(StepFeature):
 
     def metrics(self) -> Mapping[str, float]:
         return self._plan.metrics()
-
-    def outcome(self) -> str | None:
-        return self._plan.outcome()
-
-
-class SyncMetrics(StepFeature):
-    """Metrics of the last weight sync, because verl drops those that the sync returns."""
-
-    def __init__(self, sync: RolloutSync):
-        self._sync = sync
-
-    def metrics(self) -> Mapping[str, float]:
-        return {} if self._sync.last_report is None else self._sync.last_report.metrics()

@@ -1,15 +1,14 @@
 """Merge adapters into weights, one weight at a time and shard by shard; the trained parameters are unchanged.
 
 A shard of ``W + scaling * B @ A`` needs the matching rows of ``B`` and columns of ``A``. So a weight's adapter is
-gathered when the weight is requested, over the axes that shard it. Adapters of experts are gathered among the ranks
-that share these experts. Weights are not gathered: DoRA's norms need whole rows, and FSDP does not split a row of a
-linear. For a module that is trained whole, its copy is sent.
+gathered when the weight is requested, for experts among the ranks that share them. Weights are not gathered: DoRA's
+norms need whole rows, and FSDP does not split a row of a linear.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import nn
 
 from ..topology.dtensor import is_adapter, local_pieces, local_ranges, local_tensor, shard_steps
 from ..topology.index_ranges import IndexRange, bounding_range, slices_in_shard
-from .adapters import MAGNITUDE, SAVED, A, B, lora_of, row_norms
+from .adapters import MAGNITUDE, SAVED, A, B, lora_of
 
 __all__ = ["AdapterUse", "LocalValues", "adapter_weights", "local_values", "merged", "weights"]
 
@@ -46,7 +45,7 @@ def local_values(
     """Return a function from a tensor to its local values.
 
     With adapters to merge its calls are collective: all ranks pass the same tensors in the same order, also ranks that
-    don't use the values. Only the last values are cached; older ones are gathered again.
+    don't use the values. Only the last values are cached.
 
     Args:
         device: device type of the mesh's backend.
@@ -76,7 +75,7 @@ def merged(
     left, right = (a.mT, b.mT) if is_transposed else (b, a)
     whole = torch.add(weight.float(), left.float() @ right.float(), alpha=scaling)
     if magnitude is not None:
-        whole *= (magnitude.float() / row_norms(whole, torch.zeros(()).to(whole)))[:, None]
+        whole *= (magnitude.float() / torch.linalg.norm(whole, dim=1))[:, None]
     return whole.to(weight.dtype)
 
 
@@ -94,10 +93,9 @@ class _Gathered:
 
 class _MergedShards:
     def __init__(self, model: nn.Module, device: torch.device | str, wait: Callable[[dist.Work], object]):
-        lora = lora_of(model)
-        assert lora is not None, "a model without adapters has nothing to merge"
-        self._lora, self._model, self._device, self._wait = lora, model, device, wait
-        self._saved = set(lora.saved)
+        self._lora: Any = lora_of(model)
+        self._model, self._device, self._wait = model, device, wait
+        self._saved = set(self._lora.saved)
         self._last: tuple[str, torch.Tensor] | None = None  # a tensor sent in parts is requested several times
 
     @torch.no_grad()
@@ -107,35 +105,24 @@ class _MergedShards:
         if name not in self._lora.targets:
             return local_tensor(tensor).detach()
         if self._last is None or self._last[0] != name:
-            self._last = None
+            self._last = None  # frees its memory
             self._last = (name, self._merged(name, tensor.detach()))
         return self._last[1]
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         a, b = (_gathered(self._model.get_parameter(name + half), self._device, self._wait) for half in (A, B))
-        ranges, out = local_ranges(weight), torch.empty_like(local_tensor(weight))
-        for held, local in local_pieces(weight):
-            into = out if len(ranges) == 1 else out[slices_in_shard(held, ranges)]
-            into.copy_(self._merged_piece(name, local, held, a, b))
-        return out
-
-    def _merged_piece(
-        self, name: str, local: torch.Tensor, held: IndexRange, a: _Gathered, b: _Gathered
-    ) -> torch.Tensor:
-        target = self._lora.targets[name]
-        transposed, rank = target.is_transposed, target.rank
-        experts = slice(0, len(held.low) - 2)
-        (low, high), (first, second) = (
-            (held.low[experts], held.high[experts]),
-            zip(held.low[-2:], held.high[-2:], strict=True),
-        )
-        into, out = (first, second) if transposed else (second, first)
-        of_a = a.part((*low, 0, into[0]), (*high, rank, into[1])).to(local.device)
-        of_b = b.part((*low, out[0], 0), (*high, out[1], rank)).to(local.device)
-        magnitude = None
+        magnitude, target = None, self._lora.targets[name]
         if self._lora.settings.use_dora:
             magnitude = local_tensor(self._model.get_parameter(name + MAGNITUDE)).detach()  # sharded like the rows
-        return merged(local, of_a, of_b, target.scaling, transposed, magnitude)
+        ranges, found = local_ranges(weight), torch.empty_like(local_tensor(weight))
+        for held, local in local_pieces(weight):
+            low, high, (first, second) = held.low[:-2], held.high[:-2], zip(held.low[-2:], held.high[-2:], strict=True)
+            into, out = (first, second) if target.is_transposed else (second, first)
+            of_a = a.part((*low, 0, into[0]), (*high, target.rank, into[1])).to(local.device)
+            of_b = b.part((*low, out[0], 0), (*high, out[1], target.rank)).to(local.device)
+            values = merged(local, of_a, of_b, target.scaling, target.is_transposed, magnitude)
+            found[slices_in_shard(held, ranges)] = values
+        return found
 
 
 def _gathered(param: torch.Tensor, device: torch.device | str, wait: Callable[[dist.Work], object]) -> _Gathered:
@@ -170,9 +157,7 @@ def _gathered(param: torch.Tensor, device: torch.device | str, wait: Callable[[d
 
 def _in_shard(part: torch.Tensor, held: IndexRange, ranges: tuple[IndexRange, ...]) -> torch.Tensor:
     """Return the values of one range of a flattened shard."""
-    if len(ranges) == 1:
-        return part.view(held.shape)
     shape = list(held.shape)
-    (dim,) = {d for other in ranges for d in range(len(shape)) if other.low[d] != held.low[d]}
-    shape[dim] = sum(other.shape[dim] for other in ranges)
+    for dim in {d for other in ranges for d in range(len(shape)) if other.low[d] != held.low[d]}:
+        shape[dim] = sum(other.shape[dim] for other in ranges)
     return part.view(shape)[slices_in_shard(held, ranges)]

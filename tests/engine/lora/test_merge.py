@@ -8,13 +8,12 @@ import torch.distributed as dist
 
 from epfsdp2.engine.integration.delta_shards import ShardExport
 from epfsdp2.engine.lora import merge
-from epfsdp2.engine.lora.adapters import B
+from epfsdp2.engine.lora.adapters import A, B
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import is_adapter, local_tensor
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from tests.support.engine.lora import stirred
-from tests.support.engine.lora_runs import sharded_with_adapters
+from tests.support.engine.lora import sharded_with_adapters, stirred
 from tests.support.models.quantised import BLOCK, SIZES
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -103,7 +102,7 @@ def _gathers_once(folder, streams, ep, memory):
     adapters = {name for name, _ in model.named_parameters() if is_adapter(name)}
     # The ranks of an expert's ``ep`` coordinate hold its adapters.
     pairs = [
-        sum(model.get_parameter(name + half).numel() * 4 for half in lora.suffixes) // (ep if target.experts else 1)
+        sum(model.get_parameter(name + half).numel() * 4 for half in (A, B)) // (ep if target.experts else 1)
         for name, target in lora.targets.items()
     ]
     dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)

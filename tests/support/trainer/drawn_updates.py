@@ -1,6 +1,5 @@
 """Updates of a random combination of settings (``draws.py``), beside those of the plain model in one process."""
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.support.trainer.verl_worker import optimizer_config, training_worker
 __all__ = ["check_draw"]
 
 TEMPERATURE, RELATIVE = 0.7, 1e-5
+_jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
 
 
 def check_draw(draw: Draw, folder: Path, saved: Path) -> None:
@@ -236,8 +236,3 @@ def _of_those_who_know(worker: Any, output: Any) -> torch.Tensor:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (worker.engine.get_data_parallel_rank(), known))
     return _jagged(next(known for r, known in everyone if r == worker.engine.get_data_parallel_rank() and known))
-
-
-def _jagged(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    lengths = torch.tensor([0, *(len(part) for part in parts)])
-    return torch.nested.nested_tensor_from_jagged(torch.cat(list(parts)), lengths.cumsum(0))

@@ -22,6 +22,7 @@ __all__ = [
     "check_ppo_updates",
     "check_ppo_updates_in_float64",
     "of_this_rank",
+    "plain_log_probs",
     "plain_ppo_loss",
     "ppo_batch",
     "ppo_samples",
@@ -183,6 +184,13 @@ def watched_gradients(worker: Any, steps: bool = True) -> dict[str, torch.Tensor
     return seen
 
 
+@torch.no_grad()
+def plain_log_probs(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probs of all tokens but the first, and the entropies of all predictions."""
+    every = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
+    return every[:-1].gather(-1, ids[1:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+
 def reference_update(model: nn.Module, samples: Sequence[Sample]) -> float:
     """The loss of the plain model, one sample at a time; the gradients are left in its parameters."""
     loss = plain_ppo_loss(samples, [model(input_ids=ids[None], use_cache=False).logits[0] for ids, *_ in samples])
@@ -210,8 +218,7 @@ def check_ppo_updates(
     from verl.workers.config.optimizer import build_optimizer
 
     samples, reference = ppo_samples(), reference_model(folder, attention)
-    with torch.no_grad():
-        log_probs = [_log_probs(reference, ids) for ids, *_ in samples]
+    log_probs = [plain_log_probs(reference, ids)[0] for ids, *_ in samples]
     loss = reference_update(reference, samples)
     wanted = {n: p.grad for n, p in reference.named_parameters()}
     wanted_norm = torch.stack([g.square().sum() for g in wanted.values()]).sum().sqrt().item()
@@ -246,12 +253,6 @@ def check_ppo_updates(
             metrics = tu.get(output, "metrics")
             assert abs(metrics["grad_norm"] / wanted_norm - 1) < _RELATIVE, where
             assert abs(metrics["loss"] - loss) < 1e-5 * abs(loss) + 1e-6, where
-
-
-def _log_probs(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of all tokens but the first."""
-    full = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
-    return full[:-1].gather(-1, ids[1:, None])[:, 0]
 
 
 def check_ppo_updates_in_float64(*arguments: Any) -> None:

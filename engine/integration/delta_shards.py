@@ -130,11 +130,11 @@ class ShardExport:
 def experts_entry(
     spec: ExpertsSpec, lidx: torch.Tensor, lval: torch.Tensor
 ) -> tuple[list, str, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the delta entry (``hf_delta_export``) of a stack: its changes by checkpoint tensor and position.
+    """Return the delta entry (``hf_delta_export``) of a stack from its changes in this rank's shard.
 
     Args:
-        lidx: flat positions of the changes in this rank's shard, int64.
-        lval: new values at these positions.
+        lidx: flat positions, int64.
+        lval: new values.
 
     Returns:
         Slots, dtype, number of changes per slot, and their positions (int32) and values in the order of the slots.

@@ -155,8 +155,6 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints):
             return super().forward_backward_batch(data, loss_function, forward_only)
 
     def forward_step(self, micro_batch, loss_function, forward_only):
-        for feature in self.features:
-            feature.begin_micro_batch(forward_only)
         loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         for feature in self.features:
             loss = feature.add_loss(loss)

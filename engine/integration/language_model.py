@@ -73,11 +73,7 @@ def _reads_logits(micro_batch: TensorDict) -> bool:
 
 
 def _wanted(arguments: dict[str, Any], micro_batch: TensorDict) -> Wanted:
-    """Return the labels and temperatures of a micro-batch.
-
-    Args:
-        arguments: arguments that verl's ``prepare_model_inputs`` returns for its ``prepare_model_outputs``.
-    """
+    """Return the labels and temperatures of a micro-batch; ``arguments`` is for verl's ``prepare_model_outputs``."""
     labels, temperature = arguments["input_ids_rmpad_rolled"], arguments.get("temperature_rmpad")
     if temperature is None:  # rows are padded, labels are not
         lengths = micro_batch["input_ids"].offsets().diff()

@@ -130,13 +130,12 @@ class Lora:
 
     def facts(self) -> dict[str, Any]:
         """Return the values, as plain types, that have to be equal in a checkpoint and a run."""
-        own, found = self.settings, dict[str, Any]()
-        found |= {name: True for name in ("use_rslora", "use_dora") if getattr(own, name)}
-        for name, default in (("rank", own.rank), ("alpha", own.alpha)):
-            others = {t.name: getattr(t, name) for t in self.targets.values() if getattr(t, name) != default}
-            found |= {f"{name}_of": others} if others else {}
-        found |= {"saved": self.saved} if self.saved else {}
-        return {"rank": own.rank, "alpha": own.alpha, **found}
+        found: dict[str, Any] = {name: getattr(self.settings, name) for name in ("rank", "alpha")}
+        for name, default in list(found.items()):
+            if others := {t.name: getattr(t, name) for t in self.targets.values() if getattr(t, name) != default}:
+                found[f"{name}_of"] = others
+        found |= {name: True for name in ("use_rslora", "use_dora") if getattr(self.settings, name)}
+        return found | ({"saved": self.saved} if self.saved else {})
 
 
 def lora_of(model: nn.Module) -> Lora | None:

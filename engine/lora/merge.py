@@ -7,7 +7,6 @@ norms need whole rows, and FSDP does not split a row of a linear.
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,10 +17,8 @@ from ..topology.dtensor import is_adapter, local_pieces, local_ranges, local_ten
 from ..topology.index_ranges import IndexRange, bounding_range, slices_in_shard
 from .adapters import MAGNITUDE, SAVED, A, B, lora_of
 
-__all__ = ["AdapterUse", "LocalValues", "adapter_weights", "local_values", "merged", "weights"]
+__all__ = ["AdapterUse", "adapter_weights", "local_values", "merged", "weights"]
 
-# Maps a tensor and its name to the values that this rank holds.
-LocalValues = Callable[[str, torch.Tensor], torch.Tensor]
 # The use of adapters in a sync: merged into weights, left out, or sent without weights.
 AdapterUse = Literal["merged", "left out", "alone"]
 
@@ -41,8 +38,8 @@ def local_values(
     device: torch.device | str,
     adapters: AdapterUse = "merged",
     wait: Callable[[dist.Work], object] = dist.Work.wait,
-) -> LocalValues:
-    """Return a function from a tensor to its local values.
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Return a function from a tensor's name and the tensor to the values that this rank holds.
 
     With adapters to merge its calls are collective: all ranks pass the same tensors in the same order, also ranks that
     don't use the values. Only the last values are cached.
@@ -79,18 +76,6 @@ def merged(
     return whole.to(weight.dtype)
 
 
-@dataclass(frozen=True)
-class _Gathered:
-    """``A`` or ``B`` of an adapter, gathered over the FSDP axes; for experts, of this rank's experts."""
-
-    held: IndexRange
-    values: torch.Tensor
-
-    def part(self, low: tuple[int, ...], high: tuple[int, ...]) -> torch.Tensor:
-        """Return the values of a range within ``held``."""
-        return self.values[IndexRange(low, high).slices_in(self.held)]
-
-
 class _MergedShards:
     def __init__(self, model: nn.Module, device: torch.device | str, wait: Callable[[dist.Work], object]):
         self._lora: Any = lora_of(model)
@@ -110,7 +95,8 @@ class _MergedShards:
         return self._last[1]
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        a, b = (_gathered(self._model.get_parameter(name + half), self._device, self._wait) for half in (A, B))
+        params = (self._model.get_parameter(name + half) for half in (A, B))
+        (held_a, a), (held_b, b) = (_gathered(param, self._device, self._wait) for param in params)
         magnitude, target = None, self._lora.targets[name]
         if self._lora.settings.use_dora:
             magnitude = local_tensor(self._model.get_parameter(name + MAGNITUDE)).detach()  # sharded like the rows
@@ -118,19 +104,22 @@ class _MergedShards:
         for held, local in local_pieces(weight):
             low, high, (first, second) = held.low[:-2], held.high[:-2], zip(held.low[-2:], held.high[-2:], strict=True)
             into, out = (first, second) if target.is_transposed else (second, first)
-            of_a = a.part((*low, 0, into[0]), (*high, target.rank, into[1])).to(local.device)
-            of_b = b.part((*low, out[0], 0), (*high, out[1], target.rank)).to(local.device)
-            values = merged(local, of_a, of_b, target.scaling, target.is_transposed, magnitude)
+            in_a = IndexRange((*low, 0, into[0]), (*high, target.rank, into[1])).slices_in(held_a)
+            in_b = IndexRange((*low, out[0], 0), (*high, out[1], target.rank)).slices_in(held_b)
+            parts = a[in_a].to(local.device), b[in_b].to(local.device)
+            values = merged(local, *parts, target.scaling, target.is_transposed, magnitude)
             found[slices_in_shard(held, ranges)] = values
         return found
 
 
-def _gathered(param: torch.Tensor, device: torch.device | str, wait: Callable[[dist.Work], object]) -> _Gathered:
-    """Gather a parameter over the axes that shard it, except ``ep``; collective."""
+def _gathered(
+    param: torch.Tensor, device: torch.device | str, wait: Callable[[dist.Work], object]
+) -> tuple[IndexRange, torch.Tensor]:
+    """Gather a parameter over the axes that shard it, except ``ep``; return its range and values; collective."""
     shard = local_tensor(param).detach().to(device)
     axes = [step.axis for step in shard_steps(param) if step.axis != "ep" and step.parts > 1]
     if not axes:
-        return _Gathered(local_ranges(param)[0], shard)
+        return local_ranges(param)[0], shard
     mesh = param.device_mesh  # type: ignore[attr-defined]
     # In the order of the gathered values: the last axis is gathered last, so its index varies slowest.
     places = [
@@ -152,7 +141,7 @@ def _gathered(param: torch.Tensor, device: torch.device | str, wait: Callable[[d
         part = padded[: sum(held.numel for held in ranges)]
         for held in ranges if part.numel() else ():
             found[held.slices_in(whole)] = _in_shard(part, held, ranges)
-    return _Gathered(whole, found)
+    return whole, found
 
 
 def _in_shard(part: torch.Tensor, held: IndexRange, ranges: tuple[IndexRange, ...]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from tests.support.models.tiny import reference_model, relative_error, save_qwen
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import (
     PADDED,
+    infer,
     plain_log_probs,
     ppo_batch,
     ppo_samples,
@@ -90,9 +91,7 @@ def _update(folder):
     # From here on the class has the fused forward, for the plain model too.
     for model in (FUSED, FUSED | PADDED):
         worker = ppo_worker(folder, 2, model=model)
-        infer = ppo_batch(mine)
-        tu.assign_non_tensor(infer, compute_loss=False)
-        output = worker.infer_batch(infer)
+        output = infer(worker, mine)
         found = [tu.get(output, name).unbind() for name in ("log_probs", "entropy")]
         for log_probs, entropy, wanted in zip(*found, every, strict=True):
             torch.testing.assert_close((log_probs[:-1], entropy), wanted, rtol=1e-5, atol=1e-5)

@@ -18,6 +18,7 @@ from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import (
     PADDED,
     check_ppo_updates,
+    infer,
     plain_log_probs,
     ppo_batch,
     ppo_samples,
@@ -91,9 +92,7 @@ def _reference_policy(folder, model):
     worker = ppo_worker(folder, 2, forward_only=True, model=model)
     assert worker.engine.optimizer is None
     reference, mine = reference_model(folder), ppo_samples()[2 * dist.get_rank() :][:2]
-    infer = ppo_batch(mine)
-    tu.assign_non_tensor(infer, compute_loss=False)
-    output = worker.infer_batch(infer)
+    output = infer(worker, mine)
     for i, (ids, *_) in enumerate(mine):
         log_probs, entropy = plain_log_probs(reference, ids)
         torch.testing.assert_close(tu.get(output, "log_probs")[i][:-1], log_probs, rtol=1e-5, atol=1e-5)
@@ -109,13 +108,9 @@ def test_reference_policy_of_packed_or_padded_rows_is_forward_only(tmp_path):
 
 def _weights_after_evaluation(folder):
     """Sync every tensor after an evaluation, which without reshard_after_forward leaves all layers gathered."""
-    from verl.utils import tensordict_utils as tu
-
     send_stacks()
     worker = ppo_worker(folder, 2, reshard_after_forward=False)
-    infer = ppo_batch(ppo_samples()[:2])
-    tu.assign_non_tensor(infer, compute_loss=False)
-    worker.infer_batch(infer)
+    infer(worker, ppo_samples()[:2])
     weights, peft = worker.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
     wanted = dict(reference_model(folder).named_parameters())
     got = dict(weights)
@@ -180,27 +175,20 @@ def test_supervised_update_has_the_loss_of_the_plain_model(tmp_path):
 
 def _keeps_casts(folder, out):
     """Updates, a forward, offloading, a checkpoint and a sync, with casts that are kept and with none."""
-    from verl.utils import tensordict_utils as tu
-
     mine, weights, casts = ppo_samples()[8 * dist.get_rank() :][:8], [], []
     half = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}, "param_offload": True}
     for keeps in (False, True):
         worker = ppo_worker(folder, 2, keep_casts=keeps, activation_checkpointing="full", **half)
         with mock.patch.object(single_rank, "keeping_version", mock.Mock(wraps=single_rank.keeping_version)) as cast:
-            for step in range(3):
+            for change in (partial(worker.save_checkpoint, global_step=1), worker.load_checkpoint):
                 worker.train_batch(ppo_batch(mine))
-                if step == 1:
-                    worker.load_checkpoint(str(out))
-                if step == 0:
-                    worker.save_checkpoint(str(out), global_step=1)
-                evaluated = ppo_batch(mine)
-                tu.assign_non_tensor(evaluated, compute_loss=False)
-                worker.infer_batch(evaluated)
+                change(str(out))
+                infer(worker, mine)
             casts.append(cast.call_count)
         weights.append({name: tensor.clone() for name, tensor in worker.engine.get_per_tensor_param()[0]})
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    # There are two weights in each of two layers, 3 updates of 4 micro-batches with backward, and 3 evaluations of 4.
-    assert casts == [4 * 3 * (4 * 2 + 4), 4 * 3 * (1 + 1)]
+    # There are two weights in each of two layers, 2 updates of 4 micro-batches with backward, and 2 evaluations of 4.
+    assert casts == [4 * 2 * (4 * 2 + 4), 4 * 2 * (1 + 1)]
 
 
 def test_ppo_worker_with_kept_casts_has_the_same_bits_and_casts_once_in_each_batch(tmp_path):

@@ -14,7 +14,7 @@ from tests.support.engine.sharded import whole_tensor, whole_tensors
 from tests.support.models.names import send_stacks
 from tests.support.models.tiny import reference_model, save_qwen3_moe, token_batch
 from tests.support.ranks import run_ranks
-from tests.support.trainer.ppo import plain_log_probs, ppo_batch, ppo_samples, ppo_worker
+from tests.support.trainer.ppo import infer, plain_log_probs, ppo_batch, ppo_samples, ppo_worker
 
 
 def _begins_as_the_base(folder):
@@ -86,20 +86,18 @@ def _by_verl(folder, out):
     worker = ppo_worker(folder, 2, model=model_settings, param_offload=True, router_replay=replay)
     module, plain = worker.engine.module, reference_model(folder)
 
-    def infer(worker, **flags):
-        batch = ppo_batch(mine)
-        tu.assign_non_tensor(batch, compute_loss=False, **flags)
-        output = worker.infer_batch(batch)
+    def outputs(worker, **flags):
+        output = infer(worker, mine, **flags)
         return [taken[:-1] for taken in tu.get(output, "log_probs").unbind()], output.get("routed_experts", None)
 
-    base, routes = infer(worker)
+    base, routes = outputs(worker)
     for _ in range(2):
         batch = ppo_batch(mine)
         batch["routed_experts"] = routes
         metrics = tu.get(worker.train_batch(batch), "metrics")
-        routes = infer(worker)[1]
+        routes = outputs(worker)[1]
     assert metrics["router_replay_differing"] == [[0.0], [0.0]]
-    (trained, _), (reference, unrecorded) = infer(worker), infer(worker, no_lora_adapter=True)
+    (trained, _), (reference, unrecorded) = outputs(worker), outputs(worker, no_lora_adapter=True)
     assert unrecorded is None
     weights, peft_config = worker.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
     merged = reference_model(folder)
@@ -120,7 +118,7 @@ def _by_verl(folder, out):
     resumed.load_checkpoint(str(out))
     gone_on = ppo_worker(folder, 1, model=model_settings | {"lora_adapter_path": str(out / ADAPTER)})
     for other in (resumed, gone_on):
-        for a, b in zip(infer(other)[0], trained, strict=True):
+        for a, b in zip(outputs(other)[0], trained, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 

@@ -20,6 +20,7 @@ from ..errors import SettingError, listed
 from ..model.safetensors_files import DamagedFileError, SafetensorsFile
 from .adapters import MAGNITUDE, SAVED, A, B, Lora
 from .settings import ADAPTER_CONFIG
+from .targets import Target
 
 __all__ = ["ADAPTER", "adapter_config", "as_peft", "check_dora", "peft_names", "read_adapter", "write_adapter"]
 
@@ -123,12 +124,12 @@ def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
     Args:
         base: name or path of the base model.
     """
-    settings, modules, parameters, named = lora.settings, [], [], {}  # by peft's names: the module's or the parameter's
+    settings, parameters, named = lora.settings, list[str](), dict[str, Target]()
     for name, target in lora.targets.items():
         linear = name.removesuffix(".weight")
         is_parameter = target.experts is not None or _is_taken_for_experts(lora, linear)
-        (parameters if is_parameter else modules).append(name if is_parameter else linear)
-        named[re.escape(name if is_parameter else linear)] = target
+        parameters += [name] if is_parameter else []
+        named[name if is_parameter else linear] = target  # peft's names
     saved = list(dict.fromkeys(name.rpartition(".")[0] for name in lora.saved))
     return {
         "peft_type": "LORA",
@@ -138,12 +139,12 @@ def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
         "lora_alpha": settings.alpha,
         "use_rslora": settings.use_rslora,
         "use_dora": settings.use_dora,
-        "rank_pattern": {name: t.rank for name, t in named.items() if t.rank != settings.rank},
-        "alpha_pattern": {name: t.alpha for name, t in named.items() if t.alpha != settings.alpha},
+        "rank_pattern": {re.escape(name): t.rank for name, t in named.items() if t.rank != settings.rank},
+        "alpha_pattern": {re.escape(name): t.alpha for name, t in named.items() if t.alpha != settings.alpha},
         "modules_to_save": saved or None,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(modules),
+        "target_modules": sorted(named.keys() - set(parameters)),
         "target_parameters": parameters or None,
         "init_lora_weights": True,
         "inference_mode": True,

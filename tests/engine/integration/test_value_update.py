@@ -36,34 +36,7 @@ def test_critic_of_a_trained_head_reads_it_also_without_a_class_in_transformers(
     run_ranks(_keeps_its_head, WORLD, folder)
 
 
-def _saves(folder, out):
-    value_worker(folder, 2, model=SETTINGS).save_checkpoint(str(out), global_step=1)
-
-
-@pytest.mark.parametrize("own_class", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_critics_adapter_is_checked_with_its_head_before_a_worker_starts(tmp_path, own_class):
-    folder = (save_qwen3_moe if own_class else save_glm4_moe)(tmp_path / "model")
-    run_ranks(_saves, WORLD, folder, tmp_path / "saved")
-    adapter, head = tmp_path / "saved" / "lora_adapter", "score" if own_class else "lm_head"
-    attention = {"attn_implementation": "sdpa"}
-    model = {"path": str(folder), "override_config": attention, "lora_rank": 4, "lora_adapter_path": str(adapter)}
-
-    def check(setting):
-        return check_training(EPFSDP2EngineConfig(ep_size=2), WORLD, model, device="cpu", setting=setting)
-
-    assert check("critic.model") is not None
-    # The actor has no such module, or one with as many outputs as it has tokens.
-    with pytest.raises(SettingError, match=rf"^actor_rollout_ref\.model\..*{head}"):
-        check("actor_rollout_ref.model")
-    file = adapter / "adapter_model.safetensors"
-    tensors = load_file(file)
-    del tensors[f"base_model.model.{head}.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(SettingError, match=rf"^critic\.model\.lora_adapter_path=.*{head}\.weight is missing"):
-        check("critic.model")
-
-
-def _resumes(folder, out):
+def _resumes(folder, out, head):
     """A critic's checkpoint without the frozen weights has the head, and another run another drawn one."""
     worker = value_worker(folder, 2, model=SETTINGS)
     lora_of(worker.engine.module).initialize(worker.engine.module, 0, stirred(worker.engine.module))
@@ -73,15 +46,34 @@ def _resumes(folder, out):
     wanted = whole_tensors(adapters_of(worker.engine.module))
     for name, param in whole_tensors(adapters_of(again.engine.module)).items():
         assert torch.equal(param, wanted[name]), name
-    assert any(name.startswith("score.") for name in wanted)
+    assert any(name.startswith(f"{head}.") for name in wanted)
 
 
-def test_critic_with_adapters_resumes_with_its_head(tmp_path):
-    folder, out = save_qwen3_moe(tmp_path / "model"), tmp_path / "out"
-    run_ranks(_resumes, WORLD, folder, out)
+@pytest.mark.parametrize(
+    ("save", "head"), [(save_qwen3_moe, "score"), pytest.param(save_glm4_moe, "lm_head", marks=pytest.mark.long)]
+)
+def test_critic_with_adapters_resumes_exports_and_is_checked_with_its_head(tmp_path, save, head):
+    folder, out = save(tmp_path / "model"), tmp_path / "out"
+    run_ranks(_resumes, WORLD, folder, out, head)
     export(out, tmp_path / "exported")
-    head = load_file(out / "lora_adapter" / "adapter_model.safetensors")["base_model.model.score.weight"]
-    assert torch.equal(load_file(tmp_path / "exported" / "model.safetensors")["score.weight"], head)
+    file = out / "lora_adapter" / "adapter_model.safetensors"
+    tensors, exported = load_file(file), load_file(tmp_path / "exported" / "model.safetensors")
+    trained = tensors.pop(f"base_model.model.{head}.weight")
+    assert torch.equal(exported[f"{head}.weight"], trained)
+
+    attention, adapter = {"attn_implementation": "sdpa"}, str(file.parent)
+    model = {"path": str(folder), "override_config": attention, "lora_rank": 4, "lora_adapter_path": adapter}
+
+    def check(setting):
+        return check_training(EPFSDP2EngineConfig(ep_size=2), WORLD, model, device="cpu", setting=setting)
+
+    assert check("critic.model") is not None
+    # The actor has no such module, or one with as many outputs as it has tokens.
+    with pytest.raises(SettingError, match=rf"^actor_rollout_ref\.model\..*{head}"):
+        check("actor_rollout_ref.model")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(SettingError, match=rf"^critic\.model\.lora_adapter_path=.*{head}\.weight is missing"):
+        check("critic.model")
 
 
 def _check(folder, model, engine):

@@ -68,8 +68,6 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints):
     # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
     pass_packed_cu_seqlens = False
 
-    # -- building -----------------------------------------------------------------------------------------------
-
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         engine_config = self._agree(model_config, engine_config, optimizer_config, checkpoint_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -124,8 +122,6 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints):
         if device == "cpu":  # wait for copies to the host, then free the device memory for other processes
             get_torch_device().synchronize()
             get_torch_device().empty_cache()
-
-    # -- running ------------------------------------------------------------------------------------------------
 
     def train_mode(self, **kwargs):
         self._saves.trainer_goes_on()
@@ -188,8 +184,6 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints):
     def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
         """Return a context without adapters: verl's reference policy where the actor has adapters."""
         return contextlib.nullcontext() if self._lora is None else self._lora.disabled()
-
-    # -- weights out --------------------------------------------------------------------------------------------
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=None, **kwargs):
         """Return the weights for the rollout; iterated, they are full tensors under vLLM's names, on every rank.

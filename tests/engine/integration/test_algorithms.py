@@ -257,7 +257,7 @@ def _update_by_every_algorithm(folder, configs):
 
 # Each has another path through the engine; the others change the numbers of a batch, or the formula of a loss.
 PATHS = {
-    *("grpo", "gspo", "clip-cov", "sequence is", "bypass, reinforce", "entropy bonus", "kl loss low_var_kl"),
+    *("grpo", "clip-cov", "sequence is", "bypass, reinforce", "kl loss low_var_kl"),
     *("distillation k3", "distillation top-k", "distillation top-k alone"),
 }
 

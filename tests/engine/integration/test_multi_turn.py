@@ -19,8 +19,7 @@ RELATIVE = 1e-5
 LAYERS, EXPERTS = 3, 8
 CASES = [
     {"ep": 2, "activation_checkpointing": "full", "dispatch_chunks": 2},
-    {"ep": 2, "ulysses_sequence_parallel_size": 2, "dynamic": True},
-    {"ep": 1, "pad_to_length": True, "pad_to_length_bucket": 32},
+    {"ep": 2, "ulysses_sequence_parallel_size": 2, "pad_to_length": True, "pad_to_length_bucket": 32},
 ]
 
 

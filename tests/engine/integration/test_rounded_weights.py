@@ -26,11 +26,11 @@ RELATIVE = 1e-5
 
 def _rounded(weight, channels):
     """Return a whole weight after vLLM's own quantisation by blocks, or compressed-tensors' by rows."""
-    from vllm.utils.deep_gemm import per_block_cast_to_fp8
-
     if channels:
         values, scales = compressed(weight.bfloat16(), channels)
         return values.float() * scales
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
     if weight.dim() == 3:
         return torch.stack([_rounded(one, channels) for one in weight])
     values, scales = per_block_cast_to_fp8(weight.bfloat16(), [BLOCK, BLOCK], use_ue8m0=False)

@@ -22,7 +22,7 @@ from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity import families
 from tests.parity.float64 import float64
-from tests.support.engine.lora import SCALING, adapters_of, lora_settings, stirred
+from tests.support.engine.lora import adapters_of, lora_settings, stirred
 from tests.support.engine.sharded import full_tensors, whole_tensors
 from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import each_case, run_ranks
@@ -69,7 +69,7 @@ def _compare(name, folder):
     leaves = {n: value.requires_grad_() for n, value in whole_tensors(adapters_of(model)).items()}
     weights = {n: p.detach() for n, p in plain.named_parameters()}
     for target in lora.targets.values():
-        delta = SCALING * leaves[target.name + B] @ leaves[target.name + A]
+        delta = target.scaling * leaves[target.name + B] @ leaves[target.name + A]
         delta = delta.mT if target.is_transposed else delta
         weights |= {n: weights[n] + part for n, part in families.plain_values(model, target.name, delta).items()}
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}

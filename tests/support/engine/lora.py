@@ -15,7 +15,6 @@ from tests.support.engine.sharded import sharded_model, whole_tensor
 from tests.support.models.tiny import reference_model
 
 __all__ = [
-    "SCALING",
     "SETTINGS",
     "adapt",
     "adapted_weights",
@@ -26,7 +25,6 @@ __all__ = [
 ]
 
 SETTINGS = {"lora_rank": 4, "lora_alpha": 12, "target_modules": "all-linear"}
-SCALING = 3.0
 
 
 def lora_settings(**changes: Any) -> LoraSettings:

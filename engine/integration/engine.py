@@ -177,7 +177,8 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints):
         if self._survivors is not None:
             self._survivors.updated()
         # verl kills its workers at the end of a run, so the last update is the last chance to print.
-        if self.lr_scheduler.last_epoch == self.optimizer_config.total_training_steps:
+        is_last = self.lr_scheduler.last_epoch == self.optimizer_config.total_training_steps
+        if is_last and self.run_plan is not None:
             print_lines(self.rank, self.run_plan.outcome())
         return rate
 

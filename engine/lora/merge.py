@@ -7,7 +7,7 @@ norms need whole rows, and FSDP does not split a row of a linear.
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ def merged(
 
 class _MergedShards:
     def __init__(self, model: nn.Module, device: torch.device | str, wait: Callable[[dist.Work], object]):
-        self._lora: Any = lora_of(model)
+        self._lora = cast(Any, lora_of(model))
         self._model, self._device, self._wait = model, device, wait
         self._saved = set(self._lora.saved)
         self._last: tuple[str, torch.Tensor] | None = None  # a tensor sent in parts is requested several times

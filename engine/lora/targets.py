@@ -191,7 +191,8 @@ def _is_read(model: nn.Module, name: str) -> bool:
     """Whether a family's code reads the weight of a linear without a call, maybe for some kernels alone."""
     parent, _, own = name.removesuffix(".weight").rpartition(".")
     use = rf"\bself\.{own}\.weight\b(?!\.d(type|evice)\b)"
-    return re.search(use, _code(type(model.get_submodule(parent)))) is not None
+    kind: Any = type(model.get_submodule(parent))
+    return re.search(use, _code(kind)) is not None
 
 
 @functools.cache

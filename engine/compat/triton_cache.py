@@ -28,10 +28,9 @@ def compile_once_per_node() -> None:
 
 
 class _SharedCache(FileCacheManager):
-    """One kernel's folder in Triton's cache, for one compile.
+    """One kernel's folder in Triton's cache, for one compile; after it Triton drops the object, and so the lock.
 
-    Triton compiles a kernel if ``get_group`` finds nothing, and a launcher's C code if ``get_file`` does. When the
-    compile has ended or failed, Triton drops the object, which closes the lock's file.
+    Triton compiles a kernel if ``get_group`` finds nothing, and a launcher's C code if ``get_file`` does.
     """
 
     _lock: int | None = None

@@ -7,6 +7,7 @@ platforms for NVIDIA, Ascend and ROCm. This one answers ``cpu``, gloo and shared
 
 import os
 import resource
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +55,8 @@ class _Stream(torch.cpu.Stream):
     def synchronize(self) -> None: ...
 
 
-def _nothing(*_args, **_kwargs) -> None: ...
+def _returning(value: Any) -> Callable[..., Any]:
+    return lambda *_args, **_kwargs: value
 
 
 def _resident_bytes(*_args) -> int:
@@ -70,24 +72,22 @@ def _memory_info(*_args) -> tuple[int, int]:
     return memory.available, memory.total
 
 
+_nothing = _returning(None)
 # The functions of `torch.cuda` that verl calls. Memory is the process's resident memory.
 _cpu_module = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__}
     | {"Stream": _Stream, "current_stream": lambda *_: _Stream()},
-    get_device_name=lambda *_: "cpu",
-    empty_cache=_nothing,
-    ipc_collect=_nothing,
+    get_device_name=_returning("cpu"),
+    **dict.fromkeys(("empty_cache", "ipc_collect", "set_per_process_memory_fraction"), _nothing),
+    **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing),
     manual_seed=torch.manual_seed,
     manual_seed_all=torch.manual_seed,
     get_rng_state=lambda *_: torch.get_rng_state(),
     set_rng_state=lambda state, *_: torch.set_rng_state(state),
-    set_per_process_memory_fraction=_nothing,
     memory_allocated=_resident_bytes,
     memory_reserved=_resident_bytes,
     max_memory_allocated=_peak_resident_bytes,
     max_memory_reserved=_peak_resident_bytes,
-    reset_peak_memory_stats=_nothing,
-    reset_max_memory_allocated=_nothing,
     mem_get_info=_memory_info,
 )
 
@@ -101,38 +101,16 @@ class PlatformCPU(PlatformBase):
     nvtx_range = torch.profiler.record_function
     set_device = synchronize = set_allocator_settings = empty_cache = _nothing
     profiler_start = profiler_stop = cudart = _nothing
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> Any:
-        return "cpu"  # verl passes it to Tensor.to(), where an index means an accelerator
-
-    def device_count(self) -> int:
-        return 1
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        return False
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    is_available = _returning(True)
+    current_device = _returning("cpu")  # verl passes it to Tensor.to(), where an index means an accelerator
+    device_count = _returning(1)
+    get_device_capability = _returning((None, None))
+    communication_backend_name = _returning("gloo")
+    visible_devices_envvar = _returning("CUDA_VISIBLE_DEVICES")
+    ray_resource_name = _returning("GPU")
+    ray_noset_envvars = _returning([])
+    is_ipc_supported = _returning(False)
 
     def rollout_env_vars(self) -> dict[str, str]:
         return {name: os.environ.get(name, value) for name, value in _ROLLOUT_ENV.items()}

@@ -8,7 +8,6 @@ import functools
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -83,7 +82,7 @@ def install() -> None:
     wrap(gpu_model_runner, "bind_routed_experts_capturer", binding)
 
 
-def _checking(refusing: Callable[[Any, Any], tuple[bool, str]]) -> Callable[[Any, Any], tuple[bool, str]]:
+def _checking(refusing: Any) -> Any:
     """Choose the vector kernel for float32: vLLM 0.27 and 0.28 refuse every MoE there that is not bfloat16.
 
     Earlier versions loop over experts, which fails because the loop makes an activation module during a forward, where
@@ -115,7 +114,7 @@ def _use_plain_silu(module: Any) -> None:
             activations[kind] = SiluAndMul.forward_native
 
 
-def _binding(experts: Any, bind: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def _binding(experts: Any, bind: Any) -> Any:
     """Bind the capturer of routes to the layers whose kernel routes itself, too.
 
     vLLM from 0.27 on refuses these layers ("monolithic MoE kernel"); earlier versions report expert 0 for all tokens.
@@ -136,9 +135,7 @@ def _binding(experts: Any, bind: Callable[[Any, Any], None]) -> Callable[[Any, A
     return bind_routed_experts_capturer
 
 
-def _capturing(
-    apply: Callable[..., torch.Tensor], experts: Any, capture: Callable[[torch.Tensor], None]
-) -> Callable[..., Any]:
+def _capturing(apply: Any, experts: Any, capture: Any) -> Any:
     @functools.wraps(apply)
     def apply_monolithic(*args, **kwargs):
         select = experts.select_experts

@@ -1,10 +1,8 @@
 """The part of the engine that builds a model, before and after it is sharded and loaded."""
 
-import contextlib
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +13,10 @@ from verl.models.transformers.monkey_patch import apply_monkey_patch
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.model import get_hf_auto_model_class
 from verl.workers.config.optimizer import build_optimizer
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from ...rollout.sync import RolloutSync, SyncSettings
+from ..build import shard_and_load
 from ..checkpoint.safetensors_reader import CheckpointFiles, check_files, local_checkpoint, open_checkpoint
 from ..config.automatic import AutomaticOverlap
 from ..config.settings import param_dtype
@@ -47,36 +47,26 @@ from ..topology.mesh import Meshes
 from ..topology.rank_consistency import check_agreement, model_facts, raise_on_all_ranks, without_paths
 from .delta_shards import ShardExport
 from .rounded_weights import compute_as_rollout
-from .step_features import PlannedMemory, RouterTerms, StepFeature, SyncMetrics, VisionTowers
+from .step_features import PlannedMemory, RouterTerms, StepFeature, VisionTowers
 
-__all__ = ["BuildsModel"]
+__all__ = ["BuildsModel", "print_lines"]
 
 
-class BuildsModel:
-    """Mix-in over verl's engine: the steps of ``_build_model_optimizer`` before and after the model is sharded."""
+def print_lines(rank: int, *lines: str | None) -> None:
+    """Print the lines that are not empty, on rank 0."""
+    if rank == 0:
+        print("".join(f"[epfsdp2] {line}\n" for line in lines if line), end="", flush=True)
 
-    # Attributes of the engine.
-    rank: int
-    model_config: Any
-    engine_config: Any
-    optimizer_config: Any
-    checkpoint_config: Any
-    _plain: nn.Module
+
+class BuildsModel(FSDPEngineWithLMHead):
+    """The steps of ``_build_model_optimizer`` before and after the model is sharded."""
+
     meshes: Meshes
-    use_remove_padding: bool
-    ulysses_parallel_group: dist.ProcessGroup | None
-    ulysses_sequence_parallel_size: int
-    get_data_parallel_group: Any
-    _build_lr_scheduler: Any
-
     scaler: LossScale | None  # verl's name
     run_plan: StepEstimate | None = None  # of a role that trains
-    without_adapters: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     _lora: Lora | None = None
     adapters_config: dict[str, Any] | None = None  # peft's, if the rollout applies adapters; None: it gets them merged
     _may_be_unused = r"(?!)"  # pattern of tensors that only the checkpoint may have (``match_weights``)
-
-    # -- before it is sharded -----------------------------------------------------------------------------------
 
     def _agree(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> Any:
         """Build the model on the meta device, and check its role's settings on all ranks; collective.
@@ -125,8 +115,7 @@ class BuildsModel:
         )
         assert module is not None, "all ranks raise if one could not build it"
         self._plain = module
-        if line and dist.get_rank() == 0:
-            print(f"[epfsdp2] {line}", flush=True)
+        print_lines(dist.get_rank(), line)
         return own
 
     def _overlapped(self, options: ShardingOptions) -> ShardingOptions:
@@ -140,9 +129,9 @@ class BuildsModel:
             tokens = config.infer_max_token_len_per_gpu
         # Its arguments are equal on all ranks (``_agree``), so the number of chunks is.
         found = AutomaticOverlap.of(config, self._plain, options).on(options, topology, tokens)
-        if found != options and self.rank == 0:
+        if found != options:
             values = f"{found.dispatch_chunks} engine.overlap_shared_experts={found.overlap_shared_experts}"
-            print(f"[epfsdp2] all-to-alls overlap by engine.dispatch_chunks={values}", flush=True)
+            print_lines(self.rank, f"all-to-alls overlap by engine.dispatch_chunks={values}")
         return found
 
     def _open(self) -> tuple[nn.Module, CheckpointFiles]:
@@ -161,8 +150,8 @@ class BuildsModel:
         except Exception as error:
             failure = error
         check_agreement(facts, device=get_device_name(), failure=failure)
-        if files.unread and self.rank == 0:
-            print(f"[epfsdp2] not read from {folder}, as by transformers: {', '.join(files.unread)}", flush=True)
+        if files.unread:
+            print_lines(self.rank, f"not read from {folder}, as by transformers: {', '.join(files.unread)}")
         return module, files
 
     def _build_module(self) -> nn.Module:
@@ -178,14 +167,12 @@ class BuildsModel:
         if self.ulysses_parallel_group is not None:
             assert self.packed is not None, "check_sequence_parallel refuses rows that are not packed"
             SequenceParallel(module, self.ulysses_parallel_group, self.packed)
-        lora = self._lora_settings()
+        config, lora = self.engine_config, self._lora_settings()
         if lora is not None:
-            self._lora = Lora(module, lora, self.engine_config.expert_plan)
-            self.without_adapters = self._lora.disabled
+            self._lora = Lora(module, lora, config.expert_plan)
             if not self.model_config.lora.get("merge"):
                 self.adapters_config = adapter_config(self._lora, self.model_config.local_path)
         self.router_features: list[StepFeature] = []
-        config = self.engine_config
         aux, z = config.router_aux_loss_coef, config.router_z_loss_coef
         if not config.forward_only and (aux or z or config.router_metrics):
             losses = RouterLosses(module, find_experts(module, config.expert_plan), aux, z)
@@ -239,9 +226,7 @@ class BuildsModel:
             self.run_plan = estimate_step(*settings, build, topology, options, memory, device)
             del self._plain
         mesh = f"mesh: {format_mesh(topology, self.ulysses_sequence_parallel_size)}"
-        lines += [mesh] if self.run_plan is None else self.run_plan.lines()
-        if self.rank == 0:
-            print("\n".join(f"[epfsdp2] {line}" for line in lines if line), flush=True)
+        print_lines(self.rank, *lines, *([mesh] if self.run_plan is None else self.run_plan.lines()))
 
     def _module_to_plan(self, dtype: torch.dtype) -> nn.Module:
         """Return the plain model with adapters and its own config."""
@@ -251,18 +236,23 @@ class BuildsModel:
             Lora(module, lora, self.engine_config.expert_plan)
         return module
 
-    # -- while it is loaded -------------------------------------------------------------------------------------
-
-    def _loading(self) -> dict[str, Any]:
-        """Return the arguments of ``shard_and_load`` on where to allocate shards and how to fill them."""
-        return {
-            "device": get_device_name(),
-            "device_id": get_device_id(),
-            "initialize": self._initialize,
-            "finish": self._initialize_adapters,
-            "progress": self.rank == 0,
-            "may_be_unused": "" if self.engine_config.allow_unused_weights else self._may_be_unused,
-        }
+    def _shard_and_load(self, module: nn.Module, files: CheckpointFiles, options: ShardingOptions) -> None:
+        unused = shard_and_load(
+            module,
+            files,
+            self.meshes,
+            options,
+            device=get_device_name(),
+            device_id=get_device_id(),
+            initialize=self._initialize,
+            finish=self._initialize_adapters,
+            progress=self.rank == 0,
+            may_be_unused="" if self.engine_config.allow_unused_weights else self._may_be_unused,
+        )
+        if unused:
+            counts = Counter(re.sub(r"\d+", "*", key) for key in unused)
+            named = ", ".join(f"{key} ({count})" if count > 1 else key for key, count in counts.items())
+            print_lines(self.rank, f"{len(unused)} tensors of the checkpoint have no place in the model: {named}")
 
     def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
         """Fill a parameter that the checkpoint lacks (``match_weights``); adapters are filled after loading."""
@@ -276,14 +266,6 @@ class BuildsModel:
         with raise_on_all_ranks(get_device_name()):
             read = None if folder is None else read_adapter(folder, lora, "model.lora_adapter_path")
             lora.initialize(module, self.engine_config.seed, read)
-
-    def _name_unused(self, unused: list[str]) -> None:
-        if unused and self.rank == 0:
-            counts = Counter(re.sub(r"\d+", "*", key) for key in unused)
-            named = ", ".join(f"{key} ({count})" if count > 1 else key for key, count in counts.items())
-            print(f"[epfsdp2] {len(unused)} tensors of the checkpoint have no place in the model: {named}", flush=True)
-
-    # -- when it is sharded -------------------------------------------------------------------------------------
 
     def _take_shards(self, module: nn.Module, options: ShardingOptions) -> None:
         """Prepare weight syncs, then freeze parameters that are not trained.
@@ -310,7 +292,7 @@ class BuildsModel:
     def _features_of(self, module: Any) -> list[StepFeature]:
         vision = [VisionTowers(VisionTowerSync(module))] if hasattr(module.config, "vision_config") else []
         planned = [] if self.run_plan is None else [PlannedMemory(self.run_plan)]
-        return [*vision, *self.router_features, *planned, SyncMetrics(self.rollout_sync)]
+        return [*vision, *self.router_features, *planned]
 
     def _build_training(self, module: nn.Module) -> None:
         """Build the optimizer, its schedule and its step, for a role that trains."""

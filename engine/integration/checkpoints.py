@@ -3,9 +3,9 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 from verl.utils.device import get_device_name
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from ..checkpoint import state as checkpoint
 from ..checkpoint.saves import CheckpointSaver
@@ -23,36 +23,20 @@ from ..model_files import (
     with_overrides,
     write_files,
 )
-from ..optim.loss_scale import LossScale
 from ..survivors import Watch
 from ..topology.rank_consistency import raise_on_all_ranks
+from .building import print_lines
 
 __all__ = ["WritesCheckpoints"]
 
 logger = logging.getLogger(__name__)
 
 
-class WritesCheckpoints:
-    """Mix-in over verl's engine: checkpoints in this engine's layout instead of verl's."""
+class WritesCheckpoints(FSDPEngineWithLMHead):
+    """Checkpoints in this engine's layout instead of verl's."""
 
-    # Attributes of the engine.
-    module: Any
-    optimizer: Any
-    lr_scheduler: Any
-    scaler: LossScale | None
-    rollout_sync: Any
-    rank: int
-    meshes: Any
-    model_config: Any
-    checkpoint_config: Any
-    engine_config: Any
-    optimizer_config: Any
-    to: Any
     _is_value_model = False
-    _is_offload_param: bool
-    _is_offload_optimizer: bool
     _saves: CheckpointSaver
-    _survivors: Watch | None
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs) -> None:
         """Write ``checkpoint.save_contents`` under ``local_path`` (``checkpoint/state.py`` has the layout).
@@ -62,9 +46,7 @@ class WritesCheckpoints:
         checkpoint, because verl does so only for saves that it waits for.
         """
         if hdfs_path is not None and self.rank == 0:
-            logger.warning(
-                "epfsdp2: nothing is copied to hdfs_path=%s; checkpoints are written to local paths", hdfs_path
-            )
+            logger.warning("epfsdp2: nothing is copied to hdfs_path=%s; checkpoints are local", hdfs_path)
         folder, in_background = Path(local_path), bool(self.checkpoint_config.get("async_save"))
         if in_background and folder.name.startswith("global_step_"):
             # sft_trainer, which has no folders of roles, names the latest checkpoint as soon as this returns.
@@ -101,7 +83,7 @@ class WritesCheckpoints:
 
     def _watch_for_failures(self) -> None:
         """Let a restart read this rank's state after a failure, for a role that trains."""
-        self._survivors = None
+        self._survivors: Watch | None = None
         if self.engine_config.survivors_folder and self.optimizer is not None:
             self._survivors = Watch(
                 Path(self.engine_config.survivors_folder),
@@ -121,9 +103,9 @@ class WritesCheckpoints:
         A tokenizer from ``tokenizer_path`` and the run's chat template replace the base's.
         """
         contents = self._contents()
-        if self.rank == 0 and contents and "model" not in contents and not self.engine_config.forward_only:
+        if contents and "model" not in contents and not self.engine_config.forward_only:
             setting = f"checkpoint.save_contents={contents}"
-            print(f"[epfsdp2] no run can resume from this run's checkpoints: {setting} is without model", flush=True)
+            print_lines(self.rank, f"no run can resume from this run's checkpoints: {setting} is without model")
         self._model_files: dict[str, bytes] = {}
         topology = self.meshes.topology
         is_first = self.rank % (topology.world // topology.dp_replicate) == 0

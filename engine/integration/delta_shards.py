@@ -55,8 +55,7 @@ class ShardExport:
     def __init__(self, model: nn.Module, meshes: Meshes, dtype: torch.dtype = torch.bfloat16):
         self.model: Any = model
         self.meshes, self.dtype = meshes, dtype
-        self._names: dict[str, str] = {}
-        self._expert_layouts: dict[str, _ExpertLayout] = {}
+        self._layouts: dict[str, tuple[str, _ExpertLayout | None]] = {}
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor, ShardSpec]]:
         """Yield ``(name, values, spec)`` of every parameter and persistent buffer, in the same order on all ranks.
@@ -74,9 +73,12 @@ class ShardExport:
             values = local(name, tensor).to(device)
             if values.is_floating_point():
                 values = values.to(self.dtype)
-            yield self._checkpoint_name(name, tensor), values.reshape(-1), self._spec(name, tensor)
+            if name not in self._layouts:
+                self._layouts[name] = self._layout(name, tensor)
+            own, rows = self._layouts[name]
+            yield own, values.reshape(-1), self._spec(name, tensor, rows)
 
-    def _spec(self, name: str, tensor: torch.Tensor) -> ShardSpec:
+    def _spec(self, name: str, tensor: torch.Tensor, rows: _ExpertLayout | None) -> ShardSpec:
         block, shape = local_range(tensor), tuple(tensor.shape)
         if not shard_steps(tensor):
             return ShardSpec(full_shape=shape)  # replicated; verl sends rank 0's
@@ -87,7 +89,6 @@ class ShardExport:
             # Other replicas hold the same values.
             "contributes": self.meshes.dense.get_local_rank("dp_replicate") == 0,
         }
-        rows = self._expert_layouts.get(name)
         if rows is None:
             return ShardSpec(**placed)
         slots = [
@@ -104,21 +105,17 @@ class ShardExport:
             for own, values in row
         ]
 
-    def _checkpoint_name(self, name: str, tensor: torch.Tensor) -> str:
-        if name in self._names:
-            return self._names[name]
+    def _layout(self, name: str, tensor: torch.Tensor) -> tuple[str, _ExpertLayout | None]:
+        """Return a tensor's name in the checkpoint; for a stack of experts its own name, and its layout."""
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         found = list(hf_names.as_checkpoint(self.model, [(name, whole)], waiting={}))
         if len(found) == 1 and found[0][1] is whole:
-            return self._names.setdefault(name, found[0][0])
-        if found and hf_names.is_of_expert(found[0][0]):
-            self._expert_layouts[name] = self._probe(name, tuple(tensor.shape[1:]))
-            return self._names.setdefault(name, name)
-        raise ValueError(f"checkpoints of {self.model.config.model_type} do not store {name} as a tensor of its own.")
-
-    def _probe(self, name: str, shape: tuple[int, ...]) -> _ExpertLayout:
-        count = torch.Size(shape).numel()
-        found = list(hf_names.as_checkpoint(self.model, [(name, torch.arange(count).view(1, *shape))]))
+            return found[0][0], None
+        if not found or not hf_names.is_of_expert(found[0][0]):
+            rule = f"do not store {name} as a tensor of its own."
+            raise ValueError(f"checkpoints of {self.model.config.model_type} {rule}")
+        count = tensor.shape[1:].numel()
+        found = list(hf_names.as_checkpoint(self.model, [(name, torch.arange(count).view(1, *tensor.shape[1:]))]))
         slot_of, position = torch.full((count,), -1), torch.full((count,), -1)
         for slot, (_, sources) in enumerate(found):
             slot_of[sources.reshape(-1)] = slot
@@ -127,17 +124,17 @@ class ShardExport:
             raise ValueError(f"the converter does not map elements of {name} one to one to those of a checkpoint.")
         device = self.meshes.dense.device_type
         slots = tuple((own, tuple(sources.shape)) for own, sources in found)
-        return _ExpertLayout(slots, slot_of.to(device), position.to(device, torch.int32))
+        return name, _ExpertLayout(slots, slot_of.to(device), position.to(device, torch.int32))
 
 
 def experts_entry(
     spec: ExpertsSpec, lidx: torch.Tensor, lval: torch.Tensor
 ) -> tuple[list, str, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the delta entry (``hf_delta_export``) of a stack: its changes by checkpoint tensor and position.
+    """Return the delta entry (``hf_delta_export``) of a stack from its changes in this rank's shard.
 
     Args:
-        lidx: flat positions of the changes in this rank's shard, int64.
-        lval: new values at these positions.
+        lidx: flat positions, int64.
+        lval: new values.
 
     Returns:
         Slots, dtype, number of changes per slot, and their positions (int32) and values in the order of the slots.

@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.workers.engine.base import BaseEngine
-from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineTrainModeCtx, FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineTrainModeCtx
 
 from ...rollout import servers
-from ..build import shard_and_load
 from ..checkpoint.saves import CheckpointSaver
 from ..config.settings import sharding_options
 from ..fsdp.reshard import reshard_all
 from ..fsdp.single_rank import keeping_casts
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from . import shims
-from .building import BuildsModel
+from .building import BuildsModel, print_lines
 from .checkpoints import WritesCheckpoints
 from .delta_shards import ExpertsSpec, experts_entry
 from .step_features import StepFeature
@@ -32,7 +30,7 @@ __all__ = ["DEVICES", "EPFSDP2Engine"]
 DEVICES = ["cuda", "npu", "cpu"]
 
 
-class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
+class EPFSDP2Engine(BuildsModel, WritesCheckpoints):
     """EP + FSDP2 behind verl's engine interface (verl 0.9.1, ``workers/engine/base.py``).
 
     verl's worker (``workers/engine_workers.py``) and verl's base class call an engine in this order. Methods with an
@@ -70,8 +68,6 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
     # verl passes cumulative lengths where the model's forward takes them; the families here read position ids.
     pass_packed_cu_seqlens = False
 
-    # -- building -----------------------------------------------------------------------------------------------
-
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         engine_config = self._agree(model_config, engine_config, optimizer_config, checkpoint_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -105,8 +101,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         options = self._overlapped(sharding_options(self.engine_config, self.model_config))
         module, files = self._open()
         self._announce(module, options)
-        unused = shard_and_load(module, files, self.meshes, options, **self._loading())
-        self._name_unused(unused)
+        self._shard_and_load(module, files, options)
         self._take_shards(module, options)
         self.module, self.features = module, self._features_of(module)
         self._prepare_saves(files.folder)
@@ -120,12 +115,13 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         target = get_device_id() if device == get_device_name() else device
         if model:
             self.module.to(target)
-        if optimizer:
-            _move_states(self.optimizer, target)
-        if device == "cpu":
-            _release_device_memory()
-
-    # -- running ------------------------------------------------------------------------------------------------
+        for state in self.optimizer.state.values() if optimizer and self.optimizer is not None else ():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = value.to(target, non_blocking=True)
+        if device == "cpu":  # wait for copies to the host, then free the device memory for other processes
+            get_torch_device().synchronize()
+            get_torch_device().empty_cache()
 
     def train_mode(self, **kwargs):
         self._saves.trainer_goes_on()
@@ -141,6 +137,8 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         outputs = super().train_batch(data, loss_function)
         metrics = {name: value for feature in self.features for name, value in feature.metrics().items()}
         metrics |= self.clipped_step.metrics()
+        if self.rollout_sync.last_report is not None:  # verl drops the metrics that a sync returns
+            metrics |= self.rollout_sync.last_report.metrics()
         if self.is_mp_src_rank_with_outputs():
             # Lists, because verl joins the lists of ranks and mini-batches before it takes the mean.
             outputs["metrics"] |= {name: [value] for name, value in metrics.items()}
@@ -153,8 +151,6 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
             return super().forward_backward_batch(data, loss_function, forward_only)
 
     def forward_step(self, micro_batch, loss_function, forward_only):
-        for feature in self.features:
-            feature.begin_micro_batch(forward_only)
         loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         for feature in self.features:
             loss = feature.add_loss(loss)
@@ -181,16 +177,14 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         if self._survivors is not None:
             self._survivors.updated()
         # verl kills its workers at the end of a run, so the last update is the last chance to print.
-        if self.rank == 0 and self.lr_scheduler.last_epoch == self.optimizer_config.total_training_steps:
-            for outcome in filter(None, (feature.outcome() for feature in self.features)):
-                print(f"[epfsdp2] {outcome}", flush=True)
+        is_last = self.lr_scheduler.last_epoch == self.optimizer_config.total_training_steps
+        if is_last and self.run_plan is not None:
+            print_lines(self.rank, self.run_plan.outcome())
         return rate
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[None]:
         """Return a context without adapters: verl's reference policy where the actor has adapters."""
-        return self.without_adapters()
-
-    # -- weights out --------------------------------------------------------------------------------------------
+        return contextlib.nullcontext() if self._lora is None else self._lora.disabled()
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=None, **kwargs):
         """Return the weights for the rollout; iterated, they are full tensors under vLLM's names, on every rank.
@@ -216,20 +210,6 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints, FSDPEngineWithLMHead):
         return super()._hf_delta_entry(name, spec, place, lidx, lval)
 
 
-def _move_states(optimizer: torch.optim.Optimizer | None, device: Any) -> None:
-    """Move the states of an optimizer; a role that does not train has None."""
-    for state in {} if optimizer is None else optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                state[key] = value.to(device, non_blocking=True)
-
-
-def _release_device_memory() -> None:
-    """Wait for copies to the host, then free the device memory that they leave for other processes."""
-    get_torch_device().synchronize()
-    get_torch_device().empty_cache()
-
-
 class TrainMode(EngineTrainModeCtx):
     """verl's context of training, which leaves FSDP2 usable after an error."""
 
@@ -251,11 +231,11 @@ class EvalMode(EngineEvalModeCtx):
 
 def _reset_after_error(module: Any, error: type[BaseException] | None) -> None:
     """Reset FSDP after an error inside forward or backward, which leaves its state undefined (torch 2.13)."""
-    if error is None or not isinstance(module, FSDPModule) or not hasattr(module, "reset_iter_state"):
+    if error is None or not hasattr(module, "reset_iter_state"):
         return
     try:
         module.reset_iter_state()
-    except AttributeError as error_of_fsdp:
+    except AttributeError as missing:
         # Before the first forward FSDP has no such state, and the user must see the error that ended the mode.
-        if error_of_fsdp.name != "all_gather_state":
+        if missing.name != "all_gather_state":
             raise

@@ -14,6 +14,7 @@ from ..head.causal_head import CausalHead, Wanted, why_whole_logits
 from ..moe.find import find_experts
 from ..moe.router.replay import RouterReplay
 from ..preflight.features import check_replay
+from .building import print_lines
 from .engine import DEVICES, EPFSDP2Engine
 from .step_features import ReplayedRoutes
 
@@ -41,11 +42,10 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
         super()._patch(module)
         # After verl's patches of the forward, and before hooks, which need a real batch.
         if self.engine_config.chunked_logits and not self.model_config.use_fused_kernels:
-            reason = why_whole_logits(module)
-            if not reason:
+            if reason := why_whole_logits(module):
+                print_lines(self.rank, f"logits are whole: {reason}")
+            else:
                 self._head = CausalHead(module)
-            elif self.rank == 0:
-                print(f"[epfsdp2] logits are whole: {reason}", flush=True)
 
     def _is_reference(self) -> bool:
         """Whether the model is the reference policy now: the actor without its adapters."""
@@ -73,11 +73,7 @@ def _reads_logits(micro_batch: TensorDict) -> bool:
 
 
 def _wanted(arguments: dict[str, Any], micro_batch: TensorDict) -> Wanted:
-    """Return the labels and temperatures of a micro-batch.
-
-    Args:
-        arguments: arguments that verl's ``prepare_model_inputs`` returns for its ``prepare_model_outputs``.
-    """
+    """Return the labels and temperatures of a micro-batch; ``arguments`` is for verl's ``prepare_model_outputs``."""
     labels, temperature = arguments["input_ids_rmpad_rolled"], arguments.get("temperature_rmpad")
     if temperature is None:  # rows are padded, labels are not
         lengths = micro_batch["input_ids"].offsets().diff()

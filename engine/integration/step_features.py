@@ -12,14 +12,13 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from verl.utils.device import get_device_id
 
-from ...rollout.sync import RolloutSync
 from ..fsdp.ulysses import gather_parts, own_part
 from ..model.vision import VisionTowerSync
 from ..moe.router.losses import RouterLosses
 from ..moe.router.replay import ReplayError, RouterReplay
 from ..planner.run import StepEstimate
 
-__all__ = ["PlannedMemory", "ReplayedRoutes", "RouterTerms", "StepFeature", "SyncMetrics", "VisionTowers"]
+__all__ = ["PlannedMemory", "ReplayedRoutes", "RouterTerms", "StepFeature", "VisionTowers"]
 
 
 class StepFeature:
@@ -31,11 +30,8 @@ class StepFeature:
     def begin_batch(self, data: TensorDict, forward_only: bool) -> None:
         """Run before a batch is split into micro-batches."""
 
-    def begin_micro_batch(self, forward_only: bool) -> None:
-        """Run before the inputs of a micro-batch are built."""
-
     def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
-        """Read or change the arguments of the model's forward."""
+        """Read or change the arguments of the model's forward; gradients are enabled in training."""
 
     def prepare_outputs(self, outputs: dict[str, Any], micro_batch: TensorDict) -> None:
         """Read or change the outputs that verl keeps."""
@@ -47,10 +43,6 @@ class StepFeature:
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of the update, after the optimizer's step; called on all ranks."""
         return {}
-
-    def outcome(self) -> str | None:
-        """Return a line to print on rank 0 after the run's last update."""
-        return None
 
 
 class VisionTowers(StepFeature):
@@ -87,13 +79,11 @@ class RouterTerms(StepFeature):
         dist.all_reduce(tokens, group=self._dp_group)
         self._losses.begin(tokens)
 
-    def begin_micro_batch(self, forward_only: bool) -> None:
-        self._trains = not forward_only
-        if self._trains:
-            self._losses.watch()
-
     def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
         """Mark the rows of the model's input that are not padding: bool ``[rows]``."""
+        self._trains = torch.is_grad_enabled()
+        if self._trains:
+            self._losses.watch()
         if inputs.get("attention_mask") is not None:
             self._is_token = inputs["attention_mask"].reshape(-1).bool()
             return
@@ -127,15 +117,13 @@ class ReplayedRoutes(StepFeature):
     def begin_update(self) -> None:
         self._replay.differing()  # drops the count of the forward that computed log-probs
 
-    def begin_micro_batch(self, forward_only: bool) -> None:
-        self._records = forward_only and self._mode == "R2" and not self._is_reference()
+    def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
+        self._records = self._mode == "R2" and not torch.is_grad_enabled() and not self._is_reference()
         if self._is_reference():
             self._replay.stop()
-
-    def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
-        if self._records:
+        elif self._records:
             self._replay.record()
-        elif not self._is_reference():
+        else:
             self._replay.replay(self._routes(micro_batch, inputs["position_ids"].shape[-1]))
 
     def _routes(self, micro_batch: TensorDict, tokens: int) -> torch.Tensor:
@@ -179,16 +167,3 @@ class PlannedMemory(StepFeature):
 
     def metrics(self) -> Mapping[str, float]:
         return self._plan.metrics()
-
-    def outcome(self) -> str | None:
-        return self._plan.outcome()
-
-
-class SyncMetrics(StepFeature):
-    """Metrics of the last weight sync, because verl drops those that the sync returns."""
-
-    def __init__(self, sync: RolloutSync):
-        self._sync = sync
-
-    def metrics(self) -> Mapping[str, float]:
-        return {} if self._sync.last_report is None else self._sync.last_report.metrics()

@@ -38,11 +38,7 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
 
     def _lora_settings(self) -> LoraSettings | None:
         settings = super()._lora_settings()
-        return None if settings is None else replace(settings, value_head=self._head)
-
-    @property
-    def _head(self) -> str:
-        return value_head(self.model_config.hf_config)
+        return None if settings is None else replace(settings, value_head=value_head(self.model_config.hf_config))
 
     def _auto_class(self) -> Any:
         own = has_value_class(self.model_config.hf_config)
@@ -52,7 +48,7 @@ class EPFSDP2EngineWithValueHead(EPFSDP2Engine, FSDPEngineWithValueHead):
         """Draw the head's rows if the checkpoint has no head that fits; equal on all replicas."""
         if super()._initialize(name, tensor, fits):
             return True
-        if fits or not name.startswith(f"{self._head}."):
+        if fits or not name.startswith(f"{value_head(self.model_config.hf_config)}."):
             return False
         if tensor.is_meta:  # names are only matched yet
             return True

@@ -4,8 +4,7 @@ An adapter is two more parameters of the module that owns the weight: ``<weight>
 ``<weight>_lora_B`` ``[out, r]``; a stack of experts has a pair per expert, ``[E, r, in]`` and ``[E, out, r]``. With
 DoRA (https://arxiv.org/abs/2402.09353) a linear has ``<weight>_lora_magnitude`` ``[out]`` too. A module that is trained
 whole (``modules_to_save``) has a trained copy ``<parameter>_lora_saved`` of each frozen parameter. No module is
-wrapped, so all other names in the model are unchanged. Adapters of experts are in the module of the experts' weights,
-so FSDP shards, gathers and reduces them together.
+wrapped, so names stay, and FSDP shards, gathers and reduces adapters of experts with their weights.
 """
 
 import contextlib
@@ -22,9 +21,9 @@ from ..moe.forward import adapt_experts
 from ..topology.dtensor import is_adapter, local_pieces, local_tensor
 from ..wrap_forward import wrap_forward
 from .settings import LoraSettings
-from .targets import Target, find_saved, find_targets, has_experts
+from .targets import Target, experts_of, find_saved, find_targets
 
-__all__ = ["A", "B", "MAGNITUDE", "SAVED", "Lora", "lora_of", "row_norms"]
+__all__ = ["A", "B", "MAGNITUDE", "SAVED", "Lora", "lora_of"]
 
 A, B, MAGNITUDE, SAVED = "_lora_A", "_lora_B", "_lora_magnitude", "_lora_saved"
 _HANDLE = "_epfsdp2_lora"
@@ -34,15 +33,13 @@ class Lora:
     """The adapters of one model, and its modules that are trained whole.
 
     Args:
-        model: a model that is not sharded yet, on any device. Parameters for the adapters are added, without values.
-        settings: ranks, alphas and targets.
+        model: a model that is not sharded yet, on any device. It gets the adapters' parameters, without values.
         plan: ``engine.expert_plan``.
 
     Attributes:
         targets: the adapted weights by name.
         saved: names of the frozen parameters with a trained copy, named with ``SAVED`` at the end.
         shapes: global shapes of the trained parameters, by name.
-        has_experts: whether the model has experts.
         enabled: whether a forward adds the adapters and uses the copies.
 
     Raises:
@@ -52,7 +49,7 @@ class Lora:
     def __init__(self, model: Any, settings: LoraSettings, plan: Mapping[str, int] | None = None):
         self.settings, self.enabled = settings, True
         self.targets: dict[str, Target] = {target.name: target for target in find_targets(model, settings, plan)}
-        self.has_experts = has_experts(model, plan)
+        self.has_experts = bool(experts_of(model, plan))
         self.saved: list[str] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
         saved_modules = find_saved(model, settings, plan)
@@ -63,11 +60,6 @@ class Lora:
         # The backward of the first layer issues the collectives of the other layers, whatever is adapted in it.
         model.get_input_embeddings().register_forward_hook(_requires_grad)
         setattr(model, _HANDLE, self)
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """Suffixes of the names of an adapter's parameters."""
-        return (A, B, MAGNITUDE) if self.settings.use_dora else (A, B)
 
     def _attach(self, target: Target) -> None:
         weight, (size_in, size_out) = target.module.get_parameter(target.own), target.sizes
@@ -94,43 +86,38 @@ class Lora:
         wrap_forward(module, "saved_modules", partial(_with_copies, self, module, names))
 
     def freeze_base(self, model: nn.Module) -> None:
-        """Freeze everything but the adapters and the copies.
+        """Freeze everything but the adapters and the copies, before the first forward, when FSDP reads it.
 
-        Call it after ``parallelize``, which has a rule for parameters that a family freezes
-        (``fp32_modules.correction_biases``), and before the first forward, when FSDP reads ``requires_grad``.
+        ``parallelize`` runs before, because its rule for correction biases reads what the family itself freezes.
         """
         for name, param in model.named_parameters():
             param.requires_grad_(is_adapter(name))
 
     @torch.no_grad()
     def initialize(self, model: nn.Module, seed: int, read: Callable[[str], torch.Tensor] | None = None) -> None:
-        """Fill this rank's shards from a saved adapter, or with an adapter that adds nothing.
+        """Fill this rank's shards from a saved adapter, or with a new one that adds nothing.
 
-        The second has ``B = 0``, and ``A`` uniform within ``1 / sqrt(in)`` as in peft. The seed, the name of the weight
-        and the number of the expert determine ``A``, so it is equal on every mesh. Magnitudes are the norms of the
-        weight's rows. The weights have to be loaded.
+        A new adapter has ``B = 0``, and ``A`` uniform within ``1 / sqrt(in)`` as in peft. The seed, the weight's name
+        and the expert's number determine ``A``, so it is equal on every mesh. The weights have to be loaded.
 
         Args:
             read: reads a saved adapter's full parameter by its name in the model; None for a new adapter.
         """
+        if read is not None:
+            for name in self.shapes:
+                values = read(name)
+                for held, local in local_pieces(model.get_parameter(name)):
+                    local.copy_(values[held.slices])
+            return
         for name in self.saved:
-            copy = model.get_parameter(name + SAVED)
-            if read is not None:
-                _set(copy, read(name + SAVED))
-            else:
-                local_tensor(copy).copy_(local_tensor(model.get_parameter(name)))
+            local_tensor(model.get_parameter(name + SAVED)).copy_(local_tensor(model.get_parameter(name)))
         for name, target in self.targets.items():
-            for suffix in self.suffixes:
-                param = model.get_parameter(name + suffix)
-                if read is not None:
-                    _set(param, read(name + suffix))
-                elif suffix == A:
-                    _draw(param, f"{seed} {name}", target.experts is not None)
-                elif suffix == B:
-                    local_tensor(param).zero_()
-                else:
-                    # FSDP shards both along the rows, at the same indices.
-                    local_tensor(param).copy_(local_tensor(model.get_parameter(name)).float().norm(dim=1))
+            _draw(model.get_parameter(name + A), f"{seed} {name}", target.experts is not None)
+            local_tensor(model.get_parameter(name + B)).zero_()
+            if self.settings.use_dora:
+                # FSDP shards both along the rows, at the same indices.
+                norms = local_tensor(model.get_parameter(name)).float().norm(dim=1)
+                local_tensor(model.get_parameter(name + MAGNITUDE)).copy_(norms)
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -143,23 +130,17 @@ class Lora:
 
     def facts(self) -> dict[str, Any]:
         """Return the values, as plain types, that have to be equal in a checkpoint and a run."""
-        own, found = self.settings, dict[str, Any]()
-        found |= {name: True for name in ("use_rslora", "use_dora") if getattr(own, name)}
-        for name, default in (("rank", own.rank), ("alpha", own.alpha)):
-            others = {t.name: getattr(t, name) for t in self.targets.values() if getattr(t, name) != default}
-            found |= {f"{name}_of": others} if others else {}
-        found |= {"saved": self.saved} if self.saved else {}
-        return {"rank": own.rank, "alpha": own.alpha, **found}
+        found: dict[str, Any] = {name: getattr(self.settings, name) for name in ("rank", "alpha")}
+        for name, default in list(found.items()):
+            if others := {t.name: getattr(t, name) for t in self.targets.values() if getattr(t, name) != default}:
+                found[f"{name}_of"] = others
+        found |= {name: True for name in ("use_rslora", "use_dora") if getattr(self.settings, name)}
+        return found | ({"saved": self.saved} if self.saved else {})
 
 
 def lora_of(model: nn.Module) -> Lora | None:
     """Return the adapters of a model, or None."""
     return getattr(model, _HANDLE, None)
-
-
-def row_norms(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Return DoRA's norms of the rows of ``weight + delta``; float32 ``[out]``."""
-    return torch.linalg.norm(weight.float() + delta.float(), dim=1)
 
 
 def _add(lora: Lora, scaling: float, module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
@@ -170,7 +151,7 @@ def _add(lora: Lora, scaling: float, module: Any, args: tuple[torch.Tensor, ...]
     if not lora.settings.use_dora:
         return output + added
     with torch.no_grad():  # no gradient flows through the norm (section 4.3 of the paper)
-        norms = row_norms(module.weight, scaling * (b @ a))
+        norms = torch.linalg.norm(module.weight.float() + (scaling * (b @ a)).float(), dim=1)
     factor = (module.weight_lora_magnitude / norms).to(output.dtype)
     without_bias = output if module.bias is None else output - module.bias
     return output + (factor - 1) * without_bias + factor * added
@@ -194,12 +175,6 @@ def _with_copies(
 def _requires_grad(module: nn.Module, args: Any, output: torch.Tensor) -> None:
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
-
-
-def _set(param: torch.Tensor, values: torch.Tensor) -> None:
-    """Fill this rank's shard from the full parameter."""
-    for held, local in local_pieces(param):
-        local.copy_(values[held.slices])
 
 
 def _draw(param: torch.Tensor, what: str, is_stack: bool) -> None:

@@ -13,30 +13,25 @@ from ..topology.dtensor import checkpoint_tensors, is_adapter, local_pieces, sha
 from ..topology.index_ranges import IndexRange
 from .adapters import lora_of
 
-__all__ = ["BaseChangedError", "SentBase", "base_checksums", "base_tensors", "checksum", "difference"]
+__all__ = ["BaseChangedError", "SentBase", "base_checksums", "checksum", "difference"]
 
 _CHUNK = 1 << 22  # elements per step of a checksum
 _MULTIPLIER = -7046029254386353131  # an odd int64 with high and low bits set
 
 
-def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the frozen parameters and the persistent buffers of a model with adapters, by name.
+@torch.no_grad()
+def base_checksums(model: nn.Module) -> dict[str, list[Any]]:
+    """Return shape, checksum and dtype of each frozen parameter and buffer, equal on every mesh; collective.
 
     The original of a critic's head is left out, because its values are random and only its trained copy is used.
     """
     lora = lora_of(model)
-    head = lora.settings.value_head if lora is not None else ""
-    return {
+    head = f"{lora.settings.value_head if lora is not None else ''}."  # without a head no name begins with it
+    tensors = {
         name: tensor
         for name, tensor in checkpoint_tensors(model).items()
-        if not is_adapter(name) and not (head and name.startswith(f"{head}."))
+        if not is_adapter(name) and not name.startswith(head)
     }
-
-
-@torch.no_grad()
-def base_checksums(model: nn.Module) -> dict[str, list[Any]]:
-    """Return shape, checksum and dtype of each tensor of ``base_tensors``, equal on every mesh; collective."""
-    tensors = base_tensors(model)
     device = next((t.device_mesh.device_type for t in tensors.values() if isinstance(t, DTensor)), "cpu")
     sums = torch.stack([_own_share(tensor).to(device) for tensor in tensors.values()])
     dist.all_reduce(sums)  # modulo 2 ** 64
@@ -55,10 +50,12 @@ def difference(saved: dict[str, list[Any]], own: dict[str, list[Any]]) -> list[s
     """Describe each tensor in which two bases differ, except in dtype."""
     wrong = [f"{name} is missing" for name in saved if name not in own]
     wrong += [f"{name} is new" for name in own if name not in saved]
-    for name in saved:
-        if name in own and saved[name][:2] != own[name][:2]:
-            shape, other = saved[name][0], own[name][0]
-            wrong.append(f"{name} was {tuple(shape)}, and is {tuple(other)}" if shape != other else f"{name} differs")
+    for name, (shape, value, _) in saved.items():
+        other, now, _ = own.get(name, (shape, value, ""))
+        if shape != other:
+            wrong.append(f"{name} was {tuple(shape)}, and is {tuple(other)}")
+        elif value != now:
+            wrong.append(f"{name} differs")
     return wrong
 
 
@@ -78,24 +75,21 @@ def _sum_of(values: torch.Tensor, held: IndexRange, shape: torch.Size) -> torch.
 
     In float32, so a bfloat16 checkpoint has one checksum in both dtypes.
     """
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    if not values.dim():
-        values, held, shape = values[None], IndexRange((0,), (1,)), torch.Size([1])
+    total = inner = torch.zeros(1, dtype=torch.int64, device=values.device)
     if not values.numel():
-        return total
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    inner = torch.zeros((1,) * (values.dim() - 1), dtype=torch.int64, device=values.device)
-    for dim in range(1, values.dim()):
-        along = torch.arange(held.low[dim], held.high[dim], device=values.device) * strides[dim]
-        inner = inner + along.view(*(-1 if other == dim else 1 for other in range(1, values.dim())))
-    rows = max(1, _CHUNK * values.shape[0] // values.numel())
-    for start in range(0, values.shape[0], rows):
-        part = values[start : start + rows]
-        bits = part.float().contiguous().view(torch.int32).long()
-        outer = torch.arange(held.low[0] + start, held.low[0] + start + part.shape[0], device=values.device)
-        places = outer.view(-1, *(1 for _ in range(values.dim() - 1))) * strides[0] + inner
+        return total[0]
+    axes = [
+        torch.arange(low, high, device=values.device) * math.prod(shape[dim + 1 :])
+        for dim, (low, high) in enumerate(zip(held.low, held.high, strict=True))
+    ] or [inner]  # a scalar
+    for axis in axes[1:]:
+        inner = (inner[:, None] + axis).flatten()
+    rows = max(1, _CHUNK // inner.numel())
+    for part, outer in zip(torch.atleast_1d(values).split(rows), axes[0].split(rows), strict=True):
+        bits = part.flatten().float().view(torch.int32).long()
+        places = (outer[:, None] + inner).flatten()
         total = total + (bits * (((places + 1) * _MULTIPLIER) | 1)).sum()
-    return total
+    return total[0]
 
 
 class BaseChangedError(RuntimeError):
@@ -110,9 +104,8 @@ class SentBase:
     """
 
     def __init__(self, model: Any):
-        self._model = model
+        self._model, self._may_differ = model, False
         self._sent: dict[str, list[Any]] | None = None
-        self._may_differ = False
 
     def record(self) -> None:
         """Record the weights before they are sent; collective."""

@@ -1,15 +1,13 @@
 """Merge adapters into weights, one weight at a time and shard by shard; the trained parameters are unchanged.
 
 A shard of ``W + scaling * B @ A`` needs the matching rows of ``B`` and columns of ``A``. So a weight's adapter is
-gathered when the weight is requested, over the axes that shard it. Adapters of experts are gathered among the ranks
-that share these experts. Weights are not gathered: DoRA's norms need whole rows, and FSDP does not split a row of a
-linear. For a module that is trained whole, its copy is sent.
+gathered when the weight is requested, for experts among the ranks that share them. Weights are not gathered: DoRA's
+norms need whole rows, and FSDP does not split a row of a linear.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -17,12 +15,10 @@ from torch import nn
 
 from ..topology.dtensor import is_adapter, local_pieces, local_ranges, local_tensor, shard_steps
 from ..topology.index_ranges import IndexRange, bounding_range, slices_in_shard
-from .adapters import MAGNITUDE, SAVED, A, B, lora_of, row_norms
+from .adapters import MAGNITUDE, SAVED, A, B, lora_of
 
-__all__ = ["AdapterUse", "LocalValues", "adapter_weights", "local_values", "merged", "weights"]
+__all__ = ["AdapterUse", "adapter_weights", "local_values", "merged", "weights"]
 
-# Maps a tensor and its name to the values that this rank holds.
-LocalValues = Callable[[str, torch.Tensor], torch.Tensor]
 # The use of adapters in a sync: merged into weights, left out, or sent without weights.
 AdapterUse = Literal["merged", "left out", "alone"]
 
@@ -42,11 +38,11 @@ def local_values(
     device: torch.device | str,
     adapters: AdapterUse = "merged",
     wait: Callable[[dist.Work], object] = dist.Work.wait,
-) -> LocalValues:
-    """Return a function from a tensor to its local values.
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Return a function from a tensor's name and the tensor to the values that this rank holds.
 
     With adapters to merge its calls are collective: all ranks pass the same tensors in the same order, also ranks that
-    don't use the values. Only the last values are cached; older ones are gathered again.
+    don't use the values. Only the last values are cached.
 
     Args:
         device: device type of the mesh's backend.
@@ -76,28 +72,15 @@ def merged(
     left, right = (a.mT, b.mT) if is_transposed else (b, a)
     whole = torch.add(weight.float(), left.float() @ right.float(), alpha=scaling)
     if magnitude is not None:
-        whole *= (magnitude.float() / row_norms(whole, torch.zeros(()).to(whole)))[:, None]
+        whole *= (magnitude.float() / torch.linalg.norm(whole, dim=1))[:, None]
     return whole.to(weight.dtype)
-
-
-@dataclass(frozen=True)
-class _Gathered:
-    """``A`` or ``B`` of an adapter, gathered over the FSDP axes; for experts, of this rank's experts."""
-
-    held: IndexRange
-    values: torch.Tensor
-
-    def part(self, low: tuple[int, ...], high: tuple[int, ...]) -> torch.Tensor:
-        """Return the values of a range within ``held``."""
-        return self.values[IndexRange(low, high).slices_in(self.held)]
 
 
 class _MergedShards:
     def __init__(self, model: nn.Module, device: torch.device | str, wait: Callable[[dist.Work], object]):
-        lora = lora_of(model)
-        assert lora is not None, "a model without adapters has nothing to merge"
-        self._lora, self._model, self._device, self._wait = lora, model, device, wait
-        self._saved = set(lora.saved)
+        self._lora = cast(Any, lora_of(model))
+        self._model, self._device, self._wait = model, device, wait
+        self._saved = set(self._lora.saved)
         self._last: tuple[str, torch.Tensor] | None = None  # a tensor sent in parts is requested several times
 
     @torch.no_grad()
@@ -107,43 +90,36 @@ class _MergedShards:
         if name not in self._lora.targets:
             return local_tensor(tensor).detach()
         if self._last is None or self._last[0] != name:
-            self._last = None
+            self._last = None  # frees its memory
             self._last = (name, self._merged(name, tensor.detach()))
         return self._last[1]
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        a, b = (_gathered(self._model.get_parameter(name + half), self._device, self._wait) for half in (A, B))
-        ranges, out = local_ranges(weight), torch.empty_like(local_tensor(weight))
-        for held, local in local_pieces(weight):
-            into = out if len(ranges) == 1 else out[slices_in_shard(held, ranges)]
-            into.copy_(self._merged_piece(name, local, held, a, b))
-        return out
-
-    def _merged_piece(
-        self, name: str, local: torch.Tensor, held: IndexRange, a: _Gathered, b: _Gathered
-    ) -> torch.Tensor:
-        target = self._lora.targets[name]
-        transposed, rank = target.is_transposed, target.rank
-        experts = slice(0, len(held.low) - 2)
-        (low, high), (first, second) = (
-            (held.low[experts], held.high[experts]),
-            zip(held.low[-2:], held.high[-2:], strict=True),
-        )
-        into, out = (first, second) if transposed else (second, first)
-        of_a = a.part((*low, 0, into[0]), (*high, rank, into[1])).to(local.device)
-        of_b = b.part((*low, out[0], 0), (*high, out[1], rank)).to(local.device)
-        magnitude = None
+        params = (self._model.get_parameter(name + half) for half in (A, B))
+        (held_a, a), (held_b, b) = (_gathered(param, self._device, self._wait) for param in params)
+        magnitude, target = None, self._lora.targets[name]
         if self._lora.settings.use_dora:
             magnitude = local_tensor(self._model.get_parameter(name + MAGNITUDE)).detach()  # sharded like the rows
-        return merged(local, of_a, of_b, target.scaling, transposed, magnitude)
+        ranges, found = local_ranges(weight), torch.empty_like(local_tensor(weight))
+        for held, local in local_pieces(weight):
+            low, high, (first, second) = held.low[:-2], held.high[:-2], zip(held.low[-2:], held.high[-2:], strict=True)
+            into, out = (first, second) if target.is_transposed else (second, first)
+            in_a = IndexRange((*low, 0, into[0]), (*high, target.rank, into[1])).slices_in(held_a)
+            in_b = IndexRange((*low, out[0], 0), (*high, out[1], target.rank)).slices_in(held_b)
+            parts = a[in_a].to(local.device), b[in_b].to(local.device)
+            values = merged(local, *parts, target.scaling, target.is_transposed, magnitude)
+            found[slices_in_shard(held, ranges)] = values
+        return found
 
 
-def _gathered(param: torch.Tensor, device: torch.device | str, wait: Callable[[dist.Work], object]) -> _Gathered:
-    """Gather a parameter over the axes that shard it, except ``ep``; collective."""
+def _gathered(
+    param: torch.Tensor, device: torch.device | str, wait: Callable[[dist.Work], object]
+) -> tuple[IndexRange, torch.Tensor]:
+    """Gather a parameter over the axes that shard it, except ``ep``; return its range and values; collective."""
     shard = local_tensor(param).detach().to(device)
     axes = [step.axis for step in shard_steps(param) if step.axis != "ep" and step.parts > 1]
     if not axes:
-        return _Gathered(local_ranges(param)[0], shard)
+        return local_ranges(param)[0], shard
     mesh = param.device_mesh  # type: ignore[attr-defined]
     # In the order of the gathered values: the last axis is gathered last, so its index varies slowest.
     places = [
@@ -165,14 +141,12 @@ def _gathered(param: torch.Tensor, device: torch.device | str, wait: Callable[[d
         part = padded[: sum(held.numel for held in ranges)]
         for held in ranges if part.numel() else ():
             found[held.slices_in(whole)] = _in_shard(part, held, ranges)
-    return _Gathered(whole, found)
+    return whole, found
 
 
 def _in_shard(part: torch.Tensor, held: IndexRange, ranges: tuple[IndexRange, ...]) -> torch.Tensor:
     """Return the values of one range of a flattened shard."""
-    if len(ranges) == 1:
-        return part.view(held.shape)
     shape = list(held.shape)
-    (dim,) = {d for other in ranges for d in range(len(shape)) if other.low[d] != held.low[d]}
-    shape[dim] = sum(other.shape[dim] for other in ranges)
+    for dim in {d for other in ranges for d in range(len(shape)) if other.low[d] != held.low[d]}:
+        shape[dim] = sum(other.shape[dim] for other in ranges)
     return part.view(shape)[slices_in_shard(held, ranges)]

@@ -3,8 +3,7 @@
 In peft, linears are ``target_modules`` and stacks of experts ``target_parameters``. For stacks peft concatenates the
 experts, ``A`` as ``[E * r, in]`` and ``B`` as ``[out, r * E]``, and nests the adapters of one module (peft 0.21,
 ``tuners/lora/layer.py``, ``ParamWrapper``). For some MoE families peft assumes that any name such as ``gate_proj``
-means experts (``_MOE_TARGET_MODULE_MAPPING``). So linears of an MoE with such names are written as parameters too. All
-names in the config are whole names. Modules that are trained whole are ``modules_to_save``, under their own names.
+means experts (``_MOE_TARGET_MODULE_MAPPING``). So linears of an MoE with such names are written as parameters too.
 """
 
 import json
@@ -58,14 +57,12 @@ def read_adapter(folder: Path, lora: Lora, setting: str) -> Callable[[str], torc
         raise SettingError(setting, folder, f"it holds no {_FILE}.", "a complete adapter")
     with _as_setting(setting, folder):
         file = SafetensorsFile(path)
-    there = set(file.shapes)
-    wrong = [f"{key} is missing" for key in keys.values() if key not in there]
-    wrong += [
-        f"{key} belongs to no weight that the adapter's config names" for key in sorted(there - set(keys.values()))
-    ]
+    unknown = sorted(set(file.shapes) - set(keys.values()))
+    wrong = [f"{key} is missing" for key in keys.values() if key not in file.shapes]
+    wrong += [f"{key} belongs to no weight that the adapter's config names" for key in unknown]
     for (name, suffix), key in keys.items():
         shape = as_peft(torch.empty(lora.shapes[name + suffix], device="meta"), suffix, _experts(lora, name)).shape
-        if key in there and tuple(file.shapes[key]) != tuple(shape):
+        if key in file.shapes and tuple(file.shapes[key]) != tuple(shape):
             wrong.append(f"{key} is {list(file.shapes[key])}, and the model's {list(shape)}")
     if wrong:
         raise SettingError(setting, folder, f"it does not fit the model: {listed(wrong)}.", "an adapter of this model")
@@ -90,22 +87,16 @@ def _as_setting(setting: str, folder: Path) -> Iterator[None]:
 def peft_names(lora: Lora) -> dict[tuple[str, str], str]:
     """Map the name of each weight with its suffix (``A``, ``B``, ``MAGNITUDE`` or ``SAVED``) to peft's name."""
     found = {(name, SAVED): _PREFIX + name for name in lora.saved}
-    targets = lora.targets
-    for name, target in targets.items():
+    for name, target in lora.targets.items():
         module = name.rpartition(".")[0]
-        beside = [other for other in targets if other.rpartition(".")[0] == module]
-        ordered = [n for n in _in_order(target) if f"{module}.{n}" in beside]
+        ordered = [own for own, _ in target.module.named_parameters(recurse=False) if f"{module}.{own}" in lora.targets]
         # peft wraps the first parameter first, so later ones are nested outside of it.
         nested = ".base_layer" * (len(ordered) - 1 - ordered.index(target.own))
         for suffix in (A, B):
             found[name, suffix] = f"{_PREFIX}{module}{nested}.{suffix.strip('_')}.weight"
-        if MAGNITUDE in lora.suffixes:
+        if lora.settings.use_dora:
             found[name, MAGNITUDE] = f"{_PREFIX}{module}.lora_magnitude_vector"
     return found
-
-
-def _in_order(target: Target) -> list[str]:
-    return [name for name, _ in target.module.named_parameters(recurse=False)]
 
 
 def _experts(lora: Lora, name: str) -> int | None:
@@ -133,16 +124,12 @@ def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
     Args:
         base: name or path of the base model.
     """
-    linears = {name.removesuffix(".weight") for name, target in lora.targets.items() if target.experts is None}
-    modules = {name for name in linears if not _is_taken_for_experts(lora, name)}
-    parameters = [name for name in lora.targets if name.removesuffix(".weight") not in modules]
-    # By peft's names: the module's, or the parameter's.
-    named = {
-        name if name in parameters else name.removesuffix(".weight"): target for name, target in lora.targets.items()
-    }
-    settings = lora.settings
-    ranks = {re.escape(name): t.rank for name, t in named.items() if t.rank != settings.rank}
-    alphas = {re.escape(name): t.alpha for name, t in named.items() if t.alpha != settings.alpha}
+    settings, parameters, named = lora.settings, list[str](), dict[str, Target]()
+    for name, target in lora.targets.items():
+        linear = name.removesuffix(".weight")
+        is_parameter = target.experts is not None or _is_taken_for_experts(lora, linear)
+        parameters += [name] if is_parameter else []
+        named[name if is_parameter else linear] = target  # peft's names
     saved = list(dict.fromkeys(name.rpartition(".")[0] for name in lora.saved))
     return {
         "peft_type": "LORA",
@@ -152,12 +139,12 @@ def adapter_config(lora: Lora, base: str) -> dict[str, Any]:
         "lora_alpha": settings.alpha,
         "use_rslora": settings.use_rslora,
         "use_dora": settings.use_dora,
-        "rank_pattern": ranks,
-        "alpha_pattern": alphas,
+        "rank_pattern": {re.escape(name): t.rank for name, t in named.items() if t.rank != settings.rank},
+        "alpha_pattern": {re.escape(name): t.alpha for name, t in named.items() if t.alpha != settings.alpha},
         "modules_to_save": saved or None,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(modules),
+        "target_modules": sorted(named.keys() - set(parameters)),
         "target_parameters": parameters or None,
         "init_lora_weights": True,
         "inference_mode": True,
@@ -170,10 +157,10 @@ def check_dora(lora: Lora, setting: str) -> None:
     Raises:
         SettingError: names the first of them.
     """
-    linears = [name.removesuffix(".weight") for name in lora.targets]
-    taken = [name for name in linears if _is_taken_for_experts(lora, name)]
+    taken = [name for name in lora.targets if _is_taken_for_experts(lora, name.removesuffix(".weight"))]
     if lora.settings.use_dora and taken:
-        rule = f"peft takes {taken[0]} for a parameter in models with experts, and has DoRA for linears alone."
+        linear = taken[0].removesuffix(".weight")
+        rule = f"peft takes {linear} for a parameter in models with experts, and has DoRA for linears alone."
         works = f"{setting}.target_modules=[q_proj,k_proj,v_proj,o_proj], or use_dora=False"
         raise SettingError(f"{setting}.lora.use_dora", True, rule, works)
 

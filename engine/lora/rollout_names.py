@@ -21,12 +21,7 @@ _PREFIX = "base_model.model."
 
 
 def has_form(model: Any, name: str, stacked: Collection[str]) -> bool:
-    """Whether the format of a server for adapters of this stack of experts is known.
-
-    Args:
-        name: name of the stack in the model.
-        stacked: families whose experts the server adapts by peft's stacks.
-    """
+    """Whether the format of a server for adapters of this stack of experts is known; ``stacked`` as below."""
     return model.config.model_type in stacked or is_by_expert(model, name, model.get_parameter(name).shape)
 
 
@@ -34,7 +29,6 @@ class RolloutNames:
     """The adapters of one model in a server's format.
 
     Args:
-        model: sharded or not.
         stacked: families whose experts the server adapts by peft's stacks.
     """
 
@@ -43,10 +37,9 @@ class RolloutNames:
         self._is_stacked = model.config.model_type in stacked
 
     def tensors(self, name: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and tensors of one adapter in the server's format.
+        """Yield names and tensors, in the server's format, of the adapter of a weight with this name in the model.
 
         Args:
-            name: the adapted weight's name in the model.
             a: ``[r, in]``, for a stack of experts ``[E, r, in]``.
             b: ``[out, r]``, for a stack of experts ``[E, out, r]``.
         """

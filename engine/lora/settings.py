@@ -3,13 +3,13 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..config.values import get_setting, plain
-from ..errors import SettingError, listed
+from ..errors import SettingError
 
 __all__ = ["ADAPTER_CONFIG", "LoraSettings"]
 
@@ -23,17 +23,24 @@ _PLAIN = {
     "lora_dropout": 0.0,
     "trainable_token_indices": None,
 }
-# peft's settings that verl has no name for; users set them under ``lora`` of a model's settings.
-_OF_PEFT = (
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_to_transform",
-    "layers_pattern",
-    "modules_to_save",
-)
-_TYPES = ("lora", "dora")
+# peft's settings that verl has no name for, with their rules; users set them under ``lora`` of a model's settings.
+_OF_PEFT: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "use_rslora": (lambda value: isinstance(value, bool), "is true or false.", "true"),
+    "use_dora": (lambda value: isinstance(value, bool), "is true or false.", "true"),
+    "rank_pattern": (
+        lambda value: _maps_patterns(value, _is_count),
+        "maps patterns of names to an integer of at least 1.",
+        "{q_proj: 16}",
+    ),
+    "alpha_pattern": (
+        lambda value: _maps_patterns(value, _is_positive),
+        "maps patterns of names to a positive number.",
+        "{q_proj: 32}",
+    ),
+    "layers_to_transform": (lambda value: _are(int, value), "is a list of numbers of layers.", "[0,1]"),
+    "layers_pattern": (lambda value: _are(str, value), "is a list of names of a list of layers.", "[layers]"),
+    "modules_to_save": (lambda value: _are(str, value), "is a list of names of modules, or their ends.", "[lm_head]"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,13 +49,9 @@ class LoraSettings:
 
     Args:
         node: the name of the model's settings, as users type it.
-        rank, alpha: an adapted weight computes as ``W + alpha / rank * B @ A``.
         target_modules: ``all-linear``, a pattern of whole names, or suffixes of names; for linears and expert weights.
         target_parameters: suffixes of names of further expert weights.
-        exclude_modules: as ``target_modules``, for weights that get no adapter.
         adapter: folder of a peft adapter to continue from, which determines all other settings.
-        use_rslora: divide alpha by the square root of the rank.
-        use_dora: train the norms of a linear's rows as well, ``m * (W + scaling * B @ A) / norm(W + scaling * B @ A)``.
         rank_pattern, alpha_pattern: ranks and alphas by patterns of the end of a weight's name.
         layers_to_transform: indices of the layers that get adapters; empty for all.
         layers_pattern: names of the lists of layers that ``layers_to_transform`` indexes.
@@ -72,17 +75,16 @@ class LoraSettings:
     modules_to_save: tuple[str, ...] = ()
     value_head: str = ""
 
-    def rank_of(self, name: str) -> int:
-        """Return the rank of the adapter of a module or parameter."""
-        return _by_pattern(self.rank_pattern, name, self.rank)
+    def error(self, name: str, rule: str, works: str) -> SettingError:
+        """Return the error of one of these settings, with its value."""
+        value = getattr(self, name)
+        setting = f"{self.node}.{'lora.' if name in _OF_PEFT else ''}{name}"
+        return SettingError(setting, list(value) if isinstance(value, tuple) else value, rule, works)
 
-    def alpha_of(self, name: str) -> float:
-        return _by_pattern(self.alpha_pattern, name, self.alpha)
-
-    def scaling_of(self, name: str) -> float:
-        """Return the factor of ``B @ A``."""
-        rank = self.rank_of(name)
-        return self.alpha_of(name) / (math.sqrt(rank) if self.use_rslora else rank)
+    def of_weight(self, name: str) -> tuple[int, float, float]:
+        """Return the rank and the alpha of a weight's adapter, and the factor of ``B @ A``."""
+        rank, alpha = _by_pattern(self.rank_pattern, name, self.rank), _by_pattern(self.alpha_pattern, name, self.alpha)
+        return rank, alpha, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @classmethod
     def of(cls, model: Any, node: str) -> "LoraSettings | None":
@@ -97,22 +99,20 @@ class LoraSettings:
             return default if value is None else value
 
         rank, path = given("lora_rank", 0), given("lora_adapter_path")
+        setting, rule = f"{node}.lora_rank", "has to be an integer of at least 0; 0 means no adapter."
         if not _is_count(rank, 0):
-            raise SettingError(
-                f"{node}.lora_rank",
-                rank,
-                "has to be an integer of at least 0; 0 means no adapter.",
-                f"{node}.lora_rank=8",
-            )
+            raise SettingError(setting, rank, rule, f"{setting}=8")
         if path is not None:
-            return cls._of_adapter(Path(path).expanduser(), rank, node)
+            found = cls.of_folder(folder := Path(path).expanduser(), node)
+            if found.rank != rank:
+                rule = f"differs from the rank of {node}.lora_adapter_path={folder}."
+                raise SettingError(setting, rank, rule, f"{setting}={found.rank}")
+            return found
         if not rank:
             return None
-        alpha = given("lora_alpha", 16)
+        alpha, setting = given("lora_alpha", 16), f"{node}.lora_alpha"
         if not _is_positive(alpha):
-            raise SettingError(
-                f"{node}.lora_alpha", alpha, "has to be a positive number.", f"{node}.lora_alpha={2 * rank}"
-            )
+            raise SettingError(setting, alpha, "has to be a positive number.", f"{setting}={2 * rank}")
         return cls(
             node,
             rank,
@@ -122,15 +122,6 @@ class LoraSettings:
             _names(given("exclude_modules", ())),
             **_of_peft(plain(given("lora", {})), f"{node}.lora"),
         )
-
-    @classmethod
-    def _of_adapter(cls, folder: Path, rank: int, node: str) -> "LoraSettings":
-        setting = f"{node}.lora_adapter_path"
-        found = cls.of_folder(folder, node)
-        if found.rank != rank:
-            rule = f"differs from the rank of {setting}={folder}."
-            raise SettingError(f"{node}.lora_rank", rank, rule, f"{node}.lora_rank={found.rank}")
-        return found
 
     @classmethod
     def of_folder(cls, folder: Path, node: str) -> "LoraSettings":
@@ -166,12 +157,12 @@ def _config_of(folder: Path, setting: str) -> dict[str, Any]:
     Raises:
         SettingError: the file is no config of an adapter.
     """
-    rules = {"r": int, "lora_alpha": int | float}
     names = ("target_modules", "target_parameters", "exclude_modules")
     try:
         found = json.loads((folder / ADAPTER_CONFIG).read_text())
-        wrong = [name for name, kind in rules.items() if type(found[name]) is bool or not isinstance(found[name], kind)]
-        wrong += [name for name in names if not _is_names(found.get(name))]
+        is_right = {"r": _is_a(int, found["r"]), "lora_alpha": _is_a(int | float, found["lora_alpha"])}
+        is_right |= {name: _is_names(found.get(name)) for name in names}
+        wrong = [name for name in is_right if not is_right[name]]
         if wrong:
             raise ValueError(f"{wrong[0]} is {str(found[wrong[0]])[:80]}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -186,40 +177,20 @@ def _is_names(value: Any) -> bool:
 
 def _of_peft(given: Mapping[str, Any], node: str) -> dict[str, Any]:
     """Check and convert the settings of peft that verl has no name for."""
-    if given.get("type", "lora") not in _TYPES:
-        raise SettingError(
-            f"{node}.type", given["type"], f"is one of {listed(list(_TYPES))} here.", f"{node}.type=lora"
-        )
+    if given.get("type", "lora") not in ("lora", "dora"):
+        raise SettingError(f"{node}.type", given["type"], "is one of lora; dora here.", f"{node}.type=lora")
     found = {name: given[name] for name in _OF_PEFT if given.get(name) is not None}
     if given.get("type") == "dora":
         found["use_dora"] = True
 
-    def check(name: str, is_right: bool, rule: str, works: str) -> None:
-        if not is_right:
-            raise SettingError(f"{node}.{name}", found[name], rule, f"+{node}.{name}={works}")
-
-    for name in ("use_rslora", "use_dora"):
-        check(name, isinstance(found.get(name, False), bool), "is true or false.", "true")
-    for name, fits, what, works in (
-        ("rank_pattern", _is_count, "an integer of at least 1", "{q_proj: 16}"),
-        ("alpha_pattern", _is_positive, "a positive number", "{q_proj: 32}"),
-    ):
-        value = found.get(name, {})
-        is_right = isinstance(value, Mapping) and all(_is_pattern(k) and fits(v) for k, v in value.items())
-        check(name, is_right, f"maps patterns of names to {what}.", works)
-    for name, kind, what, works in (
-        ("layers_to_transform", int, "numbers of layers", "[0,1]"),
-        ("layers_pattern", str, "names of a list of layers", "[layers]"),
-        ("modules_to_save", str, "names of modules, or their ends", "[lm_head]"),
-    ):
-        if name not in found:
-            continue
-        entries = [found[name]] if isinstance(found[name], kind) else found[name]
-        is_right = isinstance(entries, list | tuple) and all(
-            isinstance(each, kind) and not isinstance(each, bool) for each in entries
-        )
-        check(name, is_right, f"is a list of {what}.", works)
-        found[name] = tuple(entries)
+    for name, value in found.items():
+        is_right, rule, works = _OF_PEFT[name]
+        if not is_right(value):
+            raise SettingError(f"{node}.{name}", value, rule, f"+{node}.{name}={works}")
+        if isinstance(value, int | str) and not isinstance(value, bool):
+            found[name] = (value,)
+        elif isinstance(value, list):
+            found[name] = tuple(value)
     return found
 
 
@@ -230,20 +201,27 @@ def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     return next((v for key, v in patterns.items() if any(re.match(rf"(.*\.)?({key})$", n) for n in names)), default)
 
 
-def _is_pattern(text: Any) -> bool:
+def _maps_patterns(value: Any, fits: Callable[[Any], bool]) -> bool:
     try:
-        re.compile(text)
-    except (re.error, TypeError):
+        return all(re.compile(pattern) and fits(each) for pattern, each in value.items())
+    except (re.error, TypeError, AttributeError):
         return False
-    return True
+
+
+def _is_a(kind: Any, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _are(kind: Any, value: Any) -> bool:
+    return _is_a(kind, value) or isinstance(value, list | tuple) and all(_is_a(kind, each) for each in value)
 
 
 def _is_count(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return _is_a(int, value) and value >= least
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return _is_a(int | float, value) and value > 0
 
 
 def _names(value: Any) -> str | tuple[str, ...]:

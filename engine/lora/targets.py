@@ -17,14 +17,9 @@ from ..model.layers import layer_names
 from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts
 from .settings import LoraSettings
 
-__all__ = ["Target", "find_saved", "find_targets", "has_experts"]
+__all__ = ["Target", "experts_of", "find_saved", "find_targets"]
 
 _ALL = "all-linear"
-_LAYERS = "{}.lora.layers_to_transform"
-
-
-def _typed(names: str | tuple[str, ...]) -> str | list[str]:
-    return names if isinstance(names, str) else list(names)
 
 
 @dataclass(frozen=True)
@@ -32,9 +27,7 @@ class Target:
     """A weight that gets an adapter.
 
     Args:
-        name: name of the weight in the model.
-        module: the module that owns the weight.
-        own: name of the weight in the module.
+        own: name of the weight in its module.
         experts: number of stacked experts; None for the weight of a linear.
         is_transposed: whether the weight is stored ``[..., in, out]``.
         rank, alpha, scaling: the adapter's.
@@ -64,16 +57,15 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
     weight the family's code reads without a call (Mamba's ``out_proj``), because an adapter acts in the call.
 
     Args:
-        model: a model that is not sharded yet.
         plan: ``engine.expert_plan``.
 
     Raises:
         SettingError: an entry matches no weight, or only a part of a stack.
     """
-    experts = _experts(model, plan)
+    experts = experts_of(model, plan)
     linears = _linears(model, experts)
     read = [name for name in linears if _is_read(model, name)]
-    known = {**{name: target for name, target in linears.items() if name not in read}, **_stacks(experts)}
+    known = {name: target for name, target in linears.items() if name not in read} | _stacks(experts)
     names = {name: _names_of(model, target) for name, target in known.items()}
     _check_entries(settings, names, [name.removesuffix(".weight") for name in read])
     chosen = []
@@ -91,88 +83,67 @@ def find_targets(model: nn.Module, settings: LoraSettings, plan: Mapping[str, in
         if missing and any(named.values()):
             rule = f"{name} is one tensor, and {', '.join(missing)} is a part of it too."
             works = f"a value that selects {', '.join(missing)} as well, or no part of it"
-            raise SettingError(f"{settings.node}.target_modules", _typed(settings.target_modules), rule, works)
+            raise settings.error("target_modules", rule, works)
         if all(named.values()) if named else whole:
-            chosen.append(_with_adapter(target, settings))
+            rank, alpha, scaling = settings.of_weight(name)
+            chosen.append(replace(target, rank=rank, alpha=alpha, scaling=scaling))
+    if not chosen and settings.layers_to_transform:
+        rule, works = "these layers have none of the weights that are selected.", "layers_to_transform=null"
+        raise settings.error("layers_to_transform", rule, f"{settings.node}.lora.{works}")
     if not chosen:
-        rule = "it excludes all weights that are selected."
-        name = f"{settings.node}.exclude_modules"
-        if settings.layers_to_transform:
-            rule, name = "these layers have none of the weights that are selected.", _LAYERS.format(settings.node)
-            raise SettingError(name, list(settings.layers_to_transform), rule, f"{name}=null")
-        raise SettingError(name, _typed(settings.exclude_modules), rule, "a narrower pattern")
-    _check_dora(settings, chosen)
+        raise settings.error("exclude_modules", "it excludes all weights that are selected.", "a narrower pattern")
+    stacks = [target.name for target in chosen if target.experts is not None]
+    if settings.use_dora and stacks:
+        rule = f"peft has DoRA for linears alone, and {stacks[0]} is a stack of experts."
+        works = f"{settings.node}.target_modules without experts, or use_dora=False"
+        raise settings.error("use_dora", rule, works)
     return chosen
 
 
 def find_saved(model: Any, settings: LoraSettings, plan: Mapping[str, int] | None = None) -> list[str]:
     """Find the modules that are trained whole, in the model's order.
 
-    Args:
-        model, plan: see ``find_targets``.
-
     Raises:
         SettingError: an entry matches no module, or a module that a copy can't replace.
     """
-    setting, found = f"{settings.node}.lora.modules_to_save", dict[str, nn.Module]()
-    experts = _experts(model, plan)
-    stacked = {info.module for info in experts}
-    owners = Counter(id(p) for module in model.modules() for p in _own_parameters(module))
-    for entry in (*settings.modules_to_save, *filter(None, [settings.value_head])):
+    experts, found = experts_of(model, plan), set[str]()
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    for entry in filter(None, (*settings.modules_to_save, settings.value_head)):
         named = {fqn: m for fqn, m in model.named_modules() if fqn.endswith(entry)}  # as peft matches them
         if not named:
-            ends = sorted({fqn.rpartition(".")[2] for fqn, m in model.named_modules() if _own_parameters(m)})
+            owning = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+            ends = sorted({fqn.rpartition(".")[2] for fqn in owning})
             near = close_matches(entry, ends) or ends[:6]
-            raise SettingError(setting, list(settings.modules_to_save), f"{entry} names no module.", f"some of {near}")
+            raise settings.error("modules_to_save", f"{entry} names no module.", f"some of {near}")
         for fqn, module in named.items():
-            why = _why_not_saved(fqn, module, owners, stacked, experts)
-            if why:
+            if why := _why_not_saved(fqn, module, owners, experts):
                 works = "modules without modules inside, such as lm_head, embed_tokens, norms and routers"
-                raise SettingError(setting, list(settings.modules_to_save), f"{fqn} {why}.", works)
-            found[fqn] = module
+                raise settings.error("modules_to_save", f"{fqn} {why}.", works)
+        found |= named.keys()
     return [fqn for fqn, _ in model.named_modules() if fqn in found]
 
 
 def _why_not_saved(
-    fqn: str, module: nn.Module, owners: Mapping[int, int], stacked: set[nn.Module], experts: Sequence[ExpertsInfo]
-) -> str:
-    """Return why a module can't be replaced by a trained copy in its own forward; empty if it can.
+    fqn: str, module: nn.Module, owners: Mapping[int, int], experts: Sequence[ExpertsInfo]
+) -> str | None:
+    """Return why a module can't be replaced by a trained copy in its own forward; None if it can.
 
     Args:
         owners: number of modules that have a parameter, by the parameter's id.
     """
-    if module in stacked:
-        return "is a stack of experts, which adapters are for"
-    if any(_own_parameters(child) for child in module.modules() if child is not module):
-        return "has modules with weights inside, which are named instead"
-    if not _own_parameters(module):
-        return "has no weights"
-    if list(module.buffers(recurse=False)) or not all(p.requires_grad for p in _own_parameters(module)):
-        return "has values that are not trained, and peft would copy these too"
-    if any(owners[id(p)] > 1 for p in _own_parameters(module)):
-        return "shares its weight with another module (tie_word_embeddings)"
+    own = list(module.parameters(recurse=False))
     routed = {info.fqn.rpartition(".")[0]: info.num_experts for info in experts}
-    if type(module) is nn.Linear and module.out_features == routed.get(fqn.rpartition(".")[0]):
-        return "is a linear that its family may read without calling it"
-    return ""
-
-
-def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return list(module.parameters(recurse=False))
-
-
-def _with_adapter(target: Target, settings: LoraSettings) -> Target:
-    name = target.name
-    alpha, scaling = settings.alpha_of(name), settings.scaling_of(name)
-    return replace(target, rank=settings.rank_of(name), alpha=alpha, scaling=scaling)
-
-
-def _check_dora(settings: LoraSettings, chosen: Sequence[Target]) -> None:
-    stack = next((target.name for target in chosen if target.experts is not None), None)
-    if settings.use_dora and stack is not None:
-        rule = f"peft has DoRA for linears alone, and {stack} is a stack of experts."
-        works = f"{settings.node}.target_modules without experts, or use_dora=False"
-        raise SettingError(f"{settings.node}.lora.use_dora", True, rule, works)
+    is_router = type(module) is nn.Linear and module.out_features == routed.get(fqn.rpartition(".")[0])
+    is_frozen = any(True for _ in module.buffers(recurse=False)) or not all(p.requires_grad for p in own)
+    reasons = {
+        "is a stack of experts, which adapters are for": any(module is info.module for info in experts),
+        "has modules with weights inside, which are named instead": len(list(module.parameters())) > len(own),
+        "has no weights": not own,
+        "has values that are not trained, and peft would copy these too": is_frozen,
+        "shares its weight with another module (tie_word_embeddings)": any(owners[id(p)] > 1 for p in own),
+        "is a linear that its family may read without calling it": is_router,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _is_saved(name: str, settings: LoraSettings) -> bool:
@@ -189,12 +160,8 @@ def _is_in_layers(name: str, settings: LoraSettings) -> bool:
     return found is not None and int(found[1]) in settings.layers_to_transform
 
 
-def has_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> bool:
-    """Whether a model has experts that can be dispatched."""
-    return bool(_experts(model, plan))
-
-
-def _experts(model: nn.Module, plan: Mapping[str, int] | None) -> list[ExpertsInfo]:
+def experts_of(model: nn.Module, plan: Mapping[str, int] | None) -> list[ExpertsInfo]:
+    """Return the experts of a model that can be dispatched; none of a dense model."""
     try:
         return find_experts(model, plan)
     except UnsupportedModelError:
@@ -292,11 +259,11 @@ def _check_entries(settings: LoraSettings, names: Mapping[str, Sequence[str]], r
                 rule = f"{said} matches no linear of a layer and no weight of experts."
                 if any(_matches(name, entry) for name in read):
                     rule = f"the family's code reads the weight of {said} without a call, so an adapter would not act."
-                raise SettingError(f"{settings.node}.{key}", _typed(wanted), rule, f"{_ALL}, or some of {near}")
+                raise settings.error(key, rule, f"{_ALL}, or some of {near}")
     if settings.layers_to_transform and isinstance(settings.target_modules, str):
         rule = "narrows a list of target_modules down (peft), which here is a pattern."
         works = f"{settings.node}.target_modules=[q_proj,v_proj], or a pattern that names the layers"
-        raise SettingError(_LAYERS.format(settings.node), list(settings.layers_to_transform), rule, works)
+        raise settings.error("layers_to_transform", rule, works)
     if not settings.target_modules and not settings.target_parameters:
         rule = "neither this nor target_parameters selects a weight."
         raise SettingError(f"{settings.node}.target_modules", "null", rule, f"{settings.node}.target_modules={_ALL}")

@@ -180,7 +180,7 @@ def test_small_files_are_read_by_the_first_rank_of_each_replica(root):
 
 def _written(base, out, **model):
     """Return what a run with these settings of the model saves, without its ranks."""
-    saves = WritesCheckpoints()
+    saves = WritesCheckpoints.__new__(WritesCheckpoints)
     saves.model_config = HFModelConfig(path=str(base), override_config={"attn_implementation": "sdpa"}, **model)
     saves.module = SimpleNamespace(config=saves.model_config.hf_config)
     saves._model_files = saves._files_of(base)

@@ -4,14 +4,12 @@ import re
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
 from epfsdp2.engine.compat import transformers_names
 from epfsdp2.engine.compat.private_names import MissingNameError, look_up
-from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
 from tests.parity.families import FAMILIES
 from tests.support.ranks import run_ranks
 
@@ -36,19 +34,6 @@ def test_renamed_with_any_parameter_name_adds_the_prefix():
     for key, renamings in (("norm.weight", []), ("model.old.weight", [swap])):
         found = transformers_names.renamed(key, renamings, [], "model", {"model.norm.weight": 1})
         assert found == ("model.norm.weight", None)
-
-
-def test_find_experts_with_a_post_expert_norm_refuses_it_by_name_and_without_one_finds_them():
-    experts = nn.Module()
-    experts.gate_up_proj, experts.down_proj = nn.Parameter(torch.empty(4, 6, 5)), nn.Parameter(torch.empty(4, 5, 3))
-    experts.has_gate, experts.has_bias, experts.is_transposed = True, False, False
-    model = nn.ModuleDict({"experts": experts})
-    assert [info.num_experts for info in find_experts(model)] == [4]
-    experts.has_post_expert_norm = False
-    assert [info.num_experts for info in find_experts(model)] == [4]
-    experts.has_post_expert_norm, experts.post_expert_norm = True, nn.RMSNorm(5)
-    with pytest.raises(UnsupportedModelError, match=re.escape("experts (Module) has post_expert_norm")):
-        find_experts(model)
 
 
 def _compare_conversions():

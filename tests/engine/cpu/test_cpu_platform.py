@@ -11,12 +11,10 @@ import pytest
 import torch
 import verl
 import verl.utils.distributed as verl_distributed
-from verl.plugin.platform import PlatformRegistry, get_platform
+from verl.plugin.platform import get_platform
 
 from epfsdp2.engine import cpu
 from epfsdp2.engine.cpu import platform as cpu_platform
-
-VERL = Path(verl.__file__).parent
 
 
 @pytest.fixture
@@ -24,17 +22,9 @@ def platform():
     return cpu_platform.PlatformCPU()
 
 
-def test_cpu_platform_is_registered_and_complete(platform):
-    assert PlatformRegistry.get("cpu") is cpu_platform.PlatformCPU
-    assert (platform.device_name, platform.communication_backend_name()) == ("cpu", "gloo")
-    assert platform.ray_resource_name() == "GPU"
-    assert not platform.is_ipc_supported()
-
-
 def test_cpu_device_module_has_every_name_that_verl_calls(platform):
-    used = set()
-    for path in VERL.rglob("*.py"):
-        used |= set(re.findall(r"get_torch_device\(\)\.(\w+)", path.read_text(encoding="utf-8")))
+    sources = "".join(path.read_text(encoding="utf-8") for path in Path(verl.__file__).parent.rglob("*.py"))
+    used = set(re.findall(r"get_torch_device\(\)\.(\w+)", sources))
     assert {"empty_cache", "mem_get_info", "Stream", "get_rng_state"} <= used
     assert {name for name in used if not hasattr(platform.device_module, name)} == set()
 
@@ -48,13 +38,10 @@ def test_cpu_device_module_answers_for_a_cpu(platform):
     free, total = device.mem_get_info()
     assert 0 < free <= total
     assert 0 < device.memory_allocated() < total and device.max_memory_allocated() >= device.memory_allocated() // 2
-    with device.stream(device.Stream()):
+    with device.stream(device.Stream()), platform.nvtx_range("x"):
         device.current_stream().wait_stream(device.Stream())
         device.current_stream().synchronize()
-        device.synchronize()
     assert torch.zeros(1).to(platform.current_device()).device.type == "cpu"
-    with platform.nvtx_range("x"):
-        platform.empty_cache()
 
 
 @pytest.mark.parametrize(
@@ -123,12 +110,11 @@ def test_plugin_that_can_not_load_prints_why():
     assert "epfsdp2.conf.search_path" in done.stderr and "Traceback" in done.stderr
 
 
-@pytest.mark.parametrize("chosen", ["cpu", "nvidia"])
-def test_plugin_at_import_verl_imports_nothing_heavy_and_the_cpu_platform_only_where_chosen(chosen):
+def test_plugin_at_import_verl_imports_nothing_heavy_and_no_cpu_platform_where_another_is_chosen():
     code = (
         "import sys, verl; heavy = {'vllm', 'ray.serve', 'verl.workers.engine', 'epfsdp2.engine.integration.engine'};"
         "print('epfsdp2.conf.search_path' in sys.modules, 'epfsdp2.engine.cpu.platform' in sys.modules,"
         " heavy & set(sys.modules))"
     )
-    done = _in_process(code, VERL_PLATFORM=chosen)
-    assert done.stdout.split() == ["True", str(chosen == "cpu"), "set()"], done.stderr
+    done = _in_process(code, VERL_PLATFORM="nvidia")
+    assert done.stdout.split() == ["True", "False", "set()"], done.stderr

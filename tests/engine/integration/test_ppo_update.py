@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,7 +15,16 @@ from tests.support.engine.sharded import whole_parameters
 from tests.support.models.names import send_stacks
 from tests.support.models.tiny import reference_model, save_qwen3, save_qwen3_moe
 from tests.support.ranks import each_case, run_ranks
-from tests.support.trainer.ppo import PADDED, check_ppo_updates, ppo_batch, ppo_samples, ppo_worker, reference_update
+from tests.support.trainer.ppo import (
+    PADDED,
+    check_ppo_updates,
+    infer,
+    plain_log_probs,
+    ppo_batch,
+    ppo_samples,
+    ppo_worker,
+    reference_update,
+)
 
 WORLD = 4
 RELATIVE = 1e-5
@@ -23,29 +33,31 @@ WHOLE = {"chunked_logits": False}  # logits
 
 def test_ppo_update_on_every_mesh_has_the_gradients_and_norm_of_the_plain_model(tmp_path):
     cases = [
-        {"ep": 1, "use_no_sync_for_gradient_accumulation": True},
-        {"ep": 2},
+        {"ep": 1, "use_no_sync_for_gradient_accumulation": True, "pad_to_length": True, "pad_to_length_bucket": 32},
         {"ep": 2, "fsdp_size": 2, "reshard_after_forward": False},
-        {"ep": 2, "dynamic": True, "offload_policy": True},
-        {"ep": 4, "param_offload": True, "optimizer_offload": True},
-        {"ep": 2, "pad_to_length": True, "pad_to_length_bucket": 32},
+        {"ep": 2, "dynamic": True, "offload_policy": True, "model": PADDED},
+        {"ep": 4, **WHOLE, "param_offload": True, "optimizer_offload": True, "entropy_checkpointing": True},
         {"ep": 2, **WHOLE, "entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 8},
-        {"ep": 4, **WHOLE, "entropy_checkpointing": True, "reshard_after_forward": False},
-        {"ep": 2, "model": PADDED},
         {"ep": 4, "model": PADDED, **WHOLE, "dynamic": True, "entropy_checkpointing": True},
     ]
     run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=500)
 
 
-def test_ppo_update_of_a_dense_role_beside_experts_equals_the_plain_model(tmp_path):
-    """Settings of experts are for another role's model."""
+def test_ppo_update_of_a_dense_model_equals_the_plain_model_beside_experts_and_refuses_ep_size_alone(tmp_path):
+    """Beside a model with experts, settings of experts are for the other role."""
     role = {"ep": 8, "dispatch_chunks": 2, "expert_plan": {"model.layers.*.moe.w1": 0}, "_of_a_role": True}
     cases = [
-        {**role, "dynamic": True, "activation_checkpointing": "selective"},
         {**role, "fsdp_size": 2, "prefetch_depth": 2, "model": PADDED},
-        {"ep": 1, "ulysses_sequence_parallel_size": 2, "activation_checkpointing": "full"},
+        {"ep": 1, "dynamic": True, "ulysses_sequence_parallel_size": 2, "activation_checkpointing": "selective"},
     ]
-    run_ranks(check_ppo_updates, WORLD, save_qwen3(tmp_path), cases, timeout=300)
+    run_ranks(_dense, WORLD, save_qwen3(tmp_path), cases, timeout=300)
+
+
+def _dense(folder, cases):
+    # A role alone, as in sft_trainer, which has no driver.
+    with pytest.raises(Exception, match=r"engine.ep_size=2: concerns experts, and Qwen3ForCausalLM \(model.path\)"):
+        ppo_worker(folder, 2)
+    check_ppo_updates(folder, cases)
 
 
 def _uneven(folder):
@@ -58,16 +70,13 @@ def _uneven(folder):
     assert -(-tokens[0] // 40) < -(-tokens[1] // 40)  # micro-batches that each rank needs by itself
     reference = reference_model(folder)
     reference_update(reference, samples)
-    norm = torch.stack([p.grad.square().sum() for p in reference.parameters()]).sum().sqrt().item()
-    for model in (None, PADDED):
-        worker = ppo_worker(folder, 2, dynamic=True, model=model)
-        passes = []
-        worker.engine.module.register_forward_hook(lambda *_, passes=passes: passes.append(1))
-        metrics = tu.get(worker.train_batch(ppo_batch(mine)), "metrics")
-        everywhere = [None, None]
-        dist.all_gather_object(everywhere, len(passes))
-        assert everywhere[0] == everywhere[1] >= -(-tokens[1] // 40)
-        assert abs(metrics["grad_norm"] / norm - 1) < RELATIVE
+    norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()]).item()
+    worker, passes, everywhere = ppo_worker(folder, 2, dynamic=True), [], [None, None]
+    worker.engine.module.register_forward_hook(lambda *_: passes.append(1))
+    metrics = tu.get(worker.train_batch(ppo_batch(mine)), "metrics")
+    dist.all_gather_object(everywhere, len(passes))
+    assert everywhere[0] == everywhere[1] >= -(-tokens[1] // 40)
+    assert abs(metrics["grad_norm"] / norm - 1) < RELATIVE
 
 
 def test_ppo_update_with_fewer_samples_on_a_rank_takes_as_many_micro_batches_on_all(tmp_path):
@@ -80,37 +89,25 @@ def _reference_policy(folder, model):
     worker = ppo_worker(folder, 2, forward_only=True, model=model)
     assert worker.engine.optimizer is None
     reference, mine = reference_model(folder), ppo_samples()[2 * dist.get_rank() :][:2]
-    infer = ppo_batch(mine)
-    tu.assign_non_tensor(infer, compute_loss=False)
-    output = worker.infer_batch(infer)
+    output = infer(worker, mine)
     for i, (ids, *_) in enumerate(mine):
-        with torch.no_grad():
-            log_probs = (reference(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        taken = log_probs[:-1].gather(-1, ids[1:, None])[:, 0]
-        torch.testing.assert_close(tu.get(output, "log_probs")[i][:-1], taken, rtol=1e-5, atol=1e-5)
+        log_probs, entropy = plain_log_probs(reference, ids)
+        torch.testing.assert_close(tu.get(output, "log_probs")[i][:-1], log_probs, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(tu.get(output, "entropy")[i], entropy, rtol=1e-5, atol=1e-5)
     with pytest.raises(AssertionError):
         worker.train_batch(ppo_batch(mine))
 
 
-def _reference_policies(folder):
-    each_case([(folder, {}), (folder, PADDED)], _reference_policy)
-
-
 def test_reference_policy_of_packed_or_padded_rows_is_forward_only(tmp_path):
-    run_ranks(_reference_policies, 2, save_qwen3_moe(tmp_path))
+    folder = save_qwen3_moe(tmp_path)
+    run_ranks(each_case, 2, [(folder, {}), (folder, PADDED)], _reference_policy)
 
 
 def _weights_after_evaluation(folder):
     """Sync every tensor after an evaluation, which without reshard_after_forward leaves all layers gathered."""
-    from verl.utils import tensordict_utils as tu
-
     send_stacks()
     worker = ppo_worker(folder, 2, reshard_after_forward=False)
-    infer = ppo_batch(ppo_samples()[:2])
-    tu.assign_non_tensor(infer, compute_loss=False)
-    worker.infer_batch(infer)
+    infer(worker, ppo_samples()[:2])
     weights, peft = worker.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
     wanted = dict(reference_model(folder).named_parameters())
     got = dict(weights)
@@ -122,12 +119,12 @@ def test_weights_out_after_an_evaluation_are_those_of_the_model(tmp_path):
     run_ranks(_weights_after_evaluation, 2, save_qwen3_moe(tmp_path))
 
 
-def _saves_and_resumes(folder, out, ep):
+def _saves_and_resumes(folder, out):
+    """Resume in a worker whose weights and optimizer the caller moves to the device and back."""
     from verl.utils import tensordict_utils as tu
 
-    rank = dist.get_rank()
-    mine = ppo_samples()[4 * rank : 4 * rank + 4]
-    worker = ppo_worker(folder, ep, optimizer_offload=True)
+    mine = ppo_samples()[4 * dist.get_rank() :][:4]
+    worker = ppo_worker(folder, 2, optimizer_offload=True)
     for step in (1, 2):
         worker.train_batch(ppo_batch(mine))
         worker.save_checkpoint(str(out / f"global_step_{step}"), global_step=step, max_ckpt_to_keep=1)
@@ -135,9 +132,13 @@ def _saves_and_resumes(folder, out, ep):
     assert not (out / "global_step_1").exists()
     after = worker.train_batch(ppo_batch(mine))
 
-    resumed = ppo_worker(folder, 1, 1 if ep == 1 else -1, optimizer_offload=True)
+    resumed = ppo_worker(folder, 1, param_offload=True, optimizer_offload=True)
     resumed.load_checkpoint(str(out / "global_step_2"))
-    again = resumed.train_batch(ppo_batch(mine))
+    resumed.to("device")
+    batch = ppo_batch(mine)
+    tu.assign_non_tensor(batch, disable_auto_offload=True)
+    again = resumed.train_batch(batch)
+    resumed.to("cpu")
     norms = [tu.get(output, "metrics")["grad_norm"] for output in (after, again)]
     assert abs(norms[1] / norms[0] - 1) < 1e-5
     ours, theirs = whole_parameters(worker.engine.module), whole_parameters(resumed.engine.module)
@@ -146,47 +147,49 @@ def _saves_and_resumes(folder, out, ep):
 
 
 def test_ppo_worker_saves_keep_the_newest_and_resume_on_another_mesh(tmp_path):
-    run_ranks(_saves_and_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out", 2)
+    run_ranks(_saves_and_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
+
+
+def _supervised(folder):
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.losses import sft_loss
+
+    samples, plain = ppo_samples(), reference_model(folder)
+    mine = samples[8 * dist.get_rank() :][:8]
+    batch = ppo_batch(mine)
+    masks = [torch.arange(len(ids)) >= prompt for ids, prompt, *_ in mine]
+    batch["loss_mask"] = torch.nested.as_nested_tensor([mask.long() for mask in masks], layout=torch.jagged)
+    worker = ppo_worker(folder, 2)
+    worker.set_loss_fn(partial(sft_loss, config=None))
+    answers = [plain_log_probs(plain, ids)[0][prompt - 1 :] for ids, prompt, *_ in samples]
+    loss = tu.get(worker.train_batch(batch), "metrics")["loss"]
+    assert loss == pytest.approx(-torch.cat(answers).mean().item(), rel=RELATIVE)
+
+
+def test_supervised_update_has_the_loss_of_the_plain_model(tmp_path):
+    run_ranks(_supervised, 2, save_qwen3_moe(tmp_path))
 
 
 def _keeps_casts(folder, out):
     """Updates, a forward, offloading, a checkpoint and a sync, with casts that are kept and with none."""
-    from verl.utils import tensordict_utils as tu
-
     mine, weights, casts = ppo_samples()[8 * dist.get_rank() :][:8], [], []
     half = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}, "param_offload": True}
     for keeps in (False, True):
         worker = ppo_worker(folder, 2, keep_casts=keeps, activation_checkpointing="full", **half)
         with mock.patch.object(single_rank, "keeping_version", mock.Mock(wraps=single_rank.keeping_version)) as cast:
-            for step in range(3):
+            for change in (partial(worker.save_checkpoint, global_step=1), worker.load_checkpoint):
                 worker.train_batch(ppo_batch(mine))
-                if step == 1:
-                    worker.load_checkpoint(str(out))
-                if step == 0:
-                    worker.save_checkpoint(str(out), global_step=1)
-                evaluated = ppo_batch(mine)
-                tu.assign_non_tensor(evaluated, compute_loss=False)
-                worker.infer_batch(evaluated)
+                change(str(out))
+                infer(worker, mine)
             casts.append(cast.call_count)
         weights.append({name: tensor.clone() for name, tensor in worker.engine.get_per_tensor_param()[0]})
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    # There are two weights in each of two layers, 3 updates of 4 micro-batches with backward, and 3 evaluations of 4.
-    assert casts == [4 * 3 * (4 * 2 + 4), 4 * 3 * (1 + 1)]
+    # There are two weights in each of two layers, 2 updates of 4 micro-batches with backward, and 2 evaluations of 4.
+    assert casts == [4 * 2 * (4 * 2 + 4), 4 * 2 * (1 + 1)]
 
 
 def test_ppo_worker_with_kept_casts_has_the_same_bits_and_casts_once_in_each_batch(tmp_path):
     run_ranks(_keeps_casts, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
-
-
-def _dense_alone(folder, out):
-    # As in sft_trainer, which has no driver and no other role.
-    with pytest.raises(Exception, match=r"engine.ep_size=2: concerns experts, and Qwen3ForCausalLM \(model.path\)"):
-        ppo_worker(folder, 2)
-    _saves_and_resumes(folder, out, 1)
-
-
-def test_ppo_worker_of_a_dense_model_refuses_ep_size_and_resumes_on_another_mesh(tmp_path):
-    run_ranks(_dense_alone, 2, save_qwen3(tmp_path / "model"), tmp_path / "out")
 
 
 def _waits_for_the_last(folder, out):

@@ -16,7 +16,7 @@ from epfsdp2.engine.topology.dtensor import local_pieces, local_tensor
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.slices import is_experts
 from epfsdp2.rollout.servers import is_quantised
-from tests.support.engine.sharded import sharded_model, whole_tensor
+from tests.support.engine.sharded import sharded_model, whole_gradients, whole_parameters
 from tests.support.models.quantised import BLOCK, SIZES, compressed
 from tests.support.models.tiny import adam, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import each_case, run_ranks
@@ -26,11 +26,11 @@ RELATIVE = 1e-5
 
 def _rounded(weight, channels):
     """Return a whole weight after vLLM's own quantisation by blocks, or compressed-tensors' by rows."""
-    from vllm.utils.deep_gemm import per_block_cast_to_fp8
-
     if channels:
         values, scales = compressed(weight.bfloat16(), channels)
         return values.float() * scales
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
     if weight.dim() == 3:
         return torch.stack([_rounded(one, channels) for one in weight])
     values, scales = per_block_cast_to_fp8(weight.bfloat16(), [BLOCK, BLOCK], use_ue8m0=False)
@@ -63,8 +63,8 @@ def _reference(folder, which, channels, ids):
 
 def _differing(model, which, channels, run):
     """Names of what a forward computes with in other bits than vLLM's own quantisation has; collective."""
-    names, found, hooks = _rounded_names(model, which), [], []
-    expected = {name: whole_tensor(param.detach()) for name, param in model.named_parameters()}
+    names, found, hooks, seen = _rounded_names(model, which), [], [], set()
+    expected = whole_parameters(model)
     expected |= {name: _rounded(expected[name], channels) for name in names}
 
     def look(fqn, module, args):
@@ -74,7 +74,6 @@ def _differing(model, which, channels, run):
             found.extend(name for at, values in pieces if not torch.equal(values, expected[name][at.slices]))
             seen.add(name)
 
-    seen = set()
     for fqn, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(functools.partial(look, fqn)))
     run()
@@ -100,43 +99,36 @@ def _equals_the_plain_model_with_rounded_weights(folder, which, channels, cases)
         before = [local_tensor(param).clone() for param in model.parameters()]
         assert _differing(model, which, channels, update) == []
         assert all(map(torch.equal, map(local_tensor, model.parameters()), before)), "shards stay as they are"
-        errors = {n: relative_error(whole_tensor(p.grad), grads[n]) for n, p in model.named_parameters()}
-        assert {name: error for name, error in errors.items() if not error < RELATIVE} == {}, errors
+        for name, grad in whole_gradients(model).items():
+            assert relative_error(grad, grads[name]) < RELATIVE, name
         optimizer.step()
-        errors = {n: relative_error(whole_tensor(p.detach()), stepped[n]) for n, p in model.named_parameters()}
-        assert {name: error for name, error in errors.items() if not error < RELATIVE} == {}, errors
+        for name, param in whole_parameters(model).items():
+            assert relative_error(param, stepped[name]) < RELATIVE, name
         assert _differing(model, which, channels, update) == [], "weights are rounded anew"
 
     each_case(cases, check)
 
 
 DIM0, DIM1 = {"expert_shard_dim": 0}, {"expert_shard_dim": 1}
+MESHES = [(1, -1, DIM1), (2, -1, {**DIM1, "checkpointing": "full"}), (2, -1, DIM0), (4, -1, {}), (2, 2, DIM1)]
+OPTIONS = [{"etp": 2}, {"reshard_after_forward": False}, {"cpu_offload": True}]
+OPTIONS += [{"checkpointing": "selective", "prefetch_depth": 2}]
 
 
-def test_gradients_and_steps_over_two_ranks(tmp_path):
-    cases = [(1, -1, {**DIM1, "checkpointing": "full"}), (2, -1, {}), (1, -1, {"etp": 2})]
-    run_ranks(_equals_the_plain_model_with_rounded_weights, 2, save_qwen3_moe(tmp_path, **SIZES), True, "", cases)
-
-
-@pytest.mark.parametrize("channels", [pytest.param("fp8", marks=pytest.mark.long), "int8"])
-def test_gradients_and_steps_with_weights_rounded_by_rows(tmp_path, channels):
-    cases = [(1, -1, DIM1), (2, -1, {"checkpointing": "full"})]
-    run_ranks(_equals_the_plain_model_with_rounded_weights, 2, save_qwen3_moe(tmp_path, **SIZES), True, channels, cases)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("which", [True, "experts"])
-def test_gradients_and_steps_on_every_mesh(tmp_path, which):
-    cases = [(1, -1, DIM1), (2, -1, {**DIM1, "checkpointing": "full"}), (2, -1, DIM0), (4, -1, {}), (2, 2, DIM1)]
-    if which is True:
-        cases += [
-            (2, -1, {"etp": 2}),
-            (2, -1, {"reshard_after_forward": False}),
-            (2, -1, {"cpu_offload": True}),
-            (2, -1, {"checkpointing": "selective", "prefetch_depth": 2}),
-        ]
+@pytest.mark.parametrize(
+    ("world", "which", "channels", "cases"),
+    [
+        (2, True, "", [(1, -1, {**DIM1, "checkpointing": "full"}), (1, -1, {"etp": 2})]),
+        (2, True, "int8", [(2, -1, {"checkpointing": "full"})]),
+        pytest.param(2, True, "fp8", [(1, -1, DIM1)], marks=pytest.mark.long),
+        pytest.param(4, "experts", "", MESHES, marks=pytest.mark.long),
+        pytest.param(4, True, "", MESHES + [(2, -1, options) for options in OPTIONS], marks=pytest.mark.long),
+    ],
+    ids=["blocks", "int8 rows", "fp8 rows", "experts on every mesh", "all on every mesh"],
+)
+def test_gradients_and_steps_equal_the_plain_model_with_rounded_weights(tmp_path, world, which, channels, cases):
     folder = save_qwen3_moe(tmp_path, **SIZES)
-    run_ranks(_equals_the_plain_model_with_rounded_weights, 4, folder, which, "", cases, timeout=600)
+    run_ranks(_equals_the_plain_model_with_rounded_weights, world, folder, which, channels, cases, timeout=600)
 
 
 def _is_refused(folder):

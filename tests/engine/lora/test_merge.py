@@ -1,6 +1,8 @@
 """Cost of merging adapters in a sync: each is gathered once, one weight at a time, in every stream."""
 
 import weakref
+from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -8,13 +10,12 @@ import torch.distributed as dist
 
 from epfsdp2.engine.integration.delta_shards import ShardExport
 from epfsdp2.engine.lora import merge
-from epfsdp2.engine.lora.adapters import B
+from epfsdp2.engine.lora.adapters import A, B
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import is_adapter, local_tensor
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from tests.support.engine.lora import stirred
-from tests.support.engine.lora_runs import sharded_with_adapters
+from tests.support.engine.lora import sharded_with_adapters, stirred
 from tests.support.models.quantised import BLOCK, SIZES
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -32,53 +33,38 @@ STREAMS = {
 }
 
 
-class _Gathers:
-    """Counts the gathers of each adapter, and the peak bytes of gathered adapters."""
+class _Live:
+    """Bytes of the tensors that were added and are not freed, and the most at once."""
 
-    def __init__(self, model, patch):
-        names = {id(param): name for name, param in model.named_parameters()}
-        self.counts, self.most, self._live = {}, 0, 0
-        gathered = merge._gathered
+    def __init__(self):
+        self.now = self.most = 0
 
-        def counting(param, *rest):
-            found, name = gathered(param, *rest), names[id(param)]
-            self.counts[name] = self.counts.get(name, 0) + 1
-            nbytes = found.values.nbytes
-            self._live += nbytes
-            self.most = max(self.most, self._live)
-            weakref.finalize(found, self._free, nbytes)
-            return found
-
-        patch.setattr(merge, "_gathered", counting)
+    def add(self, tensor):
+        self.now += tensor.nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(tensor, self._free, tensor.nbytes)
 
     def _free(self, nbytes):
-        self._live -= nbytes
+        self.now -= nbytes
 
 
 def _holds_a_round(folder):
     """Check rounds on one rank, where no bytes of all-to-alls bound them."""
-    memory = 1 << 22
+    memory, live = 1 << 22, _Live()
     model, meshes, lora = sharded_with_adapters(folder, 1)
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("sliced", memory))
-    values, live, most = sync.values(), 0, 0
-
-    def free(nbytes):
-        nonlocal live
-        live -= nbytes
+    values = sync.values()
 
     def counting(name):
-        nonlocal live, most
         found = values(name)
         if name in lora.targets:
-            live += found.nbytes
-            most = max(most, live)
-            weakref.finalize(found, free, found.nbytes)
+            live.add(found)
         return found
 
     for _ in sync.exchange(Rollout()).run(counting):
         pass
     sizes = [model.get_parameter(name).numel() * 4 for name in lora.targets]
-    assert most <= max(memory // 5, *sizes) + max(sizes) < sum(sizes) / 2
+    assert live.most <= max(memory // 5, *sizes) + max(sizes) < sum(sizes) / 2
 
 
 def test_merge_on_one_rank_holds_the_weights_of_a_round_and_not_all(tmp_path):
@@ -100,21 +86,28 @@ def _sent(sync, stream):
 def _gathers_once(folder, streams, ep, memory):
     model, meshes, lora = sharded_with_adapters(folder, ep)
     lora.initialize(model, 0, stirred(model))
-    adapters = {name for name, _ in model.named_parameters() if is_adapter(name)}
+    names = {id(param): name for name, param in model.named_parameters()}
     # The ranks of an expert's ``ep`` coordinate hold its adapters.
     pairs = [
-        sum(model.get_parameter(name + half).numel() * 4 for half in lora.suffixes) // (ep if target.experts else 1)
+        sum(model.get_parameter(name + half).numel() * 4 for half in (A, B)) // (ep if target.experts else 1)
         for name, target in lora.targets.items()
     ]
     dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
     sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", memory))
-    with_adapters = {}
+    with_adapters, gathered = {}, merge._gathered
     for stream in streams:
-        with pytest.MonkeyPatch.context() as patch:
-            gathers = _Gathers(model, patch)
+        counts, live = Counter(), _Live()
+
+        def counting(param, *rest, counts=counts, live=live):
+            found = gathered(param, *rest)
+            counts[names[id(param)]] += 1
+            live.add(found[1])
+            return found
+
+        with mock.patch.object(merge, "_gathered", counting):
             with_adapters[stream] = _sent(sync, stream)
-        assert gathers.counts == dict.fromkeys(adapters, 1), stream
-        assert gathers.most <= max(pairs) < sum(pairs) / 2, stream
+        assert counts == dict.fromkeys(filter(is_adapter, names.values()), 1), stream
+        assert live.most <= max(pairs) < sum(pairs) / 2, stream
     # A model that has the merged weights, and B = 0, sends the same bits.
     values = merge.local_values(model, "cpu")
     with torch.no_grad():

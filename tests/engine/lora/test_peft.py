@@ -9,15 +9,15 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file
 
 from epfsdp2.engine.checkpoint.state import save_checkpoint
-from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.peft_files import ADAPTER, as_peft, peft_names, read_adapter
-from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.optim.clip import clip_grad_norm_
+from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import is_adapter
 from tests.support.engine.lora import adapters_of, lora_settings, stirred
 from tests.support.engine.sharded import full_tensors, sharded_model, whole_tensors
-from tests.support.models.tiny import VOCAB, reference_model, relative_error, save_qwen3_moe, token_batch
+from tests.support.models.tiny import VOCAB, adam, reference_model, relative_error, save_qwen3_moe, token_batch
 from tests.support.ranks import run_ranks
 
 WORLD = 4
@@ -34,15 +34,10 @@ KINDS = {
         "lora": {"rank_pattern": {"q_proj": 6, "down_proj": 2}, "alpha_pattern": {r"1.self_attn.[qk]_proj": 5}},
     },
 }
-MESHES = [("rslora", 2, 1, -1, {}), ("rslora", 1, 2, -1, {}), ("rslora", 2, 2, -1, {"checkpointing": "full"})]
-MESHES += [("dora", 2, 1, -1, {}), ("dora", 4, 1, -1, {"checkpointing": "selective"}), ("dora", 1, 1, 2, {})]
+MESHES = [("rslora", 2, 1, -1, {"expert_shard_dim": 0}), ("rslora", 1, 2, -1, {}), ("rslora", 2, 1, 2, {})]
+MESHES += [("dora", 4, 1, -1, {"checkpointing": "selective"}), ("dora", 1, 1, 2, {})]
 MESHES += [("dora by verl's name", 1, 1, -1, {"cpu_offload": True})]
-MESHES += [("modules_to_save", 2, 1, -1, {"checkpointing": "full"}), ("modules_to_save", 2, 1, 2, {})]
-MESHES += [("patterns", 2, 1, -1, {}), ("patterns", 2, 2, -1, {})]
-
-
-def _loss(logits, ids):
-    return torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
+MESHES += [("modules_to_save", 2, 1, 2, {"checkpointing": "full"}), ("patterns", 2, 2, -1, {})]
 
 
 def _loaded_by_peft(folder, adapter):
@@ -56,6 +51,10 @@ def _loaded_by_peft(folder, adapter):
 def _compared_with_peft(folder, out, meshes_of_kinds):
     ids = token_batch(dist.get_world_size())
     mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+
+    def loss(logits, ids):
+        return torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1))
+
     for number, (kind, ep, etp, fsdp_size, options) in enumerate(meshes_of_kinds):
         where = f"{kind} ep={ep} etp={etp} fsdp_size={fsdp_size} {options}"
         model, meshes = sharded_model(
@@ -74,30 +73,35 @@ def _compared_with_peft(folder, out, meshes_of_kinds):
         save_checkpoint(saved, model, None, None, ("model",), 1, model.config.save_pretrained, with_base=False)
         plain = _loaded_by_peft(folder, saved / ADAPTER)
         wanted = plain(input_ids=ids, use_cache=False).logits
-        _loss(wanted, ids).backward()
-        grads = get_peft_model_state_dict(plain, {n: p.grad for n, p in plain.named_parameters() if p.requires_grad})
+        loss(wanted, ids).backward()
+        leaves = {n: p for n, p in plain.named_parameters() if p.requires_grad}
+        grads = get_peft_model_state_dict(plain, {n: p.grad.clone() for n, p in leaves.items()})
+        norm = torch.nn.utils.clip_grad_norm_(leaves.values(), 0.5)
+        adam(leaves.values()).step()
 
         logits = model.train()(input_ids=ids[mine], use_cache=False).logits
         assert relative_error(logits.detach(), wanted.detach()[mine]) < RELATIVE, where
-        _loss(logits, ids[mine]).backward()
+        loss(logits, ids[mine]).backward()
         names = {name + suffix: (key, suffix, name) for (name, suffix), key in peft_names(lora).items()}
         trained = adapters_of(model)
         assert names.keys() == trained.keys() and {key for key, *_ in names.values()} == grads.keys(), where
-        for name, grad in whole_tensors({n: p.grad for n, p in trained.items()}).items():
-            key, suffix, weight = names[name]
-            experts = lora.targets[weight].experts if weight in lora.targets else None
-            own = as_peft(grad.cpu(), suffix, experts)
-            assert relative_error(own, grads[key]) < RELATIVE, (where, name)
+        grads_here = whole_tensors({n: p.grad for n, p in trained.items()})
+        assert abs(clip_grad_norm_(model.parameters(), 0.5, meshes).item() / norm.item() - 1) < RELATIVE, where
+        build_multi_optimizer(model, adam).step()
+        stepped = get_peft_model_state_dict(plain)
+        for here, there in ((grads_here, grads), (whole_tensors(trained), stepped)):
+            for name, (key, suffix, weight) in names.items():
+                experts = lora.targets[weight].experts if weight in lora.targets else None
+                assert relative_error(as_peft(here[name].cpu(), suffix, experts), there[key]) < RELATIVE, (where, name)
         assert all(param.grad is None for name, param in model.named_parameters() if name not in trained), where
 
-        with torch.no_grad(), lora.disabled():
+        with torch.no_grad(), lora.disabled(), plain.disable_adapter():
             base = model(input_ids=ids[mine], use_cache=False).logits
-        with torch.no_grad(), plain.disable_adapter():
             assert relative_error(base, plain(input_ids=ids, use_cache=False).logits[mine]) < RELATIVE, where
         assert relative_error(base, logits.detach()) > 1e-2, where
         merged = plain.merge_and_unload().state_dict()
         for name, tensor in full_tensors(model, meshes, layer_names(model), 1 << 20):
-            torch.testing.assert_close(tensor.cpu(), merged[name], rtol=1e-5, atol=1e-6, msg=f"{where} {name}")
+            assert relative_error(tensor.cpu(), merged[name]) < RELATIVE, (where, name)
 
 
 def test_adapters_of_every_setting_equal_those_of_peft(tmp_path):
@@ -148,25 +152,3 @@ def test_adapters_with_layers_to_transform_are_those_of_peft(tmp_path):
         settings = lora_settings(target_modules=["q_proj", "v_proj"], lora=chosen)
         assert set(peft_names(Lora(reference_model(folder), settings)).values()) == set(keys)
     assert all(".layers.1." in key for key in keys)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"lora": {"use_dora": "yes"}}, "lora.use_dora=yes: is true or false"),
-        ({"lora": {"type": "canonical_lora"}}, "lora.type=canonical_lora: is one of lora; dora"),
-        ({"lora": {"rank_pattern": {"q_proj": 0}}}, "maps patterns of names to an integer of at least 1"),
-        ({"lora": {"alpha_pattern": {"(": 1}}}, "maps patterns of names to a positive number"),
-        ({"lora": {"layers_to_transform": [1]}}, "lora.layers_to_transform=[1]: narrows a list"),
-        ({"target_modules": ["q_proj"], "lora": {"layers_to_transform": [7]}}, "these layers have none of the weights"),
-        ({"lora": {"modules_to_save": ["lm_heads"]}}, "lm_heads names no module. What works: some of ['lm_head'"),
-        ({"lora": {"modules_to_save": ["self_attn"]}}, "has modules with weights inside"),
-        ({"lora": {"modules_to_save": ["experts"]}}, "is a stack of experts"),
-        ({"lora": {"use_dora": True}}, "peft has DoRA for linears alone, and model.layers.0.mlp.experts"),
-    ],
-)
-def test_adapters_with_settings_of_peft_that_can_not_work_are_refused(tmp_path, changes, said):
-    model = reference_model(save_qwen3_moe(tmp_path))
-    with pytest.raises(SettingError) as caught:
-        Lora(model, LoraSettings.of({"lora_rank": 4, "target_modules": "all-linear", **changes}, "model"))
-    assert said in str(caught.value)

@@ -1,21 +1,30 @@
-"""Adapters for tests: their settings, and values that change the output."""
+"""Adapters for tests: their settings, values that change the output, and models that have them."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
 
-from epfsdp2.engine.lora.adapters import A, B, lora_of
+from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.topology.dtensor import is_adapter
-from tests.support.engine.sharded import whole_tensor
+from tests.support.engine.sharded import sharded_model, whole_tensor
+from tests.support.models.tiny import reference_model
 
-__all__ = ["SCALING", "SETTINGS", "adapt", "adapters_of", "lora_settings", "stirred"]
+__all__ = [
+    "SETTINGS",
+    "adapt",
+    "adapted_weights",
+    "adapters_of",
+    "lora_settings",
+    "sharded_with_adapters",
+    "stirred",
+]
 
 SETTINGS = {"lora_rank": 4, "lora_alpha": 12, "target_modules": "all-linear"}
-SCALING = 3.0
 
 
 def lora_settings(**changes: Any) -> LoraSettings:
@@ -56,3 +65,31 @@ class _Adapted(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         delta = self.scaling * self.b @ self.a
         return weight + (delta.mT if self.is_transposed else delta)
+
+
+def sharded_with_adapters(folder, ep, fsdp_size=-1, seed=0, changes=None, **options):
+    """Build a sharded model with adapters in the engine's order."""
+    model, meshes = sharded_model(
+        folder,
+        dist.get_world_size(),
+        ep,
+        fsdp_size,
+        before=lambda model: Lora(model, lora_settings(**(changes or {}))),
+        initialize=lambda name, tensor, fits: is_adapter(name),
+        finish=lambda model: lora_of(model).initialize(model, seed),
+        **options,
+    )
+    lora = lora_of(model)
+    lora.freeze_base(model)
+    return model.train(), meshes, lora
+
+
+def adapted_weights(folder, model):
+    """Return the plain model's weights with the adapters of a sharded model, by plain arithmetic; collective."""
+    plain = reference_model(folder)
+    weights = {name: param.detach() for name, param in plain.named_parameters()}
+    adapt(plain, model)
+    for name in lora_of(model).targets:
+        module, _, own = name.rpartition(".")
+        weights[name] = getattr(plain.get_submodule(module), own).detach()
+    return weights

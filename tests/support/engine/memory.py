@@ -1,10 +1,8 @@
 """Measured peak memory of a training step, allocation by allocation, and the planner's prediction.
 
-Four ranks on a CPU train a tiny Qwen3-MoE in float32. torch's profiler records every allocation and every release of
-the CPU allocator. The peak of a step is compared with the planner's.
-
-The profiler does not see a release by a thread of gloo, so a step can look larger, never smaller. Each wait for a
-collective therefore ends with a pause for these threads, and the smaller peak of two steps counts.
+Four ranks on a CPU train a tiny Qwen3-MoE in float32 under torch's profiler. It does not see a release by a thread of
+gloo, so a step can look larger, never smaller. Each wait for a collective therefore ends with a pause for these
+threads, and the smaller peak of two steps counts.
 """
 
 import bisect
@@ -21,13 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3MoeForTokenClassification,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
@@ -118,11 +110,10 @@ def predict(row: Row) -> int:
 
 def build(row: Row, dtype: torch.dtype = torch.float32) -> Any:
     """The row's model on the meta device."""
-    if row.dense:
-        config = AutoConfig.for_model("qwen3", **DENSE, attn_implementation="sdpa")
-        return build_on_meta(AutoModelForCausalLM, config, dtype)
-    config = Qwen3MoeConfig(**MODEL, num_labels=1, attn_implementation="sdpa")
-    model: Any = build_on_meta(_Critic if row.critic else _Actor, config, dtype)
+    family, sizes = ("qwen3", DENSE) if row.dense else ("qwen3_moe", MODEL)
+    config = AutoConfig.for_model(family, **sizes, num_labels=1, attn_implementation="sdpa")
+    auto = AutoModelForTokenClassification if row.critic else AutoModelForCausalLM
+    model: Any = build_on_meta(auto, config, dtype)
     if row.lora_rank:
         Lora(model, LoraSettings("model", row.lora_rank, row.lora_rank, "all-linear"))
     return model
@@ -180,11 +171,11 @@ def measure(folder: Path, row: Row, out: Path) -> None:
     figures = torch.tensor([peak_of(profiler, step) for step in STEPS]).amin(dim=0)
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     rows = torch.tensor(float(sum(run.rows_computed for run in map(runtime_of, model.modules()) if run)))
-    mean, most = rows.clone(), rows
-    dist.all_reduce(mean, op=dist.ReduceOp.SUM)
+    total, most = rows.clone(), rows
+    dist.all_reduce(total)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     if rank == 0:
-        out.write_text(json.dumps([*figures.tolist(), float(most / mean) * WORLD if mean else 1.0]))
+        out.write_text(json.dumps([*figures.tolist(), float(most / total) * WORLD if total else 1.0]))
 
 
 def _give_threads_a_moment() -> None:
@@ -198,24 +189,11 @@ def _give_threads_a_moment() -> None:
     dist.Work.wait = wait_and_a_moment  # type: ignore[method-assign]
 
 
-class _Actor:
-    @staticmethod
-    def from_config(config, dtype, trust_remote_code):
-        return Qwen3MoeForCausalLM._from_config(config, dtype=dtype)
-
-
-class _Critic:
-    @staticmethod
-    def from_config(config, dtype, trust_remote_code):
-        return Qwen3MoeForTokenClassification._from_config(config, dtype=dtype)
-
-
 def peak_of(profiler: profile, window: str, mapped: Collection[int] = ()) -> tuple[int, int]:
     """Most bytes that were allocated at once in what is recorded as ``window``, and the largest single allocation.
 
-    Allocations from before the profiler began are not counted.
-
-    The profiler does not see a release by a thread of gloo. A new allocation at the buffer's address ends it instead.
+    Allocations from before the profiler began are not counted. A new allocation at a buffer's address ends the buffer,
+    because the profiler does not see releases by threads of gloo.
 
     Args:
         mapped: sizes of mapped files, which the profiler counts as allocations; their pages are the system's.

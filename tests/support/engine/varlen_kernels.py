@@ -63,7 +63,7 @@ def _aten_backward(
 
 
 def _flash_attn_interface(calls):
-    """FlashAttention 3's module: the function with its parameters, as it was in September 2025."""
+    """FlashAttention 3's module: the function with those of its parameters that are used, as in September 2025."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -77,34 +77,12 @@ def _flash_attn_interface(calls):
             return *_gradients(grad, *ctx.saved_tensors, *ctx.how), None, None, None, None
 
     def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_q=None,
-        seqused_k=None,
-        softmax_scale=None,
-        causal=False,
-        qv=None,
-        q_descale=None,
-        k_descale=None,
-        v_descale=None,
-        window_size=(-1, -1),
-        attention_chunk=0,
-        softcap=0.0,
-        num_splits=1,
-        pack_gqa=None,
-        deterministic=False,
-        sm_margin=0,
-        return_attn_probs=False,
+        q, k, v, ends, key_ends, longest, longest_key, *, softmax_scale, causal, window_size, num_splits, deterministic
     ):
         assert causal and deterministic == torch.are_deterministic_algorithms_enabled()
-        _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        calls.append((cu_seqlens_q.diff().tolist(), window_size[0], num_splits))
-        return Attention.apply(q, k, v, cu_seqlens_q, softmax_scale, *window_size)
+        _check(q, k, v, ends, key_ends, longest, longest_key)
+        calls.append((ends.diff().tolist(), window_size[0], num_splits))
+        return Attention.apply(q, k, v, ends, softmax_scale, *window_size)
 
     module = ModuleType("flash_attn_interface")
     module.flash_attn_varlen_func = flash_attn_varlen_func

@@ -1,6 +1,5 @@
 """Updates of a random combination of settings (``draws.py``), beside those of the plain model in one process."""
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,21 +7,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
 from epfsdp2.engine.lora.adapters import SAVED, lora_of
 from epfsdp2.engine.moe.find import find_experts
 from epfsdp2.engine.moe.router.replay import RouterReplay
 from tests.support.engine.lora import adapt, stirred
 from tests.support.engine.sharded import whole_parameters
+from tests.support.models.tiny import VOCAB
 from tests.support.moe.router_formula import watched_routers
 from tests.support.trainer.draws import Draw
-from tests.support.trainer.ppo import RESPONSE, SAMPLES, ppo_batch, ppo_samples, ppo_worker, watched_gradients
-from tests.support.trainer.verl_worker import optimizer_config, training_worker
+from tests.support.trainer.ppo import (
+    RESPONSE,
+    SAMPLES,
+    ppo_batch,
+    ppo_samples,
+    ppo_worker,
+    value_worker,
+    watched_gradients,
+)
+from tests.support.trainer.verl_worker import optimizer_config
 
 __all__ = ["check_draw"]
 
 TEMPERATURE, RELATIVE = 0.7, 1e-5
+_jagged = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
 
 
 def check_draw(draw: Draw, folder: Path, saved: Path) -> None:
@@ -47,12 +56,8 @@ def check_draw(draw: Draw, folder: Path, saved: Path) -> None:
 
 def _worker(draw: Draw, folder: Path, mesh: dict[str, Any]) -> Any:
     model = {"override_config": {"attn_implementation": draw.attention}, **draw.model}
-    settings = {"optimizer": draw.optimizer, "model": model, **mesh, **draw.engine}
-    worker = ppo_worker(folder, **settings)
-    if draw.is_critic:
-        engine = worker.engine.engine_config
-        del worker
-        worker = training_worker(folder, "value_model", engine, None, optimizer=draw.optimizer, **model)
+    make = value_worker if draw.is_critic else ppo_worker
+    worker = make(folder, optimizer=draw.optimizer, model=model, **mesh, **draw.engine)
     worker.set_loss_fn(_loss(draw))
     lora = lora_of(worker.engine.module)
     if lora is not None:
@@ -81,8 +86,10 @@ class _Plain:
         head = {
             name.removesuffix(SAVED): tensor.detach()
             for name, tensor in (whole_parameters(module) if draw.is_critic else {}).items()
-            if name.startswith("score.") and (lora is None or name.endswith(SAVED))
+            if name.startswith(("score.", "lm_head.")) and (lora is None or name.endswith(SAVED))
         }
+        if draw.is_critic:  # the last tokens of a vocabulary may stand for images
+            self.samples = [(ids % (VOCAB - 16), *others) for ids, *others in self.samples]
         self.model = self._load(folder, head)
         self.experts = find_experts(self.model)  # of which adapters make other classes
         layers = self.model.config.get_text_config().num_hidden_layers
@@ -100,9 +107,12 @@ class _Plain:
 
     def _load(self, folder: Path, head: dict[str, torch.Tensor]) -> nn.Module:
         own: dict[str, Any] = {"num_labels": 1, "classifier_dropout": 0.0} if self.draw.is_critic else {}
-        auto = AutoModelForTokenClassification if self.draw.is_critic else AutoModelForCausalLM
         config = AutoConfig.from_pretrained(folder, attn_implementation=self.draw.attention, **own)
+        auto = AutoModelForTokenClassification if "score.weight" in head else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if hasattr(config, "vision_config") and self.draw.is_critic else auto
         model = auto.from_pretrained(folder, config=config, dtype=torch.float32, experts_implementation="eager")
+        if "lm_head.weight" in head:  # of a family without a class for token classification
+            model.set_output_embeddings(nn.Linear(config.get_text_config().hidden_size, 1, bias=False))
         model.load_state_dict(head, strict=False)
         return model
 
@@ -207,9 +217,10 @@ def _check_update(draw: Draw, worker: Any, plain: _Plain) -> None:
     seen = watched_gradients(worker)
     output = worker.train_batch(batch)
     loss, gradients, norm = plain.update()
-    assert gradients.keys() == seen.keys()
-    _assert_near(seen, gradients, "gradient of")
-    _assert_near({n: p for n, p in whole_parameters(worker.engine.module).items() if n in gradients}, plain.leaves, "")
+    assert seen.keys() <= gradients.keys()
+    assert not any(gradients[name].any() for name in gradients.keys() - seen.keys())  # of a vision tower
+    _assert_near(seen, {name: gradients[name] for name in seen}, "gradient of")
+    _assert_near(whole_parameters(worker.engine.module), {name: plain.leaves[name] for name in seen}, "")
     if worker.engine.is_mp_src_rank_with_outputs():
         metrics = tu.get(output, "metrics")
         assert abs(metrics["grad_norm"] / norm - 1) < RELATIVE, (metrics["grad_norm"], norm)
@@ -236,8 +247,3 @@ def _of_those_who_know(worker: Any, output: Any) -> torch.Tensor:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (worker.engine.get_data_parallel_rank(), known))
     return _jagged(next(known for r, known in everyone if r == worker.engine.get_data_parallel_rank() and known))
-
-
-def _jagged(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    lengths = torch.tensor([0, *(len(part) for part in parts)])
-    return torch.nested.nested_tensor_from_jagged(torch.cat(list(parts)), lengths.cumsum(0))

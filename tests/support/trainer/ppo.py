@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.parity.float64 import float64
 from tests.support.engine.sharded import whole_gradients, whole_parameters
-from tests.support.models.tiny import VOCAB, reference_model
+from tests.support.models.tiny import VOCAB, reference_model, relative_error
 from tests.support.trainer.verl_worker import optimizer_config, training_worker
 
 __all__ = [
@@ -21,12 +21,15 @@ __all__ = [
     "Sample",
     "check_ppo_updates",
     "check_ppo_updates_in_float64",
+    "infer",
     "of_this_rank",
+    "plain_log_probs",
     "plain_ppo_loss",
     "ppo_batch",
     "ppo_samples",
     "ppo_worker",
     "reference_update",
+    "value_worker",
     "watched_gradients",
 ]
 
@@ -125,30 +128,12 @@ def ppo_batch(
     return batch
 
 
-def ppo_worker(
-    folder: Path,
-    ep: int,
-    fsdp_size: int = -1,
-    dynamic: bool = False,
-    micro_batch: int = 2,
-    model: Mapping[str, Any] | None = None,
-    optimizer: Mapping[str, Any] | None = None,
-    tokens: int = 40,
-    **settings: Any,
+def _engine(
+    ep: int, fsdp_size: int = -1, dynamic: bool = False, micro_batch: int = 2, tokens: int = 40, **settings: Any
 ) -> Any:
-    """An actor in float32.
+    from epfsdp2.engine.config import EPFSDP2EngineConfig
 
-    Args:
-        model: verl's settings of the model.
-        optimizer: what torch's AdamW takes besides the learning rate.
-        tokens: how many a dynamic micro-batch may have.
-        settings: the engine's.
-    """
-    from verl.workers.utils.losses import ppo_loss
-
-    from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2EngineConfig
-
-    engine = EPFSDP2EngineConfig(
+    return EPFSDP2EngineConfig(
         ep_size=ep,
         fsdp_size=fsdp_size,
         use_dynamic_bsz=dynamic,
@@ -158,11 +143,56 @@ def ppo_worker(
         infer_micro_batch_size_per_gpu=micro_batch,
         **{"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32"}, **settings},
     )
-    actor = EPFSDP2ActorConfig(
-        engine=engine, rollout_n=1, ppo_micro_batch_size_per_gpu=micro_batch, entropy_coeff=0.01, clip_ratio_c=3.0
-    )
-    loss = partial(ppo_loss, config=actor)
+
+
+def ppo_worker(
+    folder: Path,
+    *mesh: int,
+    model: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """An actor in float32.
+
+    Args:
+        mesh: sizes of ``ep`` and of a copy of the model.
+        model: verl's settings of the model.
+        optimizer: arguments of torch's AdamW besides the learning rate.
+        settings: the engine's; ``tokens`` is the most of a dynamic micro-batch.
+    """
+    from verl.workers.utils.losses import ppo_loss
+
+    from epfsdp2.engine.config import EPFSDP2ActorConfig
+
+    actor = EPFSDP2ActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=2, entropy_coeff=0.01, clip_ratio_c=3.0)
+    engine, loss = _engine(*mesh, **settings), partial(ppo_loss, config=actor)
     return training_worker(folder, "language_model", engine, loss, optimizer=optimizer, **(model or {}))
+
+
+def value_worker(
+    folder: Path,
+    *mesh: int,
+    model: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """A critic in float32, with the arguments of ``ppo_worker``."""
+    from verl.workers.utils.losses import value_loss
+
+    from epfsdp2.engine.config import EPFSDP2CriticConfig
+
+    loss = partial(value_loss, config=EPFSDP2CriticConfig(ppo_micro_batch_size_per_gpu=2))
+    engine = _engine(*mesh, **settings)
+    return training_worker(folder, "value_model", engine, loss, optimizer=optimizer, **(model or {}))
+
+
+def infer(worker: Any, samples: Sequence[Sample], **flags: Any) -> Any:
+    """Return the outputs of a worker's forward without a loss, as for old log-probs and the reference policy."""
+    from verl.utils import tensordict_utils as tu
+
+    batch = ppo_batch(samples)
+    tu.assign_non_tensor(batch, compute_loss=False, **flags)
+    return worker.infer_batch(batch)
 
 
 def watched_gradients(worker: Any, steps: bool = True) -> dict[str, torch.Tensor]:
@@ -181,6 +211,13 @@ def watched_gradients(worker: Any, steps: bool = True) -> dict[str, torch.Tensor
 
     optimizer.step = watching
     return seen
+
+
+@torch.no_grad()
+def plain_log_probs(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probs of all tokens but the first, and the entropies of all predictions."""
+    every = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
+    return every[:-1].gather(-1, ids[1:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
 def reference_update(model: nn.Module, samples: Sequence[Sample]) -> float:
@@ -210,11 +247,10 @@ def check_ppo_updates(
     from verl.workers.config.optimizer import build_optimizer
 
     samples, reference = ppo_samples(), reference_model(folder, attention)
-    with torch.no_grad():
-        log_probs = [_log_probs(reference, ids) for ids, *_ in samples]
+    log_probs = [plain_log_probs(reference, ids)[0] for ids, *_ in samples]
     loss = reference_update(reference, samples)
     wanted = {n: p.grad for n, p in reference.named_parameters()}
-    wanted_norm = torch.stack([g.square().sum() for g in wanted.values()]).sum().sqrt().item()
+    wanted_norm = torch.nn.utils.get_total_norm(wanted.values()).item()
     build_optimizer(reference.parameters(), optimizer_config(**(optimizer or {}))).step()
 
     for settings in cases:
@@ -223,10 +259,7 @@ def check_ppo_updates(
         worker = ppo_worker(folder, **{"optimizer": optimizer, **settings, "model": model})
         mine = of_this_rank(worker, samples)
 
-        # Log-probs as the actor and the reference policy compute them.
-        infer = ppo_batch(mine)
-        tu.assign_non_tensor(infer, compute_loss=False)
-        output = worker.infer_batch(infer)
+        output = infer(worker, mine)
         if worker.engine.is_mp_src_rank_with_outputs():
             wanted_here = of_this_rank(worker, log_probs)
             for want, got in zip(wanted_here, tu.get(output, "log_probs").unbind(), strict=True):
@@ -234,24 +267,16 @@ def check_ppo_updates(
 
         seen = watched_gradients(worker)
         output = worker.train_batch(ppo_batch(mine))
-        for name, want in wanted.items():
-            error = ((seen[name] - want).norm() / want.norm()).item()
-            assert error < _RELATIVE, (where, name, error)
         after = whole_parameters(worker.engine.module)
-        for name, want in reference.named_parameters():
-            error = ((after[name] - want.detach()).norm() / want.detach().norm()).item()
-            assert error < _RELATIVE, (where, name, error)
+        for found, expected in ((seen, wanted), (after, dict(reference.named_parameters()))):
+            for name, want in expected.items():
+                error = relative_error(found[name], want.detach())
+                assert error < _RELATIVE, (where, name, error)
         assert all(p.grad is None for p in worker.engine.module.parameters())
         if worker.engine.is_mp_src_rank_with_outputs():
             metrics = tu.get(output, "metrics")
             assert abs(metrics["grad_norm"] / wanted_norm - 1) < _RELATIVE, where
             assert abs(metrics["loss"] - loss) < 1e-5 * abs(loss) + 1e-6, where
-
-
-def _log_probs(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of all tokens but the first."""
-    full = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
-    return full[:-1].gather(-1, ids[1:, None])[:, 0]
 
 
 def check_ppo_updates_in_float64(*arguments: Any) -> None:

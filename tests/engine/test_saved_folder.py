@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,35 +28,20 @@ SERVED = {
     "generation_config.json": json.dumps(GENERATION),
     "chat_template.jinja": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
     "additional_chat_templates/tool_use.jinja": "{{ tools }}",
-    "tokenizer.model": "sentence pieces",
-    "tokenizer.model.v3": "Mistral's",
-    "tekken.json": "{}",
-    "vocab.json": "{}",
-    "merges.txt": "#version: 0.2",
-    "own.tiktoken": "IQ== 0",
-    "added_tokens.json": "{}",
-    "special_tokens_map.json": "{}",
-    "preprocessor_config.json": "{}",
-    "video_preprocessor_config.json": "{}",
     "modeling_own.py": "raise AssertionError('nothing runs this')",
-    "LICENSE": "of the base",
+    **dict.fromkeys(("tokenizer.model", "tokenizer.model.v3", "merges.txt", "own.tiktoken", "LICENSE"), "the base's"),
+    **dict.fromkeys(("tekken.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"), "{}"),
+    **dict.fromkeys(("preprocessor_config.json", "video_preprocessor_config.json"), "{}"),
 }
-NOT_SERVED = {
-    "pytorch_model.bin": "weights",
-    "model.gguf": "weights",
-    "original/params.json": "{}",
-    "hf_quant_config.json": "{}",
-    "training_args.bin": "",
-    "README.md": "the base's",
-    ".gitattributes": "",
-}
+NOT_SERVED = ("pytorch_model.bin", "model.gguf", "original/params.json", "hf_quant_config.json", "training_args.bin")
+NOT_SERVED += ("README.md", ".gitattributes")
 
 
 def _publish(folder):
     """Add files to a folder, and to its config what published ones have; its tokenizer is not of transformers."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    for name, content in {**SERVED, **NOT_SERVED}.items():
+    for name, content in {**SERVED, **dict.fromkeys(NOT_SERVED, "{}")}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
     path = folder / "config.json"
@@ -188,20 +174,17 @@ def _written(base, out, **model):
     return _files(out)
 
 
-def test_save_with_a_tokenizer_from_another_folder_has_that_one_alone(tmp_path):
+def test_save_with_a_tokenizer_or_config_from_another_folder_has_that_one_alone(tmp_path):
     base, other = _publish(save_qwen3_moe(tmp_path / "base")), _tokenizer(tmp_path / "other")
-    files = _written(base, tmp_path / "out", tokenizer_path=str(other))
+    files = _written(base, tmp_path / "tokenizer", tokenizer_path=str(other))
     own = {name: SERVED[name].encode() for name in ("generation_config.json", "modeling_own.py")}
     assert files == {**_files(other), **own, "config.json": (base / "config.json").read_bytes()}
 
-
-def test_save_with_a_config_from_another_folder_has_that_one_and_its_code(tmp_path):
-    base, other = _publish(save_qwen3_moe(tmp_path / "base")), tmp_path / "other"
-    shutil.copytree(base, other)
+    other = Path(shutil.copytree(base, tmp_path / "another"))
     (other / "config.json").write_text((base / "config.json").read_text().replace("4.51.0", "4.52.0"))
     (other / "modeling_own.py").write_text("other")
     (other / "generation_config.json").unlink()
-    files = _written(base, tmp_path / "out", hf_config_path=str(other), load_tokenizer=False)
+    files = _written(base, tmp_path / "config", hf_config_path=str(other), load_tokenizer=False)
     wanted = {name: content.encode() for name, content in SERVED.items()}
     assert files == {**wanted, "modeling_own.py": b"other", "config.json": (other / "config.json").read_bytes()}
 

@@ -50,8 +50,10 @@ SIZES = {
     "mixtral": {"sliding_window": 5},
     "openai_privacy_filter": {"sliding_window": 5},
 }
-# One of each kind of mixer, in every run with eager attention, whose masks differ.
-EAGER = ["deepseek_v3", "glm_moe_dsa", "mistral", "qwen3_next"]
+# One of each kind of mask, mixer or position; all others are long.
+KINDS = {"afmoe", "deepseek_v3", "deepseek_v4", "gemma4", "glm_moe_dsa", "gpt_oss", "jamba", "lfm2_moe", "llama4"}
+KINDS |= {"minimax", "mistral", "qwen3_moe", "qwen3_next"}
+EAGER = {"deepseek_v3", "glm_moe_dsa", "mistral", "qwen3_next"}  # whose masks differ
 
 
 def _model(name, attention="sdpa"):
@@ -115,22 +117,16 @@ def _check_family(name, attention):
     _check_close(gradients(model, _losses(changed, targets, others)), before, EXACT)
 
 
-@pytest.mark.parametrize("name", families.ALL)
-def test_packed_sequences_of_every_family_equal_separate_ones(name):
+def _families():
+    for name, attention in itertools.product(families.ALL, ("", "eager")):
+        marks = () if name in (EAGER if attention else KINDS) else pytest.mark.long
+        yield pytest.param(name, attention or families.ALL[name].attention, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "attention"), _families())
+def test_packed_sequences_of_every_family_equal_separate_ones(name, attention):
     with float64() if name in IN_FLOAT64 else contextlib.nullcontext():
-        _check_family(name, families.ALL[name].attention)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in EAGER else pytest.mark.long) for n in families.ALL])
-def test_packed_sequences_with_eager_attention_equal_separate_ones(name):
-    with float64() if name in IN_FLOAT64 else contextlib.nullcontext():
-        _check_family(name, "eager")
-
-
-def test_packed_sequences_that_attend_to_each_other_differ_from_separate_ones():
-    model, (ids, targets) = _model("qwen3_next"), row()
-    assert relative_error(packed(model, ids), apart(model, ids)) > 1e-3
-    assert _seen_gradient(model, ids, targets, [CHANGED])[CHANGED - 1].any()
+        _check_family(name, attention)
 
 
 class _Pairs:
@@ -232,12 +228,9 @@ def _fake_rule(query, key, value, g, beta, cu_seqlens=None, **kwargs):
 calls = []
 
 
-KERNELS_OF_THE_MODULE = pytest.mark.skipif(
+@pytest.mark.skipif(
     not hasattr(modeling_qwen3_next, "is_fast_path_available"), reason="this transformers takes kernels from its hub"
 )
-
-
-@KERNELS_OF_THE_MODULE
 def test_packed_sequences_pass_their_lengths_to_kernels_that_take_them(monkeypatch):
     model, (ids, _) = _model("qwen3_next"), row()
     wanted = apart(model, ids)
@@ -245,6 +238,8 @@ def test_packed_sequences_pass_their_lengths_to_kernels_that_take_them(monkeypat
     assert all(lengths_taken(mixer) == () for mixer in mixers)
     monkeypatch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
     for mixer in mixers:
+        mixer.causal_conv1d_fn = lambda x, weight, bias, activation: x
+        assert lengths_taken(mixer) == ()
         mixer.causal_conv1d_fn, mixer.chunk_gated_delta_rule = _fake_conv, _fake_rule
         assert lengths_taken(mixer) == ("seq_idx", "cu_seq_lens_q")
     rows = PackedSequences(model)
@@ -288,15 +283,6 @@ def test_packed_sequences_with_flash_attention_compute_the_lengths_of_a_row_once
     ends = [0, *itertools.accumulate(sequences)]
     assert calls == [(ends, torch.int32, max(sequences))] * 2 * len(layers), "in the forward, and computed again"
     assert len(found) == 2, "by each of the two, for all layers"
-
-
-@KERNELS_OF_THE_MODULE
-def test_packed_sequences_with_a_kernel_without_lengths_call_it_for_each_sequence(monkeypatch):
-    monkeypatch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
-    mixer = next(layer.linear_attn for layer in _model("qwen3_next").model.layers if hasattr(layer, "linear_attn"))
-    mixer.causal_conv1d_fn = lambda x, weight, bias, activation: x
-    mixer.chunk_gated_delta_rule = _fake_rule
-    assert lengths_taken(mixer) == ()
 
 
 def test_packed_sequences_of_unknown_mixers_are_refused(tmp_path):

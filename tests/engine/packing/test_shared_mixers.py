@@ -12,9 +12,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.packing.head_parts import HeadParts, head_parts_of
+from epfsdp2.engine.packing.head_parts import head_parts_of
 from epfsdp2.engine.packing.sequences import PackedSequences, find_mixers
-from epfsdp2.engine.packing.shared_mixers import SharedMixers, _reach, assign
+from epfsdp2.engine.packing.shared_mixers import _reach, assign
 from tests.parity.families import ALL, STATES, save
 from tests.parity.float64 import float64
 from tests.support.engine.rows import LENGTHS, errors, loss, one_by_one, own_slice, packed, row, shared
@@ -71,30 +71,20 @@ def _fast_kernels(model, calls):
             layer.linear_attn.causal_conv1d_fn, layer.linear_attn.chunk_gated_delta_rule = conv, rule
 
 
-def _compare(names, rows):
+def _compare(cases):
     def check(name, lengths, how):
         wanted = one_by_one(_model(name), lengths)
         found = errors(_model(name), dist.group.WORLD, wanted, lengths, checkpointing=how)
         assert {n: error for n, error in found.items() if error > EXACT} == {}
 
-    each_case([(name, *row) for name in names for row in rows], check)
+    each_case([case for case in cases if case[0] in STATES], check)
 
 
-# One of each kind of mixer, which ``make test`` checks; all others are long.
-KINDS = ["bailing_hybrid", "jamba", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next"]
-KINDS = [name for name in KINDS if name in STATES]
-
-
-@pytest.mark.parametrize("names", [KINDS, pytest.param(sorted({*STATES} - {*KINDS}), marks=pytest.mark.long)])
-def test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model(names):
-    run_ranks(_compare, 2, names, [(UNEVEN, "none"), (LONG, "full"), (MOSTLY_ONE, "selective")])
-
-
-@pytest.mark.parametrize(
-    "names", [["lfm2_moe", "qwen3_next"], pytest.param(["granitemoehybrid", "nemotron_h"], marks=pytest.mark.long)]
-)
-def test_shared_mixer_on_more_ranks_than_sequences_equals_the_plain_model(names):
-    run_ranks(_compare, 4, names, [(UNEVEN, "selective"), (LONG, "none"), ((*FEW, 2), "selective")])
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 4])
+def test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model(world):
+    rows = [(UNEVEN, "none"), (LONG, "full"), (MOSTLY_ONE, "selective"), ((*FEW, 2), "selective")]
+    run_ranks(_compare, world, [(name, *row) for name in sorted(STATES) for row in rows], timeout=900)
 
 
 def _kernels():
@@ -108,13 +98,6 @@ def _kernels():
         assert max(found.values()) < EXACT, found
         # Once in each of two such layers, whatever the number of sequences; over heads each sequence by itself.
         assert calls == ["conv", "rule"] * 2 * (1 if lengths == UNEVEN else len(MOSTLY_ONE))
-
-
-@pytest.mark.skipif(
-    not hasattr(modeling_qwen3_next, "is_fast_path_available"), reason="this transformers takes kernels from its hub"
-)
-def test_shared_mixer_passes_kernels_the_lengths_of_what_they_compute():
-    run_ranks(_kernels, 2)
 
 
 def _ways():
@@ -152,8 +135,20 @@ def _ways():
     assert "Lfm2MoeShortConv: whole sequences by rank, a long one by slices" in rows.line()
 
 
-def test_shared_mixer_of_a_long_sequence_splits_it_over_heads():
-    run_ranks(_ways, 2)
+# Each kind of mixer over heads or slices, and by whole sequences.
+KINDS = [(name, MOSTLY_ONE, "none") for name in ("bailing_hybrid", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next")]
+KINDS += [("jamba", MOSTLY_ONE, "full"), ("jamba", UNEVEN, "selective"), ("lfm2_moe", LONG, "full")]
+
+
+def _on_two_ranks():
+    _compare(KINDS)
+    _ways()
+    if hasattr(modeling_qwen3_next, "is_fast_path_available"):  # else transformers takes kernels from its hub
+        _kernels()
+
+
+def test_shared_mixer_of_each_kind_equals_the_plain_model_and_splits_a_long_sequence():
+    run_ranks(_on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -165,14 +160,6 @@ def test_shared_mixer_of_every_known_state_can_be_split_over_heads_or_slices(nam
         assert _reach(mixer) is not None or head_parts_of(mixer, 2) is not None, type(mixer).__name__
 
 
-def _without_tokens_before(real):
-    def wrong(self, x, reach):
-        found = real(self, x, reach)
-        return torch.cat([0.0 * found[:, : -x.shape[1]], x], dim=1)
-
-    return wrong
-
-
 def test_shared_mixer_that_does_not_divide_or_has_adapters_without_a_call_is_not_split():
     mixers = PackedSequences(ALL["jamba"].build_random("sdpa"))._mixers.others.values()
     mixer = next(m for m in mixers if type(m).__name__ == "JambaMambaMixer")
@@ -181,26 +168,6 @@ def test_shared_mixer_that_does_not_divide_or_has_adapters_without_a_call_is_not
     assert head_parts_of(mixer, 2) is not None
     mixer.x_proj.register_parameter("weight_lora_A", nn.Parameter(torch.zeros(1)))
     assert head_parts_of(mixer, 2) is None
-
-
-def _wrong_ones_differ():
-    """Outputs in another order, the weights of other heads, and a convolution without the tokens before its slice."""
-    for name, lengths, owner, method, wrong in (
-        ("qwen3_next", UNEVEN, SharedMixers, "_to_slice", lambda real: lambda self, x: real(self, x).flip(1)),
-        ("qwen3_next", MOSTLY_ONE, HeadParts, "_own", lambda real: lambda self, x, dim=0: real(self, x.flip(dim), dim)),
-        ("lfm2_moe", LONG, SharedMixers, "_with_tokens_before", _without_tokens_before),
-    ):
-        wanted = one_by_one(_model(name), lengths)
-        assert errors(_model(name), dist.group.WORLD, wanted, lengths)["logits"] < EXACT
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, method, wrong(getattr(owner, method)))
-            error = torch.tensor(errors(_model(name), dist.group.WORLD, wanted, lengths)["logits"])
-        dist.all_reduce(error, op=dist.ReduceOp.MAX)
-        assert error > 1e-3, method
-
-
-def test_shared_mixer_computed_wrongly_differs_from_the_plain_model():
-    run_ranks(_wrong_ones_differ, 2)
 
 
 def _uneven(name):
@@ -226,11 +193,21 @@ def _uneven(name):
             assert not both or relative_error(param.grad.full_tensor(), sum(both)) < EXACT, fqn
 
 
+# On more ranks than sequences.
+MANY = [("lfm2_moe", (*FEW, 2), "selective"), ("qwen3_next", UNEVEN, "selective"), ("qwen3_next", LONG, "none")]
+
+
+def _on_four_ranks(name, cases):
+    _compare(cases)
+    _uneven(name)
+
+
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(n, marks=pytest.mark.long) for n in ("minimax", "nemotron_h")), "qwen3_next"]
+    ("name", "cases"),
+    [("qwen3_next", MANY), *(pytest.param(n, [], marks=pytest.mark.long) for n in ("minimax", "nemotron_h"))],
 )
-def test_shared_mixer_of_unequal_rows_on_ranks_makes_the_same_collectives(name):
-    run_ranks(_uneven, 4, name, timeout=120)
+def test_shared_mixer_of_unequal_rows_on_ranks_makes_the_same_collectives(name, cases):
+    run_ranks(_on_four_ranks, 4, name, cases)
 
 
 def test_assign_of_sequences_balances_their_lengths():

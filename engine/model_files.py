@@ -117,14 +117,9 @@ def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, b
 def with_overrides(base: Path, overrides: Mapping[str, Any], trained: PretrainedConfig) -> dict[str, Any]:
     """Return the ``config.json`` of the trained weights: the base's fields under the base's names, and the overrides.
 
-    The base's file is read, not ``trained``, because an older transformers or vLLM does not have newer names. Also,
-    in verl the tokenizer's end token replaces the base's list.
-
-    Args:
-        base: the base's file.
-        overrides: the run's. Those that the family's config does not have (attention implementation) are ignored, and
-            so is the dtype, because a model is served in the base's.
-        trained: the config of the trained model.
+    The ``base`` file is read, not ``trained``, because an older transformers or vLLM does not have newer names. Also,
+    in verl the tokenizer's end token replaces the base's list. Overrides that the family's config does not have
+    (attention implementation) are ignored, and so is the dtype, because a model is served in the base's.
     """
     known = type(trained).from_json_file(base)
     written = _overridden(json.loads(base.read_text()), overrides, known.to_dict())

@@ -52,10 +52,8 @@ class Watch:
     """Answers the trainer's messages. The state of an update can be written until an optimizer steps again.
 
     Args:
-        folder: of the messages.
         role: ``actor`` or ``critic``.
-        contents: of a checkpoint (``checkpoint.save_contents``); weights in Hugging Face's layout are left out, because
-            they need all shards.
+        contents: ``checkpoint.save_contents``; weights in Hugging Face's layout are left out: they need all shards.
         describe: writes config and tokenizer into a folder.
     """
 

@@ -70,6 +70,7 @@ def _pairs(columns: int, are_neighbours: bool) -> tuple[torch.Tensor, torch.Tens
     return (2 * pair, 2 * pair + 1) if are_neighbours else (pair, pair + columns // 2)
 
 
+@dataclass(eq=False)
 class FusedRotary:
     """Replaces ``plain``, a function that rotates queries and keys, or one tensor.
 
@@ -80,18 +81,15 @@ class FusedRotary:
         device: type of the device on which the kernel runs.
     """
 
-    def __init__(
-        self,
-        plain: Callable[..., Any],
-        rotation: Rotation,
-        takes_parts: bool = False,
-        arguments: Arguments = "q k cos sin",
-        heads: tuple[int, ...] = (1,),
-        device: str = "cuda",
-    ):
-        functools.update_wrapper(self, plain)
-        self.plain, self.rotation, self.takes_parts = plain, rotation, takes_parts
-        self.arguments, self.heads, self.device = arguments, heads, device
+    plain: Callable[..., Any]
+    rotation: Rotation
+    takes_parts: bool = False
+    arguments: Arguments = "q k cos sin"
+    heads: tuple[int, ...] = (1,)
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         count = 1 if self.arguments == "x cos sin" else 2
@@ -148,11 +146,11 @@ def _fused(plain: Callable[..., Any]) -> FusedRotary | None:
     forms = ("q k cos sin", 1), ("x cos sin", 1), ("q k complex", 1), ("q k complex", 2)
     for arguments, heads in forms:
         rounds_last = (True,) if arguments == "q k complex" else flags
-        for reads, writes, table, last in itertools.product(flags, flags, tables, rounds_last):
-            rotation = Rotation(reads, writes, table, last)
+        for how in itertools.product(flags, flags, tables, rounds_last):
+            rotation = Rotation(*how)
             if not _computes(plain, rotation, arguments, heads, _HEAD):
                 continue
-            of_part = [Rotation(reads, writes, table, last, is_last) for is_last in flags]
+            of_part = [Rotation(*how, is_last) for is_last in flags]
             parts = [one for one in of_part if _computes(plain, one, arguments, heads, _HEAD // 2)]
             named = "complex" not in arguments and _computes(plain, rotation, arguments, 2, _HEAD, unsqueeze_dim=2)
             return FusedRotary(plain, (parts or [rotation])[0], bool(parts), arguments, (heads, *(2,) * named))
@@ -196,8 +194,7 @@ def replacements(model: nn.Module) -> Iterator[tuple[ModuleType, str, Any, Fused
 def fuse_rotary(model: nn.Module) -> dict[str, bool]:
     """Replace the rotary functions in the files of the model's modules; return by name whether each is replaced."""
     found = {}
-    for file, name, _, fused in replacements(model):
-        if fused is not None:
-            setattr(file, name, fused)
+    for file, name, plain, fused in replacements(model):
+        setattr(file, name, fused or plain)
         found[f"{file.__name__}.{name}"] = fused is not None
     return found

@@ -23,9 +23,7 @@ __all__ = ["after_gather"]
 def after_gather(model: nn.Module, names: Collection[str], change: Callable[[torch.Tensor], None]) -> None:
     """Call ``change``, without gradients, with each gathered parameter, which it overwrites.
 
-    Args:
-        model: sharded.
-        names: of parameters. ``change`` gets this rank's experts of an expert parameter.
+    It gets this rank's experts of an expert parameter.
 
     Raises:
         RuntimeError: torch does not gather one of the parameters.

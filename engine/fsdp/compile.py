@@ -10,7 +10,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -63,11 +63,9 @@ def _with_backward(backend: str | Callable, graph: Any, inputs: Any) -> Any:
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
     """Return the compiler's errors; their names are private, so they are looked up after a failure alone."""
-    found = []
-    for module, name in (("torch._dynamo.exc", "TorchDynamoException"), ("torch._inductor.exc", "InductorError")):
-        with suppress(ImportError, AttributeError):
-            found.append(getattr(importlib.import_module(module), name))
-    return tuple(found)
+    modules = map(importlib.import_module, ("torch._dynamo.exc", "torch._inductor.exc"))
+    names = "TorchDynamoException", "InductorError"
+    return tuple(getattr(module, name) for module, name in zip(modules, names, strict=True) if hasattr(module, name))
 
 
 class _Fallback:

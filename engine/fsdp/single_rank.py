@@ -188,19 +188,14 @@ def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
 class _SameBuffer:
     """Replaces FSDP's reduce-scatter by one buffer as input and output, so FSDP's copy between them is a no-op.
 
-    FSDP allocates the input, then the output. Only FSDP holds the input: after an error between the two, the next
-    backward allocates a new one.
+    Only FSDP holds it: after an error between the two allocations, the next backward gets a new one.
     """
 
     def __init__(self) -> None:
         self._packed: Callable[[], torch.Tensor | None] = lambda: None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a new buffer as input, or the input as output.
-
-        Raises:
-            RuntimeError: the output differs from the input in size or dtype.
-        """
+        """Return a new buffer as input, or the input as output; raise a ``RuntimeError`` if they differ."""
         packed = self._packed()
         if packed is None:
             packed = torch.empty(*size, dtype=dtype, device=device)
@@ -215,10 +210,7 @@ class _SameBuffer:
         return packed
 
     def check_is_complete(self) -> None:
-        """
-        Raises:
-            RuntimeError: an input was allocated without an output.
-        """
+        """Raise a ``RuntimeError`` if an input was allocated without an output."""
         if self._packed() is not None:
             raise RuntimeError(
                 "FSDP allocated an odd number of gradient buffers: a backward failed before this one, or epfsdp2 does "

@@ -54,8 +54,8 @@ def heads_to_split(model: Any) -> int:
     """Return the number of heads that the ranks have to divide; the greatest common divisor if layers differ.
 
     Raises:
-        UnsupportedModelError: rows can't be shared, because tokens are mixed outside attention on transformers'
-            interface and outside modules that may get whole sequences.
+        UnsupportedModelError: tokens are mixed outside attention on transformers' interface, in a module that can't get
+            whole sequences.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if hasattr(model.config, "audio_config") and not hasattr(model.config, "vision_config"):
@@ -95,12 +95,7 @@ class SequenceParallel:
     """Makes a model compute on slices; install it before the model is sharded.
 
     From then on the model gets ``input_ids [B, s]`` (``[B, S]`` if it has a vision tower, as in verl), ``position_ids
-    [B, S]`` or ``[4, B, S]``, and no attention mask.
-
-    Args:
-        model: its config names the attention function.
-        group: the ranks that share rows, in the order of the slices.
-        packed: of the same model.
+    [B, S]`` or ``[4, B, S]``, and no attention mask. The ranks of ``group`` share rows, in the order of the slices.
 
     Raises:
         UnsupportedModelError, SettingError: see ``check_attention_splits``.
@@ -115,7 +110,8 @@ class SequenceParallel:
         decoder = model.get_submodule(decoder_layers(model)[0].rsplit(".", 2)[0])  # above layers.0
         decoder.register_forward_pre_hook(self._cut_inputs, with_kwargs=True)
         for module in decoder.modules():
-            if _embeds_positions(module):
+            takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
+            if takes_positions and next(module.parameters(), None) is None:  # a rotary embedding
                 module.register_forward_hook(self._cut_embeddings)
         for module in attention_modules(decoder).values():
             module.register_forward_pre_hook(self._cut_positions, with_kwargs=True)
@@ -162,14 +158,9 @@ class SequenceParallel:
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Run ``attention`` on the whole row for this rank's heads.
+        """Run ``attention`` on the whole row for this rank's heads: ``[B, H, s, D]`` -> ``[B, s, H, D]``.
 
-        Args:
-            query: ``[B, H, s, D]``; ``key`` and ``value`` may have fewer heads, and ``value`` another ``D``.
-            attention_mask: of the whole row, or None.
-
-        Returns:
-            ``[B, s, H, D]``, and no weights.
+        ``key`` and ``value`` may have fewer heads, and ``value`` another ``D``. The mask is of the whole row.
 
         Raises:
             UnsupportedModelError: it is not known how to slice one of the arguments.
@@ -191,12 +182,6 @@ class SequenceParallel:
         heads_of_rank = to_heads(self.group, query, key, value)
         output, _ = attention(_Part(module, own), *heads_of_rank, attention_mask, **kwargs)
         return to_tokens(self.group, output), None
-
-
-def _embeds_positions(module: nn.Module) -> bool:
-    """Whether the module is a rotary embedding (takes position_ids, has no parameters)."""
-    takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
-    return takes_positions and next(module.parameters(), None) is None
 
 
 def _attention(real: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -89,8 +89,7 @@ def _embeddings_and_head(model: Any, head_in_root: bool) -> tuple[nn.Module | No
 class _Units:
     """Builds the plan: assigns each parameter to the first unit that holds it, and each unit to its stage.
 
-    Args:
-        ends: the modules of the stages embeddings and head, if these are units.
+    ``ends`` are the modules of the stages embeddings and head, if these are units.
     """
 
     def __init__(
@@ -119,11 +118,7 @@ class _Units:
         ep_dims: Mapping[str, int] | None = None,
         **how: Any,
     ) -> None:
-        """Add modules as one unit, except those that an earlier unit wraps (a layer or head kept in float32).
-
-        Args:
-            how: further fields of ``Unit``.
-        """
+        """Add modules as one unit, except those that an earlier unit wraps (a layer or head kept in float32)."""
         new = [module for module in modules if module not in self._wrapped]
         if not new:
             return
@@ -189,16 +184,13 @@ class _Units:
         return next((chain for chain in chains if not self._experts or hold.intersection(chain)), [])
 
     def _ahead(self, stages: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Return the units to gather when each stage starts, by the name of the unit that wraps the stage's module.
-
-        Args:
-            stages: in the order of a pass.
-        """
+        """Return the units to gather when each stage of a pass starts, by the unit that wraps the stage's module."""
         starts = {fqn: unit.name for unit in self._units for fqn in unit.modules}
-        depth, found = self.options.prefetch_depth, dict[str, tuple[str, ...]]()
+        found = {}
         for i, stage in enumerate(stages):
-            following = [self._gathered_for(later) for later in stages[i + 1 : i + 1 + depth]]
-            found[starts[self._stages.get(stage, "")]] = tuple(name for names in following for name in names)
+            following = stages[i + 1 : i + 1 + self.options.prefetch_depth]
+            names = tuple(name for later in following for name in self._gathered_for(later))
+            found[starts[self._stages.get(stage, "")]] = names
         return found
 
     def _gathered_for(self, stage: str) -> list[str]:

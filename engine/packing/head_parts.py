@@ -77,11 +77,7 @@ class HeadParts(ABC):
         return self._copied(x, heads, 2).transpose(1, 2)
 
     def _convolution(self, conv: nn.Conv1d, *parts: tuple[int, int]) -> "_Operator":
-        """Return the causal convolution of this rank's channels.
-
-        Args:
-            parts: the channels and the heads of each part of the input.
-        """
+        """Return the convolution of this rank's channels; ``parts`` are the channels and heads of the input's parts."""
 
         def own(weight: torch.Tensor) -> torch.Tensor:
             by_part = zip(weight.split([channels for channels, _ in parts]), parts, strict=True)

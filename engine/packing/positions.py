@@ -42,11 +42,7 @@ def rotary_by_length(model: nn.Module) -> list[Any]:
 
 
 def embed_apart(model: nn.Module, spans: Spans, longest: int = 0) -> None:
-    """Choose the frequencies of each sequence's rotary embeddings by its own length, or by ``longest``.
-
-    Args:
-        longest: the length for all sequences; 0 for each sequence's own.
-    """
+    """Choose the frequencies of each sequence's rotary embeddings by its own length, or if not 0, by ``longest``."""
     for module in rotary_by_length(model):
         embed = functools.partial(_embed, module, spans, longest)
         wrap_forward(module, "positions", torch.compiler.disable(embed))

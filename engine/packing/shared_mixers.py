@@ -43,11 +43,7 @@ def assign(lengths: Sequence[int], ranks: int) -> list[int]:
 
 
 def kernel_argument(name: str, spans: Sequence[Span]) -> torch.Tensor:
-    """Return the cumulative lengths ``[sequences + 1]``, or the number of each token's sequence ``[1, S]``.
-
-    Args:
-        name: ``cu_seq_lens_q`` or ``seq_idx``.
-    """
+    """Return ``cu_seq_lens_q [sequences + 1]``, or ``seq_idx [1, S]``, the number of each token's sequence."""
     ends = torch.tensor([0, *(end for _, end in spans)])
     numbers = torch.arange(len(spans)).repeat_interleave(ends.diff())
     return ends if name == "cu_seq_lens_q" else numbers[None].int()
@@ -60,11 +56,7 @@ class SharedMixers:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
     def begin(self, spans: Sequence[Span], device: torch.device) -> list[Span]:
-        """Assign the sequences of the next row to ranks.
-
-        Returns:
-            Spans of this rank's sequences, in the order of the row; the row's first token if there is none.
-        """
+        """Assign the next row's sequences to ranks; return this rank's spans, or if it has none, the first token's."""
         length = spans[-1][1]
         lengths = [end - start for start, end in spans]
         owners = assign(lengths, self.size)
@@ -87,9 +79,7 @@ class SharedMixers:
         """
         args, kwargs = tree_map(self._to_sequences, (args, kwargs))
         output = mixer(*args, **kwargs)
-        if isinstance(output, tuple):
-            return self._to_slice(output[0]), *output[1:]
-        return self._to_slice(output)
+        return (self._to_slice(output[0]), *output[1:]) if isinstance(output, tuple) else self._to_slice(output)
 
     @property
     def _is_idle(self) -> bool:
@@ -119,9 +109,7 @@ class SharedMixers:
     def spread(self, module: Any, forward: Callable[..., Any], gathers_by_calls: bool) -> Callable[..., Any] | None:
         """Return a forward on slices if the current row is unbalanced and the module allows it, else None.
 
-        Args:
-            forward: the module's.
-            gathers_by_calls: all ranks must call parts of the module equally often.
+        With ``gathers_by_calls`` all ranks have to call parts of the module equally often.
         """
         if not self._is_unbalanced:
             return None

@@ -33,8 +33,7 @@ def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
     if not isinstance(param, DTensor):
         return ()
     mesh = param.device_mesh
-    names = mesh.mesh_dim_names
-    assert names is not None
+    names = mesh.mesh_dim_names or ()
     found: list[tuple[bool, ShardStep]] = []
     made: dict[int, int] = {}  # dim -> parts of the axes after this one
     for axis in reversed(range(mesh.ndim)):
@@ -88,11 +87,9 @@ def is_expert_parameter(param: torch.Tensor) -> bool:
 
 
 def is_first_holder(tensor: torch.Tensor, position: int, replica: int | None = None) -> bool:
-    """Return whether this rank is the first among the ranks with the same shard.
+    """Return whether this rank is the first with its shard, in the given ``replica``, by default in its own.
 
-    Args:
-        position: of this rank among the ranks that hold unsharded tensors.
-        replica: the only replica that counts; by default each replica has a first rank.
+    ``position`` is the rank's among the ranks that hold unsharded tensors.
     """
     if not isinstance(tensor, DTensor):
         return position == 0
@@ -106,8 +103,7 @@ def is_first_holder(tensor: torch.Tensor, position: int, replica: int | None = N
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter is part of a low-rank adapter, or a weight trained whole beside frozen ones
-    (``lora/adapters.py``)."""
+    """Return whether a parameter is an adapter's, or trained whole beside frozen ones (``lora/adapters.py``)."""
     return name.endswith(("_lora_A", "_lora_B", "_lora_magnitude", "_lora_saved"))
 
 
@@ -119,10 +115,9 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of a checkpoint, by name."""
     # Not by state_dict(): FSDP2's pre-hook of it reshards modules, which would break a running forward.
-    modules = dict(model.named_modules())
-
-    def is_saved(name: str) -> bool:
+    found = {}
+    for name, buffer in model.named_buffers():
         owner, _, own = name.rpartition(".")
-        return own not in modules[owner]._non_persistent_buffers_set
-
-    return {name: buffer for name, buffer in model.named_buffers() if is_saved(name)}
+        if own not in model.get_submodule(owner)._non_persistent_buffers_set:
+            found[name] = buffer
+    return found

@@ -15,11 +15,7 @@ __all__ = ["EtpDim", "check_experts_divide", "check_inner_divides", "ep_fsdp_dim
 
 @dataclass(frozen=True)
 class EtpDim:
-    """The dim of an expert parameter that is sharded over ``etp``.
-
-    Args:
-        parts: equal parts of the dim that are each sharded: 2 for concatenated gate and up.
-    """
+    """The dim of an expert parameter that is sharded over ``etp``, in equal parts: 2 for concatenated gate and up."""
 
     dim: int
     parts: int = 1
@@ -30,12 +26,7 @@ class EtpDim:
 
 
 def model_parallel_placements(axes: Sequence[str], ep_dim: int, etp_dim: EtpDim | None = None) -> list[Placement]:
-    """Return the placements of an expert parameter over the model-parallel axes.
-
-    Args:
-        axes: axis names of the mesh, ``("ep",)`` or ``("ep", "etp")``.
-        ep_dim: the dim that counts the experts.
-    """
+    """Return the placements of an expert parameter over the axes ``("ep",)`` or ``("ep", "etp")``."""
     placements: dict[str, Placement] = {"ep": Shard(ep_dim)}
     if etp_dim is not None:
         placements["etp"] = etp_dim.placement
@@ -54,12 +45,7 @@ def ep_fsdp_dim(
     ``auto`` chooses the experts dim if ``ep_fsdp`` divides the local experts, because FSDP gathers and reduces dim 0
     without an extra copy. Otherwise it chooses the first other dim that divides (dim 1 of ``[E, ...]``, as in VeOmni).
     If none divides it is dim 0, the only one that FSDP can shard unevenly (torch ``_fsdp_param.py``). The dim that
-    ``etp`` shards is never chosen; if it is ``wanted``, the third dim is.
-
-    Args:
-        wanted: ``engine.expert_shard_dim``.
-        ep_dim: the dim that counts the experts.
-        etp_dim: the dim that ``etp`` shards.
+    ``etp`` shards is never chosen; if it is ``wanted`` (``engine.expert_shard_dim``), the third dim is.
 
     Raises:
         SettingError: ``ep_fsdp`` does not divide an explicit dim.
@@ -71,10 +57,9 @@ def ep_fsdp_dim(
     if wanted == "auto":
         return next((d for d in (ep_dim, *free) if local[d] % topology.ep_fsdp == 0), 0)
     dim = int(wanted)
-    if dim == over_etp:
-        if not free:
-            return ep_dim  # a bias; FSDP shards dim 0 unevenly
-        dim = free[0]
+    if dim == over_etp and not free:
+        return ep_dim  # a bias; FSDP shards dim 0 unevenly
+    dim = free[0] if dim == over_etp else dim
     if dim >= len(local):
         dim = ep_dim  # a bias or a scale, one entry per expert
     if local[dim] % topology.ep_fsdp:
@@ -89,11 +74,7 @@ def ep_fsdp_dim(
 
 
 def check_experts_divide(num_experts: Sequence[int], topology: Topology, model: str) -> None:
-    """Refuse an expert-parallel size that would split an expert.
-
-    Args:
-        num_experts: number of experts of each experts module of the model; empty for a dense one.
-        model: its name.
+    """Refuse an expert-parallel size that would split an expert; ``num_experts`` of each module, none if dense.
 
     Raises:
         SettingError: with the sizes that divide all experts modules and the ranks.
@@ -106,11 +87,7 @@ def check_experts_divide(num_experts: Sequence[int], topology: Topology, model: 
 
 
 def check_inner_divides(inner: Sequence[int], topology: Topology, model: str) -> None:
-    """Refuse an expert tensor-parallel size that does not divide the inner dims of the experts.
-
-    Args:
-        inner: sizes of the dims that ``etp`` shards, gate and up apart; empty for a dense model.
-        model: its name.
+    """Refuse an expert tensor-parallel size that does not divide the inner dims of the experts, gate and up apart.
 
     Raises:
         SettingError: with the sizes that divide all experts modules and the ranks.

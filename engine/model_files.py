@@ -76,11 +76,7 @@ def read_small_files(folder: Path) -> dict[str, bytes]:
 
 
 def folder_of(path: str) -> Path:
-    """Return the folder of a model, given a folder or a hub id with files in the hub's cache.
-
-    Raises:
-        FileNotFoundError: the hub's cache has no files of it.
-    """
+    """Return a model's folder, or a hub id's in the hub's cache; raise a ``FileNotFoundError`` if there is none."""
     if os.path.isdir(path):
         return Path(path)
     for name in (CONFIG, "tokenizer_config.json"):

@@ -1,16 +1,11 @@
-"""Modules that compute in float32 while the rest of the model computes in a lower precision.
+"""Modules that compute in float32 while the rest of the model computes in a lower precision, as FSDP units.
 
-There are two kinds, each an FSDP unit of its own:
-
-* modules that the model's class keeps in float32 (``_keep_in_fp32_modules_strict``): their code casts by itself, so
-  inputs are not cast;
-* modules that the user names (``engine.fp32_modules``), e.g. routers: inputs are cast to float32 as well.
+Modules that the model's class keeps in float32 (``_keep_in_fp32_modules_strict``) cast their inputs by themselves.
+Modules that the user names (``engine.fp32_modules``), e.g. routers, have their inputs cast to float32.
 
 Correction biases are never cast. In most families they are buffers, which FSDP ignores; as frozen parameters they are
-in FSDP's ``ignored_params`` (``correction_biases``).
-
-FSDP casts parameters, not buffers. A module that multiplies float32 buffers into its activations passes float32 to the
-next weight, so it runs under autocast.
+in FSDP's ``ignored_params`` (``correction_biases``). A module that multiplies float32 buffers into its activations
+passes float32 to the next weight, so it runs under autocast.
 """
 
 import functools
@@ -40,12 +35,7 @@ _CORRECTION_BIAS = re.compile(r"(?:^|[._])(?:correction|expert)_bias$")
 
 @dataclass(frozen=True)
 class Float32Module:
-    """A module whose parameters FSDP gathers in float32.
-
-    Args:
-        low_precision_children: submodules that are gathered in ``param_dtype``, as one FSDP unit before this one.
-        casts_inputs: cast the module's inputs to float32.
-    """
+    """A module that FSDP gathers in float32, except some children, which are a unit in ``param_dtype`` before it."""
 
     module: nn.Module
     low_precision_children: tuple[nn.Module, ...] = ()

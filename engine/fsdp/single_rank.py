@@ -1,10 +1,10 @@
 """Skip FSDP2's copies where a unit's shard group has a single rank (experts with ``ep * etp == world``).
 
-FSDP2 copies such shards into the parameters that it computes with. It packs the gradients into a buffer, divides that
-into another and copies the result into a third (``FSDPParamGroup.wait_for_unshard`` and ``post_backward``,
-``foreach_reduce``; torch 2.13). Here the unit computes with its shards, or casts each once to another dtype, and
-autograd's gradients, divided in place, become the shards'. FSDP2 has no extension point for either, so private methods
-of the groups and parameters concerned are wrapped. ``parallelize`` does so on CPUs, where a gain was measured.
+FSDP2 copies such shards into the parameters that it computes with, and copies packed gradients twice
+(``FSDPParamGroup.wait_for_unshard`` and ``post_backward``, ``foreach_reduce``; torch 2.13). Here the unit computes with
+its shards, or casts each once to another dtype, and autograd's gradients, divided in place, become the shards'. FSDP2
+has no extension point for either, so private methods are wrapped. ``parallelize`` does so on CPUs, where a gain was
+measured.
 
 ``reduce_in_place`` uses public hooks alone, for GPUs, replicas (HSDP) and offloading: FSDP2's packed buffer becomes the
 gradient (``set_custom_reduce_scatter``, ``set_all_reduce_hook``).

@@ -1,14 +1,13 @@
 """Ulysses sequence parallelism (https://arxiv.org/abs/2309.14509) for attention on transformers' interface.
 
-The ranks of a group share a packed row, each with an equal slice of its tokens. Work per token runs on the slice.
-Attention runs on the whole row and a part of the heads, between two all-to-alls:
+The ranks of a group share a packed row. Work per token runs on a slice of the tokens, attention on the whole row and a
+part of the heads, between two all-to-alls:
 
     q, k, v    [B, H, S/sp, D]  ->  [B, H/sp, S, D]  ->  attention  ->  [B, S, H/sp, D]  ->  [B, S/sp, H, D]
 
 The model gets its slice of the tokens and the positions of the whole row. Its own code makes rotary embeddings of the
-row, and each rank keeps its slice; masks are per sequence (``packing/attention.py``). A model with a vision tower gets
-all tokens, inserts images among their embeddings, and the decoder's inputs are sliced. Layers that carry a state along
-the row are shared by ``packing/shared_mixers.py``.
+row, and each rank keeps its slice. A model with a vision tower gets all tokens, inserts images among their embeddings,
+and the decoder's inputs are sliced. ``packing/shared_mixers.py`` shares layers that carry a state along the row.
 
 Shapes: ``B`` rows (1 if packed), ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
 """

@@ -58,11 +58,8 @@ def log_probs_and_entropy(
     Logits are computed in the dtype of the weights, as in any head, and reduced in float32 (float64 for float64).
 
     Args:
-        hidden: ``[T, D]``.
-        weight: ``[V, D]``, of the same dtype.
-        bias: ``[V]``, or None.
-        labels: ``[T]``, int64, each below ``V``.
-        temperature: ``[T]``, positive.
+        hidden, weight, bias: ``[T, D]``, ``[V, D]`` and ``[V]``, of one dtype.
+        labels, temperature: ``[T]``; int64 below ``V``, and positive.
     """
     return _LogProbs.apply(hidden, weight, bias, labels, temperature, with_entropy)  # type: ignore[no-any-return]
 

@@ -18,7 +18,7 @@ from ...rollout import servers
 from ..build import shard_and_load
 from ..checkpoint.saves import CheckpointSaver
 from ..config.settings import sharding_options
-from ..fsdp.reshard import reshard_all
+from ..fsdp.after_gather import reshard_all
 from ..fsdp.single_rank import keeping_casts
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from . import shims

@@ -1,13 +1,13 @@
 """Attention within each sequence of a packed row.
 
-transformers passes sdpa and eager attention a mask of the whole row, so that the masked pairs of different sequences
-are computed as well. Here the configured attention is called once per sequence, without a mask if it is causal. On a
-GPU one call computes the whole row if the result is the same as sdpa's (``varlen.py``).
+transformers passes sdpa and eager attention a mask of the whole row, which computes pairs of different sequences too.
+Here the configured attention is called once per sequence, without a mask if it is causal. On a GPU one call computes
+the whole row if the result is the same as sdpa's (``varlen.py``).
 
     q, k, v  [1, H, S, D]  ->  attention of each [1, H, n, D]  ->  [1, S, H, D]
 
-An attention function and a mask function are registered with transformers under ``NAME``. The mask function returns a
-``PackedMask``, which passes through the family's code and makes the masks of single sequences on demand.
+The function and the mask function are registered with transformers under ``NAME``. The family's code gets a
+``PackedMask``, which makes the masks of single sequences on demand.
 """
 
 import functools

@@ -1,13 +1,12 @@
 """Split the heads of a mixer among the ranks that share a row, for rows that are mostly one sequence.
 
-Linear attention and state spaces consist of projections per token around a recurrence per head. A rank projects its
-slice of the tokens. One all-to-all brings it the whole row of its heads, the family's own code runs the recurrence, and
-another all-to-all brings back the slices (``shared_mixers.py``):
+Linear attention and state spaces have projections per token around a recurrence per head. A rank projects its slice of
+the tokens, and all-to-alls around the recurrence exchange tokens for heads (``shared_mixers.py``):
 
     project  [1, s, D] -> [1, H, s, d]  ->  [1, H / sp, S, d]  -> mix ->  [1, S, F / sp]  ->  [1, s, F]  -> finish
 
-The family's code runs on a copy of the module with the weights and sizes of these heads, whose projections return
-their inputs.
+The family's code runs the recurrence on a copy of the module with the weights and sizes of these heads, whose
+projections return their inputs.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of a sequence, ``H`` heads, ``F`` features
 before the last projection.

@@ -136,9 +136,8 @@ class PackedSequences:
         self._lengths: Lengths | None = None
         self._taken = {fqn: lengths_taken(module) for fqn, module in self._mixers.others.items()}
         self._configured = name
-        if name in _WITH_MASKS or self._mixers.others or "flash" in name:
-            model.register_forward_pre_hook(self._begin, with_kwargs=True)
-            model.register_forward_hook(self._end, always_call=True)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
         if name in _WITH_MASKS:
             self._make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
             for module in self._mixers.attentions.values():

@@ -1,15 +1,13 @@
 """Mixers that carry a state along a row (``sequences.py``), if the ranks of a group share the row.
 
 Each rank has an equal slice of a packed row's tokens, and a mixer needs whole sequences. All ranks assign sequences to
-ranks by their lengths, by the same rule. One all-to-all sends each rank its sequences, the mixer computes them, and
-another returns the outputs. This is exact for any mixer.
+ranks by their lengths, by the same rule. All-to-alls before and after the mixer exchange slices and sequences:
 
     [1, s, D]  ->  own sequences [1, n, D]  ->  mixer  ->  [1, n, D]  ->  [1, s, D]
 
-If a rank would get much more than its share (one long sequence), the ranks split heads instead. Projections, norm and
-gate run on the slice, and two all-to-alls around the recurrence exchange tokens for heads (``head_parts.py``). A short
-convolution computes the slice, with the few tokens before it from other ranks. All other mixers compute a long sequence
-on the rank that it is assigned to.
+If a rank would get much more than its share (one long sequence), the ranks split heads instead (``head_parts.py``). A
+short convolution computes the slice, with the few tokens before it from other ranks. All other mixers compute a long
+sequence on one rank.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences assigned to this rank.
 """

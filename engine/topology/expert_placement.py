@@ -79,11 +79,8 @@ def check_experts_divide(num_experts: Sequence[int], topology: Topology, model: 
     Raises:
         SettingError: with the sizes that divide all experts modules and the ranks.
     """
-    if not num_experts and topology.ep > 1:
-        raise SettingError("engine.ep_size", topology.ep, f"{model} has no experts to split.", "engine.ep_size=1")
-    for count in sorted(set(num_experts)):
-        what = f"the number of experts of a layer, which is {count} in {model}"
-        check_divides("engine.ep_size", topology.ep, count, what, math.gcd(topology.fsdp, *num_experts))
+    what = "the number of experts of a layer, which is {0} in {1}"
+    _check_split("engine.ep_size", topology.ep, num_experts, topology.fsdp, what, model)
 
 
 def check_inner_divides(inner: Sequence[int], topology: Topology, model: str) -> None:
@@ -92,10 +89,12 @@ def check_inner_divides(inner: Sequence[int], topology: Topology, model: str) ->
     Raises:
         SettingError: with the sizes that divide all experts modules and the ranks.
     """
-    if topology.etp == 1:
-        return
-    if not inner:
-        raise SettingError("engine.etp_size", topology.etp, f"{model} has no experts to split.", "engine.etp_size=1")
-    for size in sorted(set(inner)):
-        what = f"the inner size of the experts, and with biases or adapters their hidden size; {model} has {size}"
-        check_divides("engine.etp_size", topology.etp, size, what, math.gcd(topology.fsdp // topology.ep, *inner))
+    what = "the inner size of the experts, and with biases or adapters their hidden size; {1} has {0}"
+    _check_split("engine.etp_size", topology.etp, inner, topology.fsdp // topology.ep, what, model)
+
+
+def _check_split(setting: str, size: int, wholes: Sequence[int], ranks: int, what: str, model: str) -> None:
+    if not wholes and size > 1:
+        raise SettingError(setting, size, f"{model} has no experts to split.", f"{setting}=1")
+    for whole in sorted(set(wholes)):
+        check_divides(setting, size, whole, what.format(whole, model), math.gcd(ranks, *wholes))

@@ -15,7 +15,7 @@ from epfsdp2.engine import parallelize
 from epfsdp2.engine.compat import fsdp_groups
 from epfsdp2.engine.compat.private_names import MissingNameError
 from epfsdp2.engine.fsdp import single_rank
-from epfsdp2.engine.fsdp.reshard import reshard_all
+from epfsdp2.engine.fsdp.after_gather import reshard_all
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss

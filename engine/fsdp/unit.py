@@ -75,7 +75,7 @@ class Unit:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard_after_forward: bool | None
-    ep_dims: Mapping[str, int]
+    ep_dims: Mapping[str, int] = field(default_factory=dict)
     etp_dims: Mapping[str, EtpDim] = field(default_factory=dict)
     casts_inputs: bool = True
     casts_outputs: bool = False

@@ -41,12 +41,12 @@ def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
     experts = find_experts(model, options.expert_plan)
     embeddings, head = _embeddings_and_head(model, options.head_in_root)
     units = _Units(model, options, experts, {EMBEDDINGS: embeddings, HEAD: head})
-    reshard, reshard_experts = options.reshard_after_forward, options.reshard_experts_after_forward
+    reshard, of_experts = options.reshard_after_forward, options.reshard_experts_after_forward
     for info in experts:
         units.add(
             "experts",
             [info.module],
-            reshard if reshard_experts is None else reshard_experts,
+            reshard if of_experts is None else of_experts,
             ep_dims={f"{info.fqn}.{name}": dim for name, dim in info.ep_dims.items()},
             etp_dims={f"{info.fqn}.{name}": cut for name, cut in info.etp_dims.items()},
             casts_inputs=False,  # routing weights may be float32 on purpose; the experts cast hidden states themselves
@@ -109,15 +109,7 @@ class _Units:
         self._stages = {layer: layer for layer in self.layers}  # the FQN of each stage's module
         self._stages |= {stage: self._fqns[module] for stage, module in ends.items() if module is not None}
 
-    def add(
-        self,
-        kind: Kind,
-        modules: Iterable[nn.Module],
-        reshard_after_forward: bool | None,
-        param_dtype: torch.dtype | None = None,
-        ep_dims: Mapping[str, int] | None = None,
-        **how: Any,
-    ) -> None:
+    def add(self, kind: Kind, modules: Iterable[nn.Module], reshard_after_forward: bool | None, **how: Any) -> None:
         """Add modules as one unit, except those that an earlier unit wraps (a layer or head kept in float32)."""
         new = [module for module in modules if module not in self._wrapped]
         if not new:
@@ -129,24 +121,20 @@ class _Units:
         if shapes and self._without_backward.issuperset(shapes):
             how["unshard_in_backward"] = False
         fqns = tuple(self._fqns[module] for module in new)
-        self._units.append(
-            Unit(
-                kind=kind,
-                modules=fqns,
-                stage=self._stage_of(fqns[0]),
-                shapes=shapes,
-                param_dtype=param_dtype or self.options.param_dtype,
-                reduce_dtype=self.options.reduce_dtype,
-                reshard_after_forward=reshard_after_forward,
-                ep_dims=ep_dims or {},
-                unsharded=tuple(name for param, name in names.items() if param in self._whole),
-                frozen=self._frozen.intersection(shapes),
-                **how,
-            )
+        stages = (name for name, module in self._stages.items() if f"{fqns[0]}.".startswith(f"{module}."))
+        unit = Unit(
+            kind=kind,
+            modules=fqns,
+            stage=next(stages, ROOT),
+            shapes=shapes,
+            param_dtype=how.pop("param_dtype", self.options.param_dtype),
+            reduce_dtype=self.options.reduce_dtype,
+            reshard_after_forward=reshard_after_forward,
+            unsharded=tuple(name for param, name in names.items() if param in self._whole),
+            frozen=self._frozen.intersection(shapes),
+            **how,
         )
-
-    def _stage_of(self, fqn: str) -> str:
-        return next((name for name, module in self._stages.items() if f"{fqn}.".startswith(f"{module}.")), ROOT)
+        self._units.append(unit)
 
     def with_prefetch(self) -> list[Unit]:
         """Return the units, with prefetched units in the first unit of each stage.

@@ -241,8 +241,8 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
 def pass_lengths(name: str, modules: Iterable[Any], lengths: Callable[[], Lengths | None]) -> None:
     """Pass the lengths of the current row to flash attention, registered under ``name``, in these modules.
 
-    transformers otherwise computes them from the positions in every layer and recomputation, and waits for the device
-    each time (5.9, ``modeling_flash_attention_utils.py``, ``_is_packed_sequence`` and ``_prepare_from_posids``).
+    transformers otherwise computes them in every layer and recomputation, and waits for the device each time (5.9,
+    ``modeling_flash_attention_utils.py``, ``_prepare_from_posids``).
     """
     for module in modules:
         setattr(module, _LENGTHS, lengths)

@@ -338,7 +338,7 @@ def _joined(outputs: Sequence[Any], sequences: int) -> Any:
 def _rename_attention(model: Any, others: Iterable[nn.Module]) -> None:
     """Make the decoder look up ``NAME`` in transformers' interfaces, by configs of its own.
 
-    Not in ``others``: GLM-MoE-DSA's attention depends on the original name to mask keys that it did not choose.
+    Not in ``others``: GLM-MoE-DSA masks keys that it did not choose by the original name.
     """
     copies: dict[bool, dict[int, Any]] = {True: {}, False: {}}
     text, kept = type(model.config.get_text_config()), {part for other in others for part in other.modules()}

@@ -136,10 +136,8 @@ class Meshes:
 def build_meshes(device_type: str, topology: Topology) -> Meshes:
     """Create the meshes of ``topology`` and their process groups; collective.
 
-    Two root meshes instead of a flattened one are public API in every supported torch, and no operation mixes their
-    parameters. Both share the group of ``dp_replicate``, because each communicator needs memory. ``ep`` and ``etp``
-    have groups of their own, even if they span all ranks. Collectives of one group run one after the other, so tokens
-    would wait for FSDP's weights.
+    Both share the group of ``dp_replicate``, because each communicator needs memory. ``ep`` and ``etp`` have groups of
+    their own, even if they span all ranks: in one group, tokens would wait for FSDP's weights.
     """
     t, axes = topology, topology.expert_axes
     dense = init_device_mesh(device_type, (t.dp_replicate, t.fsdp), mesh_dim_names=("dp_replicate", "fsdp"))

@@ -14,14 +14,14 @@ from epfsdp2.engine.fsdp import activation_checkpoint
 from tests.parity.families import FAMILIES
 from tests.support.engine.recorder import Recorder
 from tests.support.engine.sharded import sharded_model, whole_gradients
-from tests.support.models.tiny import VOCAB, reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
+from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.ranks import each_case, run_ranks
 
 WORLD = 2
 
 
-def _batch(rank):
-    return torch.randint(0, VOCAB, (2, 13), generator=torch.Generator().manual_seed(rank))
+def _own_tokens():
+    return token_batch(WORLD)[2 * dist.get_rank() : 2 * dist.get_rank() + 2]
 
 
 def _restless_routers(model):
@@ -52,7 +52,7 @@ def _routing_is_kept(folder):
     model.train()
     _restless_routers(model)
     chosen = _chosen(model)
-    token_loss(model, _batch(dist.get_rank())).backward()
+    token_loss(model, _own_tokens()).backward()
     *recomputed, last = chosen.values()
     for forward, again in recomputed:
         assert torch.equal(forward, again)
@@ -61,14 +61,13 @@ def _routing_is_kept(folder):
 
 
 def _selective_keeps_the_experts(folder):
-    rank, ids = dist.get_rank(), token_batch(WORLD)
     reference = reference_model(folder).train()
-    token_loss(reference, ids).backward()
+    token_loss(reference, token_batch(WORLD)).backward()
     model, _ = sharded_model(folder, WORLD, 2, checkpointing="selective")
     model.train()
     chosen, attention = _chosen(model), []
     model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda m, args: attention.append(1))
-    token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
+    token_loss(model, _own_tokens()).backward()
     assert len(attention) == 2
     assert all(len(calls) == 1 for calls in chosen.values())
     wanted = dict(reference.named_parameters())
@@ -77,7 +76,7 @@ def _selective_keeps_the_experts(folder):
 
 def _plans_are_kept_and_inputs_offloaded(folder):
     """The counts are exchanged, and the slots sorted, in the forward alone; offloaded inputs of layers are freed."""
-    ids, calls, freed, gradients = _batch(dist.get_rank()), [], [], []
+    ids, calls, freed, gradients = _own_tokens(), [], [], []
     for options in ({}, {"checkpointing": "full"}, {"checkpointing": "full", "activation_offload": True}):
         model, _ = sharded_model(folder, WORLD, 2, **options)
         model.train()

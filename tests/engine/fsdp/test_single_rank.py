@@ -76,6 +76,11 @@ def _computes_with_its_shards_and_keeps_its_gradients(folder):
             loss.backward()
     assert reduced and not any(".experts." in name for name in reduced)
     _check_gradients_of_two_batches(folder, model)
+    model.zero_grad()
+    for is_last in (False, True):  # the first batch's are not reduced
+        model.set_requires_gradient_sync(is_last)
+        token_loss(model, _own_tokens()).backward()
+    _check_gradients_of_two_batches(folder, model)
 
 
 def _as_on_a_gpu(function):
@@ -101,14 +106,6 @@ def _on_a_gpu_has_fsdps_copies_unless_casts_are_kept(folder):
                 assert (found == {name: _pointer(p) for name, p in _experts(model).items()}) == own
                 loss.backward()
         _check_gradients_of_two_batches(folder, model)
-
-
-def _not_reduced_at_first_adds_its_gradients_to_the_next(folder):
-    model, _ = sharded_model(folder, WORLD, WORLD)
-    for is_last in (False, True):
-        model.set_requires_gradient_sync(is_last)
-        token_loss(model, _own_tokens()).backward()
-    _check_gradients_of_two_batches(folder, model)
 
 
 def _whose_shards_move_holds_no_old_memory(folder):
@@ -144,14 +141,14 @@ def _kept(model):
     return sum(t.untyped_storage().nbytes() for shard in shards for t in shard._param.all_gather_outputs)
 
 
-def _trained(folder, keeping, fused, steps=3, micro_batches=2):
+def _trained(folder, keeping, fused):
     """Losses and parameters after steps between which weights are stepped, loaded and moved."""
     model, _ = sharded_model(folder, WORLD, WORLD, param_dtype=torch.bfloat16, checkpointing="full")
     optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-2, fused=fused))
     losses, casts_of_steps = [], []
-    for step in range(steps):
+    for step in range(3):
         with _counted_casts() as casts, keeping(model):
-            for _ in range(micro_batches):
+            for _ in range(2):
                 losses.append(token_loss(model, _own_tokens()))
                 losses[-1].backward()
             kept = _kept(model)
@@ -231,7 +228,6 @@ def _with_other_names_in_torch_raises(folder):
 CASES = (
     _computes_with_its_shards_and_keeps_its_gradients,
     _on_a_gpu_has_fsdps_copies_unless_casts_are_kept,
-    _not_reduced_at_first_adds_its_gradients_to_the_next,
     _whose_shards_move_holds_no_old_memory,
     _keeps_casts_while_weights_do_not_change,
     _left_gathered_is_freed_when_fsdp_reshards_it,

@@ -1,13 +1,12 @@
 """Ranks that share rows equal the plain model, for layers that carry a state along the row."""
 
-import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeShortConv
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
@@ -17,7 +16,7 @@ from epfsdp2.engine.packing.sequences import PackedSequences, find_mixers
 from epfsdp2.engine.packing.shared_mixers import _reach, assign
 from tests.parity.families import ALL, STATES, save
 from tests.parity.float64 import float64
-from tests.support.engine.rows import LENGTHS, errors, loss, one_by_one, own_slice, packed, row, shared
+from tests.support.engine.rows import LENGTHS, errors, loss, one_by_one, own_slice, packed, row
 from tests.support.models.tiny import relative_error
 from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import check_ppo_updates_in_float64
@@ -34,31 +33,27 @@ def _model(name):
     return ALL[name].build_random("sdpa")
 
 
-def _causal_conv(x, weight, bias):
-    output = nn.functional.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=x.shape[1])
-    return nn.functional.silu(output[..., : x.shape[-1]])
-
-
 def _fast_kernels(model, calls):
-    """Replace kernels that need a GPU by the family's own code, with the kernels' arguments."""
+    """Replace kernels that need a GPU by the family's own code, with the kernels' arguments; record what the rule gets."""
 
     def by_sequence(function, ends, dim):
-        spans = zip(ends[:-1], ends[1:], strict=True)
-        return torch.cat([function(slice(start, end)) for start, end in spans], dim)
+        return torch.cat([function(slice(*span)) for span in itertools.pairwise(ends)], dim)
 
     def conv(x, weight, bias, activation, seq_idx=None):
         assert x.stride(1) == 1  # causal-conv1d needs this layout to separate sequences
-        calls.append("conv")
-        if seq_idx is None:
-            return _causal_conv(x, weight, bias)
-        assert seq_idx.shape == (1, x.shape[2]) and seq_idx.dtype == torch.int32
-        ends = [0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), x.shape[2]]
-        return by_sequence(lambda at: _causal_conv(x[..., at], weight, bias), ends, 2)
+        assert seq_idx is None or (seq_idx.shape == (1, x.shape[2]) and seq_idx.dtype == torch.int32)
+
+        def one(at):
+            padding, channels = weight.shape[1] - 1, x.shape[1]
+            out = nn.functional.conv1d(x[..., at], weight[:, None], bias, padding=padding, groups=channels)
+            return nn.functional.silu(out[..., : at.stop - at.start])
+
+        inner = [] if seq_idx is None else (seq_idx[0].diff().nonzero()[:, 0] + 1).tolist()
+        return by_sequence(one, [0, *inner, x.shape[2]], 2)
 
     def rule(query, key, value, g, beta, cu_seqlens=None, **kwargs):
         ends = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-        assert ends[-1] == query.shape[1]
-        calls.append("rule")
+        calls.append(tuple(value.shape[1:3]))
 
         def one(at):
             parts = (x[:, at] for x in (query, key, value))
@@ -88,7 +83,9 @@ def test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model(world)
 
 
 def _kernels():
-    for lengths in (UNEVEN, MOSTLY_ONE):
+    """In each of two layers, a kernel gets all sequences of this rank, or every sequence and half of the heads."""
+    of_rank = [(15, 4), (17, 4)][dist.get_rank()]
+    for lengths, called in ((UNEVEN, [of_rank] * 2), (MOSTLY_ONE, [(length, 2) for length in MOSTLY_ONE] * 2)):
         calls = []
         with pytest.MonkeyPatch.context() as patch:
             wanted, model = one_by_one(_model("qwen3_next"), lengths), _model("qwen3_next")
@@ -96,43 +93,7 @@ def _kernels():
             _fast_kernels(model, calls)
             found = errors(model, dist.group.WORLD, wanted, lengths)
         assert max(found.values()) < EXACT, found
-        # Once in each of two such layers, whatever the number of sequences; over heads each sequence by itself.
-        assert calls == ["conv", "rule"] * 2 * (1 if lengths == UNEVEN else len(MOSTLY_ONE))
-
-
-def _ways():
-    """The rule gets whole sequences with all heads, or the row with half of the heads."""
-    shapes = []
-    real = modeling_qwen3_next.torch_chunk_gated_delta_rule
-
-    def spy(query, key, value, **kwargs):
-        shapes.append(tuple(value.shape[1:3]))
-        return real(query, key, value, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", spy)
-        found = {}
-        for lengths in (UNEVEN, MOSTLY_ONE):
-            shapes.clear()
-            *_, rows = shared(_model("qwen3_next"), dist.group.WORLD, lengths)
-            found[lengths] = shapes[: len(shapes) // 2]  # of the first of two such layers
-    own = [[(1, 4), (14, 4)], [(11, 4), (6, 4)]][dist.get_rank()]
-    assert found[UNEVEN] == own
-    assert found[MOSTLY_ONE] == [(length, 2) for length in MOSTLY_ONE]
-    assert "Qwen3NextGatedDeltaNet: whole sequences by rank, a long one over its heads" in rows.line()
-    found, forward = [], Lfm2MoeShortConv.forward
-
-    @functools.wraps(forward)
-    def spied(self, hidden_states, **kwargs):
-        found.append(hidden_states.shape[1])
-        return forward(self, hidden_states, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lfm2MoeShortConv, "forward", spied)
-        *_, rows = shared(_model("lfm2_moe"), dist.group.WORLD, LONG)
-    # The slice, with two tokens of the rank before it.
-    assert set(found) == {16 + 2 * (dist.get_rank() == 1)}
-    assert "Lfm2MoeShortConv: whole sequences by rank, a long one by slices" in rows.line()
+        assert calls == called
 
 
 # Each kind of mixer over heads or slices, and by whole sequences.
@@ -142,7 +103,6 @@ KINDS += [("jamba", MOSTLY_ONE, "full"), ("jamba", UNEVEN, "selective"), ("lfm2_
 
 def _on_two_ranks():
     _compare(KINDS)
-    _ways()
     if hasattr(modeling_qwen3_next, "is_fast_path_available"):  # else transformers takes kernels from its hub
         _kernels()
 
@@ -178,6 +138,7 @@ def _uneven(name):
     model, (ids, targets) = _model(name), row(rows[mine])
     sequences = PackedSequences(model)
     SequenceParallel(model, groups[mine], sequences)
+    assert ": whole sequences by rank, a long one over its heads" in sequences.line()
     for mixer in sequences._mixers.others.values():
         for unit in (mixer.norm, mixer.out_proj, mixer):
             fully_shard(unit)

@@ -92,22 +92,14 @@ def _results(attention, heads, mask, **kwargs):
 )
 def test_one_call_for_a_row_equals_one_for_each_sequence(name, mask, before, sizes, kwargs):
     heads = _heads(**sizes)
+    if name == "torch":  # a rotary embedding may leave the last dim with any stride
+        heads[:2] = [each.mT.contiguous().mT for each in heads[:2]]
     one_by_one = PackedAttention(ALL_ATTENTION_FUNCTIONS["sdpa"], False, lambda: SPANS)
     wanted = _results(one_by_one, heads, mask(), **kwargs)
     with varlen_on_a_cpu(name) as calls:
         found = _results(_attention(), heads, mask(), **kwargs)
     assert calls == [(list(LENGTHS), before, 1)]
     assert [each.shape for each in found] == [each.shape for each in wanted]
-    assert max(map(relative_error, found, wanted)) < EXACT
-
-
-def test_one_call_for_a_row_takes_heads_that_are_laid_out_as_they_come():
-    """Queries and keys after a rotary embedding, whose last dim may have any stride."""
-    query, key, value = _heads()
-    strided = [each.mT.contiguous().mT for each in (query, key)]
-    with varlen_on_a_cpu():
-        found = _results(_attention(), [*strided, value], _causal())
-        wanted = _results(_attention(), [query, key, value], _causal())
     assert max(map(relative_error, found, wanted)) < EXACT
 
 
@@ -160,11 +152,10 @@ def test_rows_that_the_kernels_do_not_compute_as_sdpa_does_are_called_by_sequenc
     ],
 )
 def test_fastest_kernel_is_that_of_the_device_among_those_that_are_installed(monkeypatch, capability, installed, name):
+    assert varlen.fastest(torch.device("cpu")) is None
     monkeypatch.setattr(varlen, "_capability", lambda device: capability)
     monkeypatch.setattr(varlen, "available", lambda: dict.fromkeys(installed))
     assert varlen.fastest(torch.device("cuda")) == name
-    monkeypatch.undo()
-    assert varlen.fastest(torch.device("cpu")) is None
 
 
 def test_varlen_attention_of_torch_2_11_gets_the_parameters_that_it_has(monkeypatch):

@@ -151,7 +151,7 @@ class PackedSequences:
             wrap_forward(module, "packed_sequences", torch.compiler.disable(call, recursive=False))
 
     def share(self, group: dist.ProcessGroup) -> None:
-        """From now on expect a slice of the row's tokens, of ``group``'s, with the positions of the whole row."""
+        """From now on expect a slice of a row that ``group`` shares, with the positions of the whole row."""
         self._shared = SharedMixers(group)
 
     def line(self) -> str:

@@ -100,12 +100,14 @@ def _files(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_save_and_export_have_the_bases_small_files_and_its_config(root):
+def test_save_and_export_have_the_bases_small_files_and_its_config_but_for_another_dtype(root, tmp_path):
     base, *written = _folders(root, "language_model")
     wanted = {name: content.encode() for name, content in SERVED.items()}
-    for folder in written:
+    fields = json.loads((base / "config.json").read_text())
+    export(written[0].parent, tmp_path, torch.float32)
+    for folder, own in zip((*written, tmp_path), ({}, {}, {"torch_dtype": "float32"}), strict=True):
         files = {name: content for name, content in _files(folder).items() if "safetensors" not in name}
-        assert json.loads(files.pop("config.json")) == json.loads((base / "config.json").read_text())
+        assert json.loads(files.pop("config.json")) == {**fields, **own}
         assert files == wanted
     model, plain = (AutoModelForCausalLM.from_pretrained(folder) for folder in (written[1], base))
     ids = torch.arange(1, 4)[None]
@@ -123,13 +125,6 @@ def test_save_and_export_have_the_same_defaults_in_vllm_as_the_base(root):
     base, *written = [(of.try_get_generation_config(), of.get_diff_sampling_param(), of.dtype) for of in found]
     assert base[0]["eos_token_id"] == GENERATION["eos_token_id"] and base[1]["top_p"] == GENERATION["top_p"]
     assert written == [base, base]
-
-
-def test_export_in_another_dtype_says_so_in_the_bases_own_field(tmp_path, root):
-    base, saved, _ = _folders(root, "language_model")
-    export(saved.parent, tmp_path / "float32", torch.float32)
-    fields = json.loads((base / "config.json").read_text())
-    assert json.loads((tmp_path / "float32/config.json").read_text()) == {**fields, "torch_dtype": "float32"}
 
 
 def test_export_of_a_critic_names_the_class_that_loads_it(root):
@@ -174,7 +169,7 @@ def _written(base, out, **model):
     return _files(out)
 
 
-def test_save_with_a_tokenizer_or_config_from_another_folder_has_that_one_alone(tmp_path):
+def test_save_with_a_tokenizer_config_or_template_of_its_own_has_that_one_alone(tmp_path):
     base, other = _publish(save_qwen3_moe(tmp_path / "base")), _tokenizer(tmp_path / "other")
     files = _written(base, tmp_path / "tokenizer", tokenizer_path=str(other))
     own = {name: SERVED[name].encode() for name in ("generation_config.json", "modeling_own.py")}
@@ -188,9 +183,6 @@ def test_save_with_a_tokenizer_or_config_from_another_folder_has_that_one_alone(
     wanted = {name: content.encode() for name, content in SERVED.items()}
     assert files == {**wanted, "modeling_own.py": b"other", "config.json": (other / "config.json").read_bytes()}
 
-
-def test_save_with_a_chat_template_of_the_run_has_that_one(tmp_path):
-    base = _tokenizer(_publish(save_qwen3_moe(tmp_path / "base")))
-    files = _written(base, tmp_path / "out", custom_chat_template="{{ 'the run' }}")
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ 'the run' }}"
+    files = _written(_tokenizer(base), tmp_path / "template", custom_chat_template="{{ 'the run' }}")
+    assert AutoTokenizer.from_pretrained(tmp_path / "template").chat_template == "{{ 'the run' }}"
     assert not [name for name in files if name.startswith("additional_chat_templates/")]

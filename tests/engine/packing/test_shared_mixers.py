@@ -34,7 +34,7 @@ def _model(name):
 
 
 def _fast_kernels(model, calls):
-    """Replace kernels that need a GPU by the family's own code, with the kernels' arguments; record what the rule gets."""
+    """Replace kernels that need a GPU by the family's own code, with the kernels' arguments; record what rules get."""
 
     def by_sequence(function, ends, dim):
         return torch.cat([function(slice(*span)) for span in itertools.pairwise(ends)], dim)

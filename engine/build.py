@@ -48,7 +48,6 @@ def shard_and_load(
 
     Raises:
         UninitializedError: a parameter or buffer got no value.
-        Exception: errors of ``parallelize``, ``match_weights``, ``load_weights`` and ``verify_experts``.
     """
     if device == "cuda" and importlib.util.find_spec("triton") is not None:
         from .compat.triton_cache import compile_once_per_node

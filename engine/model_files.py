@@ -53,8 +53,7 @@ _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 def read_small_files(folder: Path) -> dict[str, bytes]:
     """Read a model's files beside its config and weights, by their names in the folder.
 
-    Files larger than any tokenizer, and links that lead out of the folder, are left out with a warning. Links of the
-    hub's cache to the repository's blobs are read.
+    Files larger than any tokenizer, and links out of the folder or the hub's blobs, are left out with a warning.
     """
     own = folder.resolve()
     places = [own, own.parent.parent / "blobs"] if own.parent.name == "snapshots" else [own]

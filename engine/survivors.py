@@ -122,10 +122,9 @@ class Watch:
         write_message(self._folder, f"{task['id']}-{self._role}-{rank}.json", answer)
 
     def _write(self, folder: Path, step: int, updates: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """Write this rank's shards; the first rank of a replica also writes the files that a checkpoint has once.
+        """Write this rank's shards, and on the first rank of a replica the files that a checkpoint has once.
 
-        Returns:
-            Size and checksum of each file by its name in ``folder``, into which other ranks write meanwhile.
+        Returns size and checksum of each file by its name in ``folder``, into which other ranks write meanwhile.
 
         Raises:
             RuntimeError: the state is no longer the one of these updates.

@@ -1,9 +1,8 @@
 """Rotary embeddings in one kernel for queries and one for keys, forward and backward; torch runs some ten each.
 
-Attention in transformers calls a function of its own file, and has no extension point. So the name is set to a function
-that runs the kernel on a GPU and calls the original elsewhere. Families rotate other pairs of columns, with tables of
-other layouts. There is no list: a function is replaced if one of the kernel's rotations has the same bits in bfloat16
-on random inputs.
+Attention in transformers calls a function of its own file. So the name is set to a function that runs the kernel on a
+GPU and calls the original elsewhere. There is no list of families: a function is replaced if one of the kernel's
+rotations has the same bits in bfloat16 on random inputs.
 """
 
 import functools
@@ -33,8 +32,7 @@ class Rotation:
 
     Args:
         reads_neighbours, writes_neighbours: whether input and output pairs are neighbours, rather than halves.
-        table: the columns of cos and sin for a pair: halves, neighbours, or column ``i`` for both. The last is "one"
-            for tables of ``d / 2`` columns, and "first half" for ``d``.
+        table: a pair's columns of cos and sin; column ``i`` of ``d / 2`` for "one", and of ``d`` for "first half".
         rounds_last: whether products are summed in float32 and rounded once.
         is_last: whether the last ``d`` columns of a wider head are rotated, rather than the first.
     """
@@ -72,13 +70,11 @@ def _pairs(columns: int, are_neighbours: bool) -> tuple[torch.Tensor, torch.Tens
 
 @dataclass(eq=False)
 class FusedRotary:
-    """Replaces ``plain``, a function that rotates queries and keys, or one tensor.
+    """Replaces ``plain``, a function that rotates queries and keys, or one tensor, on one type of device.
 
     Args:
         takes_parts: whether ``plain`` keeps the columns beyond the tables' width.
-        heads: tested dims of the heads: 1 in ``[B, H, T, D]``, 2 in ``[B, T, H, D]``. The first is the default of the
-            argument ``unsqueeze_dim``.
-        device: type of the device on which the kernel runs.
+        heads: dims of the heads: 1 in ``[B, H, T, D]``, 2 in ``[B, T, H, D]``, by default of ``unsqueeze_dim`` first.
     """
 
     plain: Callable[..., Any]
@@ -161,10 +157,7 @@ def _fused(plain: Callable[..., Any]) -> FusedRotary | None:
 def _computes(
     plain: Callable[..., Any], rotation: Rotation, arguments: str, heads: int, part: int, **kwargs: Any
 ) -> bool:
-    """Whether a function applies the rotation to ``part`` columns, with the same bits in 99 % of bfloat16 results.
-
-    Float32 sums may differ in the last bit, which changes the rounding of a few results.
-    """
+    """Whether a function applies the rotation to ``part`` columns, with the same bits in 99 % of bfloat16 results."""
     generator = torch.Generator("cpu").manual_seed(0)
     of_table = 2, _TOKENS, part // 2 if rotation.table == "one" else part
     shapes = (2, 4, _TOKENS, _HEAD), (2, 1, _TOKENS, _HEAD), of_table, of_table

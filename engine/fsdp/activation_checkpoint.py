@@ -94,8 +94,7 @@ def _recomputed(
 def _with_first_mappings(mappings: dict[str, MutableMapping], forward: Callable[..., Any]) -> Callable[..., Any]:
     """Pass each recomputation copies of the mappings as they are now.
 
-    A layer writes keys and values for later layers into them (Gemma 4). A recomputation that finds these trips the
-    guards of a compiled part.
+    A layer writes keys and values into them (Gemma 4), which would trip the guards of a compiled part.
     """
     now, calls = {name: copy.copy(value) for name, value in mappings.items()}, itertools.count()
 
@@ -130,8 +129,8 @@ _draws: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary
 class HostInputs:
     """Offloads the layer inputs that autograd saves to host memory.
 
-    On an accelerator a stream of its own copies both ways. Backward needs the inputs from the last to the first. With
-    each input, the copy of the one before starts, so that it arrives while a layer computes.
+    On an accelerator a stream of its own copies both ways. In backward the copy of the input before starts with each
+    input, so that it arrives while a layer computes.
     """
 
     def __init__(self) -> None:

@@ -160,8 +160,6 @@ def _keep_gradient(param: Any, scale: float) -> None:
 
 def _scaled(gradient: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Scale and cast a gradient in one pass, in place if it has ``dtype``."""
-    if scale == 1:
-        return gradient.to(dtype)
     if gradient.dtype == dtype:
         return gradient.mul_(scale)
     # A tensor with a dim, unlike a number, promotes the result to float32.

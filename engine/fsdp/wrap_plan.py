@@ -95,8 +95,7 @@ class _Units:
     def __init__(
         self, model: Any, options: ShardingOptions, experts: Sequence[ExpertsInfo], ends: Mapping[str, nn.Module | None]
     ) -> None:
-        self.model, self.options = model, options
-        self.layers = layer_names(model)
+        self.model, self.options, self.layers = model, options, layer_names(model)
         self._experts = {info.module for info in experts}
         self._fqns = {module: fqn for fqn, module in model.named_modules()}
         self._order = {fqn: i for i, fqn in enumerate(self._fqns.values())}
@@ -139,9 +138,8 @@ class _Units:
     def with_prefetch(self) -> list[Unit]:
         """Return the units, with prefetched units in the first unit of each stage.
 
-        Stages run root, embeddings, layers, head in forward, and root, head, layers in backward, where embeddings
-        gather nothing. The layers of a vision tower prefetch only each other, because a batch without images skips
-        them, and a prefetched unit must be used.
+        Stages run root, embeddings, layers, head in forward, and root, head, layers in backward. The layers of a vision
+        tower prefetch only each other: a batch without images skips them, and a prefetched unit must be used.
         """
         if not self.options.prefetch_depth:
             return self._units

@@ -131,7 +131,7 @@ class PackedAttention:
         explicit: it needs a mask to be causal (eager attention).
         lengths: of the current row if one kernel may compute it, else None.
         is_whole: it gets the whole row, with a mask of the row (flex attention).
-        scale: see ``_scale_of_places``.
+        scales: it scales queries by their places in their sequence (``Llama4TextAttention`` of transformers 5.9).
     """
 
     real: Callable[..., Any]
@@ -139,7 +139,7 @@ class PackedAttention:
     spans: Spans
     lengths: Callable[[], Lengths | None] = lambda: None
     is_whole: bool = False
-    scale: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    scales: bool = False
 
     def attend(
         self,
@@ -158,10 +158,11 @@ class PackedAttention:
             ValueError: the row has another length than its positions, or the family's code made a mask of its own.
         """
         spans = self.spans()
-        if self.scale is not None:
+        if self.scales:
             lengths = [end - start for start, end in spans or [(0, query.shape[2])]]
             places = torch.cat([torch.arange(length, device=query.device) for length in lengths])
-            query = (query * self.scale(module, places)[:, None]).to(query.dtype)
+            scale = torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+            query = (query * scale[:, None]).to(query.dtype)
         if spans is None or self.is_whole:
             return self.real(module, query, key, value, attention_mask, **kwargs)
         if query.shape[2] != spans[-1][1] or key.shape[2] != spans[-1][1]:
@@ -210,24 +211,15 @@ def attach(module: Any, configured: str, spans: Spans, lengths: Callable[[], Len
     """Set the ``PackedAttention`` of an attention module; ``configured`` is transformers' name of the attention."""
     explicit, code = configured == "eager", inspect.unwrap(type(module).forward).__globals__
     real, is_whole = code[_EAGER] if explicit else ALL_ATTENTION_FUNCTIONS[configured], configured == "flex_attention"
-    setattr(module, HANDLE, PackedAttention(real, explicit, spans, lengths, is_whole, _scale_of_places(module)))
+    setattr(module, HANDLE, PackedAttention(real, explicit, spans, lengths, is_whole, scales_by_index(module)))
+    if scales_by_index(module):
+        module.attn_temperature_tuning = False
 
 
 def scales_by_index(module: Any) -> bool:
     """Whether an attention scales queries by their index in its input instead of their position."""
     attributes = PLACES_AS_POSITIONS.get(type(module).__name__)
     return attributes is not None and all(getattr(module, name) == value for name, value in attributes.items())
-
-
-def _scale_of_places(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
-    """Return the factors of queries ``[S]`` at places ``[S]`` in a sequence, and turn off the module's own scaling.
-
-    Source: ``Llama4TextAttention`` of transformers 5.9.
-    """
-    if not scales_by_index(module):
-        return None
-    module.attn_temperature_tuning = False
-    return lambda of, places: torch.log1p(torch.floor((places.float() + 1.0) / of.floor_scale)) * of.attn_scale + 1.0
 
 
 @torch.compiler.disable

@@ -1,8 +1,8 @@
 """Attention of a packed row by one call of a kernel that accepts the lengths of its sequences.
 
 On a GPU it replaces the calls of sdpa per sequence (``attention.py``), whose launches take longer than short sequences.
-With cuDNN, torch's choice on sm_90 and sm_100, each new length also costs a plan: on a B200 with torch 2.11 0.44 s
-forward, 0.55 s backward (https://github.com/modelscope/FunASR/issues/3704).
+With cuDNN, torch's choice on sm_90 and sm_100, each new length also costs a plan. On a B200 it took 0.44 s forward and
+0.55 s backward with torch 2.11 (https://github.com/modelscope/FunASR/issues/3704).
 
     q, k, v  [1, H, S, D]  ->  [S, H, D]  ->  attention within sequences  ->  [1, S, H, D]
 

@@ -26,9 +26,9 @@ __all__ = [
 def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
     """Return the steps by which a parameter is sharded, outermost first; empty for a plain tensor.
 
-    Dim 0 of an expert weight may be sharded over both ``ep`` and ``ep_fsdp``. DTensor lists axes in mesh order. A shard
-    of an already sharded dim is strided, with the number of parts of the later axes, so plain shards come first here.
-    A strided shard with more parts has a ``split_factor``: gate and up, each sharded over ``etp``.
+    DTensor lists axes in mesh order. A shard of an already sharded dim (``ep``, then ``ep_fsdp``) is strided. It
+    has the number of parts of the later axes, so plain shards come first here. A strided shard with more parts has a
+    ``split_factor``: gate and up, each sharded over ``etp``.
     """
     if not isinstance(param, DTensor):
         return ()
@@ -50,11 +50,7 @@ def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
 
 
 def local_range(param: torch.Tensor, at: Mapping[str, int] | None = None) -> IndexRange:
-    """Return the only range of ``param`` on this rank, or on the rank with index ``at`` on some axes.
-
-    Raises:
-        ValueError: there are several (``local_pieces``).
-    """
+    """Return the only one of ``local_ranges``; raise a ``ValueError`` if there are several."""
     (held,) = local_ranges(param, at)
     return held
 

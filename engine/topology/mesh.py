@@ -1,9 +1,8 @@
 """Arrange ranks in meshes; the only file that does rank arithmetic.
 
-Experts are on the mesh ``(dp_replicate, ep_fsdp, ep, etp)``, the last axis fastest, so that the ranks of an EP group,
-and those that share an expert, are adjacent. It has no ``etp`` if that is 1. All other parameters are on
-``(dp_replicate, fsdp)``. A *replica* is the block of ``ep_fsdp * ep * etp == fsdp`` ranks that holds the model once.
-``parallelize.py`` has an example.
+Experts are on the mesh ``(dp_replicate, ep_fsdp, ep, etp)``, without ``etp`` if it is 1. The last axis is the fastest,
+so the ranks of an EP group are adjacent. All other parameters are on ``(dp_replicate, fsdp)``. A *replica* is the block
+of ``ep_fsdp * ep * etp == fsdp`` ranks that holds the model once. ``parallelize.py`` has an example.
 """
 
 from dataclasses import dataclass

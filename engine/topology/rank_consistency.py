@@ -88,11 +88,8 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model config without the folders it was read from, which differ among nodes."""
-    return {
-        key: without_paths(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key != "_name_or_path"
-    }
+    kept = {key: value for key, value in config.items() if key != "_name_or_path"}
+    return {key: without_paths(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def _differences(everyone: list[dict[str, str]]) -> list[str]:

@@ -1,5 +1,6 @@
 """Ranks that share rows equal the plain model in one process."""
 
+import functools
 import itertools
 
 import pytest
@@ -14,6 +15,7 @@ from epfsdp2.engine.moe.find import UnsupportedModelError
 from epfsdp2.engine.packing.sequences import PackedSequences
 from tests.parity.families import ALL, FAMILIES, STATES
 from tests.support.engine.rows import LENGTHS, errors, one_by_one, own_slice, packed, row
+from tests.support.engine.varlen_kernels import flash_by_sdpa
 from tests.support.models.tiny import relative_error, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import check_ppo_updates, of_this_rank, ppo_batch, ppo_samples, ppo_worker
@@ -70,27 +72,16 @@ def test_ulysses_of_every_family_equals_the_plain_model():
 
 
 def _flash_sees_whole_rows():
-    passed = []
-
-    def flash(module, query, key, value, attention_mask, position_ids=None, **kwargs):
-        passed.append((kwargs.pop("cu_seq_lens_q").tolist(), kwargs.pop("cu_seq_lens_k").tolist(), position_ids))
-        assert (kwargs.pop("max_length_q"), kwargs.pop("max_length_k")) == (max(LENGTHS),) * 2
-        parts = [slice(a, b) for a, b in itertools.pairwise(passed[-1][0])]
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        outputs = [sdpa(module, query[:, :, at], key[:, :, at], value[:, :, at], None, **kwargs)[0] for at in parts]
-        return torch.cat(outputs, dim=1), None
-
-    group, (ids, _) = dist.group.WORLD, row()
+    group, (ids, _), calls = dist.group.WORLD, row(), []
     wanted, model = one_by_one(_family("qwen3_moe")), _family("qwen3_moe")
-    ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", flash)
+    ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", functools.partial(flash_by_sdpa, calls))
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = "flash_attention_2"
     SequenceParallel(model, group, PackedSequences(model))
     own = own_slice(LENGTHS, group)
     assert relative_error(packed(model, ids, own), wanted[0][:, own]) < EXACT
-    ends = [0, *itertools.accumulate(LENGTHS)]
-    assert passed == [(ends, ends, None)] * len(layer_names(model))
+    assert calls == [([0, *itertools.accumulate(LENGTHS)], max(LENGTHS))] * len(layer_names(model))
 
 
 def _kinds():

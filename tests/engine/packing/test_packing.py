@@ -23,6 +23,7 @@ from epfsdp2.engine.preflight.features import check_packing
 from tests.parity import families
 from tests.parity.float64 import float64
 from tests.support.engine.rows import LENGTHS, apart, gradients, packed, row
+from tests.support.engine.varlen_kernels import flash_by_sdpa
 from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import check_ppo_updates_in_float64
@@ -195,27 +196,13 @@ def test_packed_sequences_pass_their_lengths_to_kernels_if_all_take_them(monkeyp
     assert "Qwen3NextGatedDeltaNet: kernels that take seq_idx and cu_seq_lens_q" in line
 
 
-calls = []
-
-
-def _fake_flash(module, query, key, value, attention_mask, position_ids=None, **kwargs):
-    """Flash attention's varlen path as transformers calls it, by sdpa; it sees lengths alone."""
-    assert attention_mask is None and position_ids is None, "transformers would look for sequences in the positions"
-    ends, longest = kwargs.pop("cu_seq_lens_q"), kwargs.pop("max_length_q")
-    assert kwargs.pop("cu_seq_lens_k") is ends and kwargs.pop("max_length_k") == longest and type(longest) is int
-    calls.append((ends.tolist(), ends.dtype, longest))
-    parts = [slice(a, b) for a, b in itertools.pairwise(ends.tolist())]
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    outputs = [sdpa(module, query[:, :, at], key[:, :, at], value[:, :, at], None, **kwargs)[0] for at in parts]
-    return torch.cat(outputs, dim=1), None
-
-
 @pytest.mark.parametrize("sequences", [LENGTHS, LENGTHS[:1]])
 def test_packed_sequences_with_flash_attention_compute_the_lengths_of_a_row_once(monkeypatch, sequences):
     model, (ids, _) = _model("qwen3_moe", "sdpa"), row()
     ids = ids[: len(sequences)]
     wanted = apart(model, ids)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", _fake_flash)
+    calls, mapping = [], ALL_ATTENTION_FUNCTIONS._global_mapping
+    monkeypatch.setitem(mapping, "flash_attention_2", functools.partial(flash_by_sdpa, calls))
     _attend_by(model, "flash_attention_2")
     found = []
     monkeypatch.setattr(packing, "spans_of", lambda positions: found.append(1) or spans_of(positions))
@@ -224,12 +211,11 @@ def test_packed_sequences_with_flash_attention_compute_the_lengths_of_a_row_once
     layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
     checkpoint_layers(layers, (), 8, "full")
     model.train()
-    calls.clear()
     logits = packed(model, ids)
     assert relative_error(logits, wanted) < EXACT
     logits.sum().backward()
     ends = [0, *itertools.accumulate(sequences)]
-    assert calls == [(ends, torch.int32, max(sequences))] * 2 * len(layers), "in the forward, and computed again"
+    assert calls == [(ends, max(sequences))] * 2 * len(layers), "in the forward, and computed again"
     assert len(found) == 2, "by each of the two, for all layers"
 
 

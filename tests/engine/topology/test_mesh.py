@@ -18,15 +18,13 @@ from epfsdp2.engine.topology.mesh import Topology, build_meshes, divisors
 from tests.support.ranks import run_ranks
 
 
-@pytest.mark.parametrize("world", [1, 2, 6, 8, 12, 16, 64, 96, 512])
+@pytest.mark.parametrize("world", [1, 2, 6, 12, 96, 512])
 def test_topology_axes_of_every_divisor_multiply_to_the_world_and_ep_groups_are_neighbours(world):
-    for replica in divisors(world):
-        for ep in divisors(replica):
-            t = Topology.arrange(world, ep, replica)
-            assert t.ep * t.ep_fsdp * t.dp_replicate == world and t.fsdp == replica
-            assert [t.coordinate(r) for r in range(t.fsdp)] == [
-                {"fsdp": r, "ep_fsdp": r // ep, "ep": r % ep} for r in range(t.fsdp)
-            ]
+    for replica, ep in ((replica, ep) for replica in divisors(world) for ep in divisors(replica)):
+        t = Topology.arrange(world, ep, replica)
+        assert t.ep * t.ep_fsdp * t.dp_replicate == world and t.fsdp == replica
+        for rank in range(replica):
+            assert t.coordinate(rank) == {"fsdp": rank, "ep_fsdp": rank // ep, "ep": rank % ep}
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,13 @@ class EtpDim:
     dim: int
     parts: int = 1
 
-    @property
-    def placement(self) -> Placement:
-        return Shard(self.dim) if self.parts == 1 else _StridedShard(self.dim, split_factor=self.parts)
-
 
 def model_parallel_placements(axes: Sequence[str], ep_dim: int, etp_dim: EtpDim | None = None) -> list[Placement]:
     """Return the placements of an expert parameter over the axes ``("ep",)`` or ``("ep", "etp")``."""
     placements: dict[str, Placement] = {"ep": Shard(ep_dim)}
     if etp_dim is not None:
-        placements["etp"] = etp_dim.placement
+        dim, parts = etp_dim.dim, etp_dim.parts
+        placements["etp"] = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
     return [placements.get(axis, Replicate()) for axis in axes]
 
 

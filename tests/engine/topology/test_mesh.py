@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 
 @pytest.mark.parametrize("world", [1, 2, 6, 12, 96, 512])
 def test_topology_axes_of_every_divisor_multiply_to_the_world_and_ep_groups_are_neighbours(world):
-    for replica, ep in ((replica, ep) for replica in divisors(world) for ep in divisors(replica)):
+    for replica, ep in ((each, ep) for each in divisors(world) for ep in divisors(each)):
         t = Topology.arrange(world, ep, replica)
         assert t.ep * t.ep_fsdp * t.dp_replicate == world and t.fsdp == replica
         for rank in range(replica):

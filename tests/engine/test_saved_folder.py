@@ -104,8 +104,8 @@ def test_save_and_export_have_the_bases_small_files_and_its_config_but_for_anoth
     base, *written = _folders(root, "language_model")
     wanted = {name: content.encode() for name, content in SERVED.items()}
     fields = json.loads((base / "config.json").read_text())
-    export(written[0].parent, tmp_path, torch.float32)
-    for folder, own in zip((*written, tmp_path), ({}, {}, {"torch_dtype": "float32"}), strict=True):
+    export(written[0].parent, tmp_path / "float32", torch.float32)
+    for folder, own in zip((*written, tmp_path / "float32"), ({}, {}, {"torch_dtype": "float32"}), strict=True):
         files = {name: content for name, content in _files(folder).items() if "safetensors" not in name}
         assert json.loads(files.pop("config.json")) == {**fields, **own}
         assert files == wanted

@@ -102,6 +102,7 @@ MESHES += [
     _sp(2, 2, fsdp_size=2),
     _sp(4, 1, fsdp_size=2),  # a row across two copies of the model
     _sp(2, 2, activation_checkpointing="selective"),
+    _sp(2, 2, dynamic=True, pad_to_length=True, pad_to_length_bucket=17),
     _sp(2, 2, dynamic=True, use_no_sync_for_gradient_accumulation=True),
     _sp(2, 2, param_offload=True, optimizer_offload=True),
     _sp(2, 2, offload_policy=True),
@@ -110,8 +111,7 @@ MESHES += [
     _sp(2, 2, chunked_logits=False, entropy_checkpointing=True, reshard_after_forward=False),
 ]
 # Two heads of keys on four ranks: each is there twice.
-USUAL = [_sp(2, 2, dynamic=True, pad_to_length=True, pad_to_length_bucket=17)]
-USUAL += [_sp(4, 4, activation_checkpointing="full")]
+USUAL = [_sp(4, 4, dynamic=True, pad_to_length=True, pad_to_length_bucket=20, activation_checkpointing="full")]
 
 
 @pytest.mark.parametrize("cases", [USUAL, pytest.param(MESHES, marks=pytest.mark.long)], ids=["usual", "every mesh"])

@@ -65,7 +65,7 @@ def _check_on_ranks(*arguments):
 
 
 def test_updates_of_random_combinations_equal_the_plain_model(tmp_path):
-    first, count = (int(os.environ["DRAW"]), 1) if "DRAW" in os.environ else (0, 6)
+    first, count = (int(os.environ["DRAW"]), 1) if "DRAW" in os.environ else (0, 4)
     run_ranks(_check_on_ranks, ranks_of(first), tmp_path, first, count, timeout=400)
 
 

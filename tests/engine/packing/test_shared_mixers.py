@@ -183,8 +183,7 @@ def test_assign_of_sequences_balances_their_lengths():
 )
 def test_shared_mixer_in_ppo_updates_equals_the_plain_model(tmp_path, name, world):
     pytest.importorskip("verl")
-    shared = {"ep": 2, "ulysses_sequence_parallel_size": 2}
-    cases = [shared, {**shared, "dynamic": True, "activation_checkpointing": "full"}]
+    cases = [{"ep": 2, "ulysses_sequence_parallel_size": 2, "dynamic": True, "activation_checkpointing": "full"}]
     with float64():
         save(name, tmp_path)
     # This eps does not magnify rounding errors of tiny gradients.

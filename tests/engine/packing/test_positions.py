@@ -122,15 +122,7 @@ def test_positions_that_do_not_depend_on_a_length_are_left_to_the_family():
 
 def test_positions_in_ppo_updates_are_those_of_each_alone(tmp_path):
     pytest.importorskip("verl")
-    cases = [
-        {"ep": 1, "model": PADDED},
-        {
-            "ep": 2,
-            "ulysses_sequence_parallel_size": 2,
-            "dynamic": True,
-            "pad_to_length": True,
-            "pad_to_length_bucket": 17,
-        },
-    ]
+    shared = {"ulysses_sequence_parallel_size": 2, "pad_to_length": True, "pad_to_length_bucket": 17}
+    cases = [{"ep": 1, "model": PADDED}, {"ep": 2, "dynamic": True, **shared}]
     folder = save_qwen3_moe(tmp_path, rope_parameters=longrope(16, 8))
     run_ranks(check_ppo_updates, 2, folder, cases, timeout=300)

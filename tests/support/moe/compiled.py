@@ -1,6 +1,7 @@
 """Triton kernels compiled ahead of time for GPUs that are not there, and budgets of registers, stack and shared memory.
 
-``python -m tests.support.moe.compiled fp8|head [ARCH]|norms [ARCH]|rotary [ARCH]|few|experts ARCH DTYPE`` prints a row per launch as JSON.
+``python -m tests.support.moe.compiled experts ARCH DTYPE`` prints a row per launch as JSON; ``fp8`` and ``few`` take no
+arguments, ``head``, ``norms`` and ``rotary`` one architecture or all.
 Launches have meta tensors of a model's sizes, and compile their kernel for an architecture instead of running it.
 """
 

@@ -108,8 +108,9 @@ def keep_input_dtype(module: nn.Module, args: tuple[Any, ...], output: Any) -> A
     With a float32 weight some families' norms return float32, which the next linear can't multiply (DeepSeek-V4).
     """
     like = args[0] if args else None
-    tensors = isinstance(output, torch.Tensor) and isinstance(like, torch.Tensor)
-    return output.to(like.dtype) if tensors and output.shape == like.shape else output
+    if isinstance(output, torch.Tensor) and isinstance(like, torch.Tensor) and output.shape == like.shape:
+        return output.to(like.dtype)
+    return output
 
 
 def unmatched_patterns(model: nn.Module, patterns: Sequence[str]) -> list[str]:

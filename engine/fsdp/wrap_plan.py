@@ -119,6 +119,7 @@ class _Units:
         shapes = {name: tuple(param.shape) for param, name in names.items() if param not in self._whole}
         if shapes and self._without_backward.issuperset(shapes):
             how["unshard_in_backward"] = False
+        how.setdefault("param_dtype", self.options.param_dtype)
         fqns = tuple(self._fqns[module] for module in new)
         stages = (name for name, module in self._stages.items() if f"{fqns[0]}.".startswith(f"{module}."))
         unit = Unit(
@@ -126,7 +127,6 @@ class _Units:
             modules=fqns,
             stage=next(stages, ROOT),
             shapes=shapes,
-            param_dtype=how.pop("param_dtype", self.options.param_dtype),
             reduce_dtype=self.options.reduce_dtype,
             reshard_after_forward=reshard_after_forward,
             unsharded=tuple(name for param, name in names.items() if param in self._whole),

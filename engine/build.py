@@ -38,19 +38,16 @@ def shard_and_load(
     """Shard ``model``, which is on the meta device, and fill this rank's shards from a checkpoint; collective.
 
     Args:
-        device: type of the device of the meshes.
-        device_id: device of the shards, unless FSDP's CPU offload policy is on.
-        initialize: fills a parameter that the checkpoint lacks (``match_weights``).
+        device_id: device of the shards, unless FSDP's CPU offload policy is on; ``device`` is the meshes' type.
+        initialize, may_be_unused: see ``match_weights``.
         finish: fills further parameters, e.g. adapters, after loading.
         progress: show a progress bar on this rank.
-        may_be_unused: matches names that the checkpoint may have and the model not (``match_weights``).
 
     Returns:
         Names of the checkpoint's tensors that the model does not have.
 
     Raises:
         UninitializedError: a parameter or buffer got no value.
-        Exception: errors of ``parallelize``, ``match_weights``, ``load_weights`` and ``verify_experts``.
     """
     if device == "cuda" and importlib.util.find_spec("triton") is not None:
         from .compat.triton_cache import compile_once_per_node

@@ -3,9 +3,8 @@
 verl kills the workers of vLLM, and of tensor-parallel SGLang, at the end of a job, so their message queues stay as
 ``psm_*`` in /dev/shm. A killed job also leaves its weight bucket (``verl_weights_*``) and its sockets.
 
-A file that looks unused may belong to another container with the same /dev/shm (``docker run --ipc=host``), whose
-processes are not in this one's /proc. So a run notes the files of its own processes, and at their end removes those
-that no process holds. Linux only.
+An unused file may belong to another container with the same /dev/shm (``docker run --ipc=host``), whose processes are
+not in this one's /proc. So a run notes its own processes' files, and at their end removes the unused ones. Linux only.
 """
 
 import glob

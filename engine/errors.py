@@ -7,14 +7,7 @@ __all__ = ["SettingError", "close_matches", "first_of", "listed", "nearest"]
 
 
 class SettingError(ValueError):
-    """A setting that can't work.
-
-    Args:
-        setting: the user's name of it, e.g. ``engine.ep_size``.
-        value: the user's value.
-        rule: the condition, with the numbers that break it.
-        works: a value, or a change, that would work.
-    """
+    """A setting, by the user's name and value, that breaks a rule, with the numbers; and what would work."""
 
     def __init__(self, setting: str, value: object, rule: str, works: str):
         self.setting, self.value, self.rule, self.works = setting, value, rule, works

@@ -53,8 +53,7 @@ _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 def read_small_files(folder: Path) -> dict[str, bytes]:
     """Read a model's files beside its config and weights, by their names in the folder.
 
-    Files larger than any tokenizer, and links that lead out of the folder, are left out with a warning. Links of the
-    hub's cache to the repository's blobs are read.
+    Files larger than any tokenizer, and links out of the folder or the hub's blobs, are left out with a warning.
     """
     own = folder.resolve()
     places = [own, own.parent.parent / "blobs"] if own.parent.name == "snapshots" else [own]
@@ -76,11 +75,7 @@ def read_small_files(folder: Path) -> dict[str, bytes]:
 
 
 def folder_of(path: str) -> Path:
-    """Return the folder of a model, given a folder or a hub id with files in the hub's cache.
-
-    Raises:
-        FileNotFoundError: the hub's cache has no files of it.
-    """
+    """Return a model's folder, or a hub id's in the hub's cache; raise a ``FileNotFoundError`` if there is none."""
     if os.path.isdir(path):
         return Path(path)
     for name in (CONFIG, "tokenizer_config.json"):
@@ -117,14 +112,9 @@ def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, b
 def with_overrides(base: Path, overrides: Mapping[str, Any], trained: PretrainedConfig) -> dict[str, Any]:
     """Return the ``config.json`` of the trained weights: the base's fields under the base's names, and the overrides.
 
-    The base's file is read, not ``trained``, because an older transformers or vLLM does not have newer names. Also,
-    in verl the tokenizer's end token replaces the base's list.
-
-    Args:
-        base: the base's file.
-        overrides: the run's. Those that the family's config does not have (attention implementation) are ignored, and
-            so is the dtype, because a model is served in the base's.
-        trained: the config of the trained model.
+    The ``base`` file is read, not ``trained``, because an older transformers or vLLM does not have newer names. Also,
+    in verl the tokenizer's end token replaces the base's list. Overrides that the family's config does not have
+    (attention implementation) are ignored, and so is the dtype, because a model is served in the base's.
     """
     known = type(trained).from_json_file(base)
     written = _overridden(json.loads(base.read_text()), overrides, known.to_dict())

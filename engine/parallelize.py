@@ -20,8 +20,7 @@ Two device meshes over the same ranks (``topology/mesh.py``), here for 16 ranks 
 
 Tokens move over ``ep``: dispatch and combine are all-to-alls inside the experts' forward. Parameters move over
 ``ep_fsdp`` and ``fsdp``: FSDP2 all-gathers them before a module computes and reduce-scatters their gradients after it.
-With ``etp`` each rank has a part of gate, up and down of its experts. Received rows are gathered over ``etp``, and the
-partial outputs are reduce-scattered, ``out == sum over etp of act_j @ down_j``.
+Over ``etp`` received rows are gathered and partial outputs reduce-scattered, ``out == sum over etp of act_j @ down_j``.
 
 The gradient is that of the plain model under three invariants:
 
@@ -37,18 +36,17 @@ The gradient is that of the plain model under three invariants:
 
        all-to-alls (and, inside them, etp's) of an experts module's backward  <  its reduce-scatter  <  the next unit's
 
-   whatever the routing is. Experts are FSDP units of their own, with dispatch and combine inside their forward, so FSDP
-   launches their reduce-scatter after autograd has left that forward. If experts were part of their layer's unit, ranks
-   could launch the two in different orders, and NCCL would hang. Routing changes sizes and never the order: a rank
-   without tokens sends zero rows (``tests/engine/test_order.py``).
+   whatever the routing is: a rank without tokens sends zero rows (``tests/engine/test_order.py``). Experts are FSDP
+   units of their own, with dispatch and combine inside their forward, so FSDP launches their reduce-scatter after
+   autograd has left that forward. In their layer's unit, ranks could launch the two in different orders, and NCCL
+   would hang.
 
 3. Experts are DTensors of their full global shape:
 
        param.shape == (E, ...)      param.placements == (ep_fsdp: Shard(0 or 1), ep: Shard(0)), and etp's as above
 
-   Plain tensors of ``E / ep`` experts would have the same names and shapes but other contents on each rank. Checkpoints
-   and gradient norms would cover one EP rank, and loading would give rank 0's experts to all. With DTensors,
-   checkpoints, clipping, export and weight syncs need no code for EP.
+   so checkpoints, clipping, export and weight syncs need no code for EP. Plain tensors of ``E / ep`` experts would have
+   the same names and shapes but other contents on each rank.
 
 A dense model has ``ep == 1`` and no experts: steps 2 and 3 do nothing, and the rest is plain FSDP2.
 See also ``fsdp/wrap_plan.py`` (units), ``moe/forward.py`` (experts' forward), ``tests/engine/test_exactness.py``.

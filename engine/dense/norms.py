@@ -1,8 +1,7 @@
 """RMSNorms of any family, each by one kernel in forward and one in backward.
 
 An eager RMSNorm is some eight kernels. Norms and rotary embeddings take a quarter of a step of Qwen3-30B-A3B on H100s.
-There is no list of names: a module with one vector is replaced if it computes an RMSNorm of random inputs. In bfloat16
-its rounding has to be the same.
+There is no list of names: a module with one vector is replaced if it has the bits of an RMSNorm on random inputs.
 """
 
 import copy
@@ -73,10 +72,7 @@ class _Fused(torch.autograd.Function):
 
 
 def rms_norm_of(module: nn.Module) -> RmsNorm | None:
-    """Return the RMSNorm that a module computes, found on random inputs; None if it computes something else.
-
-    The module may be on the meta device: a copy runs on the CPU.
-    """
+    """Return the RMSNorm that a module, maybe on the meta device, computes on random inputs; None if it is another."""
     params = dict(module.named_parameters())
     if params.keys() != {"weight"} or params["weight"].dim() != 1 or any(True for _ in module.buffers()):
         return None

@@ -1,9 +1,8 @@
 """Rotary embeddings in one kernel for queries and one for keys, forward and backward; torch runs some ten each.
 
-Attention in transformers calls a function of its own file, and has no extension point. So the name is set to a function
-that runs the kernel on a GPU and calls the original elsewhere. Families rotate other pairs of columns, with tables of
-other layouts. There is no list: a function is replaced if one of the kernel's rotations has the same bits in bfloat16
-on random inputs.
+Attention in transformers calls a function of its own file. So the name is set to a function that runs the kernel on a
+GPU and calls the original elsewhere. There is no list of families: a function is replaced if one of the kernel's
+rotations has the same bits in bfloat16 on random inputs.
 """
 
 import functools
@@ -33,8 +32,7 @@ class Rotation:
 
     Args:
         reads_neighbours, writes_neighbours: whether input and output pairs are neighbours, rather than halves.
-        table: the columns of cos and sin for a pair: halves, neighbours, or column ``i`` for both. The last is "one"
-            for tables of ``d / 2`` columns, and "first half" for ``d``.
+        table: a pair's columns of cos and sin; column ``i`` of ``d / 2`` for "one", and of ``d`` for "first half".
         rounds_last: whether products are summed in float32 and rounded once.
         is_last: whether the last ``d`` columns of a wider head are rotated, rather than the first.
     """
@@ -70,28 +68,24 @@ def _pairs(columns: int, are_neighbours: bool) -> tuple[torch.Tensor, torch.Tens
     return (2 * pair, 2 * pair + 1) if are_neighbours else (pair, pair + columns // 2)
 
 
+@dataclass(eq=False)
 class FusedRotary:
-    """Replaces ``plain``, a function that rotates queries and keys, or one tensor.
+    """Replaces ``plain``, a function that rotates queries and keys, or one tensor, on one type of device.
 
     Args:
         takes_parts: whether ``plain`` keeps the columns beyond the tables' width.
-        heads: tested dims of the heads: 1 in ``[B, H, T, D]``, 2 in ``[B, T, H, D]``. The first is the default of the
-            argument ``unsqueeze_dim``.
-        device: type of the device on which the kernel runs.
+        heads: dims of the heads: 1 in ``[B, H, T, D]``, 2 in ``[B, T, H, D]``, by default of ``unsqueeze_dim`` first.
     """
 
-    def __init__(
-        self,
-        plain: Callable[..., Any],
-        rotation: Rotation,
-        takes_parts: bool = False,
-        arguments: Arguments = "q k cos sin",
-        heads: tuple[int, ...] = (1,),
-        device: str = "cuda",
-    ):
-        functools.update_wrapper(self, plain)
-        self.plain, self.rotation, self.takes_parts = plain, rotation, takes_parts
-        self.arguments, self.heads, self.device = arguments, heads, device
+    plain: Callable[..., Any]
+    rotation: Rotation
+    takes_parts: bool = False
+    arguments: Arguments = "q k cos sin"
+    heads: tuple[int, ...] = (1,)
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         count = 1 if self.arguments == "x cos sin" else 2
@@ -148,11 +142,11 @@ def _fused(plain: Callable[..., Any]) -> FusedRotary | None:
     forms = ("q k cos sin", 1), ("x cos sin", 1), ("q k complex", 1), ("q k complex", 2)
     for arguments, heads in forms:
         rounds_last = (True,) if arguments == "q k complex" else flags
-        for reads, writes, table, last in itertools.product(flags, flags, tables, rounds_last):
-            rotation = Rotation(reads, writes, table, last)
+        for how in itertools.product(flags, flags, tables, rounds_last):
+            rotation = Rotation(*how)
             if not _computes(plain, rotation, arguments, heads, _HEAD):
                 continue
-            of_part = [Rotation(reads, writes, table, last, is_last) for is_last in flags]
+            of_part = [Rotation(*how, is_last) for is_last in flags]
             parts = [one for one in of_part if _computes(plain, one, arguments, heads, _HEAD // 2)]
             named = "complex" not in arguments and _computes(plain, rotation, arguments, 2, _HEAD, unsqueeze_dim=2)
             return FusedRotary(plain, (parts or [rotation])[0], bool(parts), arguments, (heads, *(2,) * named))
@@ -163,10 +157,7 @@ def _fused(plain: Callable[..., Any]) -> FusedRotary | None:
 def _computes(
     plain: Callable[..., Any], rotation: Rotation, arguments: str, heads: int, part: int, **kwargs: Any
 ) -> bool:
-    """Whether a function applies the rotation to ``part`` columns, with the same bits in 99 % of bfloat16 results.
-
-    Float32 sums may differ in the last bit, which changes the rounding of a few results.
-    """
+    """Whether a function applies the rotation to ``part`` columns, with the same bits in 99 % of bfloat16 results."""
     generator = torch.Generator("cpu").manual_seed(0)
     of_table = 2, _TOKENS, part // 2 if rotation.table == "one" else part
     shapes = (2, 4, _TOKENS, _HEAD), (2, 1, _TOKENS, _HEAD), of_table, of_table
@@ -196,8 +187,7 @@ def replacements(model: nn.Module) -> Iterator[tuple[ModuleType, str, Any, Fused
 def fuse_rotary(model: nn.Module) -> dict[str, bool]:
     """Replace the rotary functions in the files of the model's modules; return by name whether each is replaced."""
     found = {}
-    for file, name, _, fused in replacements(model):
-        if fused is not None:
-            setattr(file, name, fused)
+    for file, name, plain, fused in replacements(model):
+        setattr(file, name, fused or plain)
         found[f"{file.__name__}.{name}"] = fused is not None
     return found

@@ -43,7 +43,6 @@ def checkpoint_layers(
 
     Args:
         layers: without the last one of a forward, whose backward runs first: recomputing it saves no memory.
-        experts: the experts modules of the model.
         num_experts: the largest number of experts; a ``topk`` over more is no routing.
         mode: ``full`` recomputes each layer whole, dispatch and experts included; ``selective`` the parts of a layer
             without experts (attention, norms, dense MLPs), so that no all-to-all runs twice.
@@ -79,7 +78,8 @@ def _recomputed(
     if mappings := {name: value for name, value in kwargs.items() if isinstance(value, MutableMapping)}:
         forward = _with_first_mappings(mappings, forward)
     if host is not None and not args:  # torch saves only positional arguments by hooks
-        forward, args = _first_as("hidden_states", forward), (kwargs.pop("hidden_states"),)
+        of_keywords, args = forward, (kwargs.pop("hidden_states"),)
+        forward = lambda hidden, **kwargs: of_keywords(hidden_states=hidden, **kwargs)  # noqa: E731
     with host.holding(args[0]) if host is not None else nullcontext():
         return checkpoint(
             forward,
@@ -94,8 +94,7 @@ def _recomputed(
 def _with_first_mappings(mappings: dict[str, MutableMapping], forward: Callable[..., Any]) -> Callable[..., Any]:
     """Pass each recomputation copies of the mappings as they are now.
 
-    A layer writes keys and values for later layers into them (Gemma 4). A recomputation that finds these trips the
-    guards of a compiled part.
+    A layer writes keys and values into them (Gemma 4), which would trip the guards of a compiled part.
     """
     now, calls = {name: copy.copy(value) for name, value in mappings.items()}, itertools.count()
 
@@ -106,10 +105,6 @@ def _with_first_mappings(mappings: dict[str, MutableMapping], forward: Callable[
     return call
 
 
-def _first_as(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda first, **kwargs: forward(**{name: first}, **kwargs)
-
-
 def draws_numbers(module: nn.Module) -> bool:
     """Return whether a forward may draw random numbers, judged by settings of the modules and their configs.
 
@@ -117,24 +112,25 @@ def draws_numbers(module: nn.Module) -> bool:
     noise (``router_jitter_noise``), because sparsemixer draws even if it is zero.
     """
     if module not in _draws:
-        places = [place for part in module.modules() for place in (part, getattr(part, "config", None)) if place]
+        parts = list(module.modules())
+        settings = [vars(place) for part in parts for place in (part, getattr(part, "config", None)) if place]
+        settings += [{"drop": float(part.p)} for part in parts if isinstance(part, nn.modules.dropout._DropoutNd)]
         _draws[module] = any(
             _NOISE.search(name) or ("drop" in name and isinstance(rate, float) and rate)
-            for place in places
-            for name, rate in ({"drop": float(place.p)} if isinstance(place, _DROPOUTS) else vars(place)).items()
+            for each in settings
+            for name, rate in each.items()
         )
     return _draws[module]
 
 
 _draws: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()
-_DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
 
 class HostInputs:
     """Offloads the layer inputs that autograd saves to host memory.
 
-    On an accelerator a stream of its own copies both ways. Backward needs the inputs from the last to the first. With
-    each input, the copy of the one before starts, so that it arrives while a layer computes.
+    On an accelerator a stream of its own copies both ways. In backward the copy of the input before starts with each
+    input, so that it arrives while a layer computes.
     """
 
     def __init__(self) -> None:
@@ -154,19 +150,11 @@ class HostInputs:
             self._last = weakref.ref(held)
             return held
 
-        def unpack(packed: "torch.Tensor | _Held") -> torch.Tensor:
-            return packed if isinstance(packed, torch.Tensor) else packed.back()
-
-        return saved_tensors_hooks(pack, unpack)
+        return saved_tensors_hooks(pack, lambda packed: packed.back() if isinstance(packed, _Held) else packed)
 
 
 class _Held:
-    """One input on the host.
-
-    Args:
-        stream: copies it; None on a CPU.
-        before: returns the input that was saved before this one, if it is still held.
-    """
+    """One input on the host, copied by ``stream`` if there is one; ``before`` returns the input saved before it."""
 
     def __init__(self, saved: torch.Tensor, stream: Any, before: "Callable[[], _Held | None]"):
         self._device, self._stream, self._before = saved.device, stream, before
@@ -210,11 +198,10 @@ def _empty_on_host(like: torch.Tensor, pinned: bool) -> torch.Tensor:
     return torch.empty_like(like, device="cpu", pin_memory=pinned)
 
 
-def _routing_contexts(num_experts: int) -> tuple[AbstractContextManager, AbstractContextManager]:
+def _routing_contexts(num_experts: int) -> tuple["_KeepRouting", "_KeepRouting"]:
     """Return the contexts of one checkpointed call: for its forward, and for its recomputation."""
-    tape: list[torch.Tensor] = []
-    plans: list[list[DispatchPlan]] = []
-    return _KeepRouting(tape, plans, num_experts, replay=False), _KeepRouting(tape, plans, num_experts, replay=True)
+    tapes: tuple[list[torch.Tensor], list[list[DispatchPlan]]] = [], []
+    return _KeepRouting(*tapes, num_experts, replay=False), _KeepRouting(*tapes, num_experts, replay=True)
 
 
 class _KeepRouting(RoutingMode):

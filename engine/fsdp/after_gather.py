@@ -1,9 +1,8 @@
-"""Change parameters after FSDP2 has gathered them and before a module computes with them.
+"""Change or free parameters that FSDP2 has gathered.
 
-FSDP2's extension point is a tensor subclass as the parameter (``fsdp_post_all_gather``), which optimizers, checkpoints
-and weight syncs would meet too. Instead the end of the all-gather is wrapped, for the parameter groups concerned. Only
-FSDP's gathered copy changes, in forward and, if it was freed, again in backward. Shards keep their values, no memory is
-needed, and the gradient is that of the changed values.
+FSDP2's extension point for a change is a tensor subclass as the parameter (``fsdp_post_all_gather``), which optimizers,
+checkpoints and weight syncs would meet too. Instead the end of the all-gather is wrapped. Only FSDP's gathered copy
+changes, in forward and, if it was freed, again in backward. The gradient is that of the changed values.
 """
 
 import functools
@@ -17,15 +16,20 @@ from torch.distributed.fsdp import FSDPModule
 from ..compat.fsdp_groups import parameter_groups
 from ..topology.dtensor import local_tensor
 
-__all__ = ["after_gather"]
+__all__ = ["after_gather", "reshard_all"]
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Free every gathered parameter; ``FSDPModule.reshard`` alone frees one module's."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def after_gather(model: nn.Module, names: Collection[str], change: Callable[[torch.Tensor], None]) -> None:
     """Call ``change``, without gradients, with each gathered parameter, which it overwrites.
 
-    Args:
-        model: sharded.
-        names: of parameters. ``change`` gets this rank's experts of an expert parameter.
+    It gets this rank's experts of an expert parameter.
 
     Raises:
         RuntimeError: torch does not gather one of the parameters.

@@ -10,7 +10,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ logger = logging.getLogger("epfsdp2")
 
 def compile_dense_parts(
     layers: Iterable[nn.Module], experts: Iterable[nn.Module], backend: str | Callable = "inductor"
-) -> int:
-    """Compile the children of each layer that hold parameters but no experts and are no router; returns how many.
+) -> None:
+    """Compile the children of each layer that hold parameters but no experts and are no router.
 
     The first failure of the compiler is logged with its cause. That part, and every part that is not compiled yet, then
     runs eagerly. A compiled part stays compiled, because a recomputation in backward must give the same result.
@@ -35,7 +35,6 @@ def compile_dense_parts(
     """
     holding = set(experts)
     failed, with_backward = threading.Event(), functools.partial(_with_backward, backend)
-    count = 0
     for layer in layers:
         stacks = [child for child in layer.children() if child in holding]
         for child in layer.children():
@@ -43,8 +42,6 @@ def compile_dense_parts(
                 continue
             compiled = torch.compile(child.forward, backend=with_backward)
             wrap_forward(child, "compile", _Fallback(failed, type(child).__name__, compiled))
-            count += 1
-    return count
 
 
 def _routes(part: nn.Module, stacks: Iterable[nn.Module]) -> bool:
@@ -63,11 +60,9 @@ def _with_backward(backend: str | Callable, graph: Any, inputs: Any) -> Any:
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
     """Return the compiler's errors; their names are private, so they are looked up after a failure alone."""
-    found = []
-    for module, name in (("torch._dynamo.exc", "TorchDynamoException"), ("torch._inductor.exc", "InductorError")):
-        with suppress(ImportError, AttributeError):
-            found.append(getattr(importlib.import_module(module), name))
-    return tuple(found)
+    modules = map(importlib.import_module, ("torch._dynamo.exc", "torch._inductor.exc"))
+    names = "TorchDynamoException", "InductorError"
+    return tuple(getattr(module, name) for module, name in zip(modules, names, strict=True) if hasattr(module, name))
 
 
 class _Fallback:
@@ -86,13 +81,9 @@ class _Fallback:
         except _compiler_errors() as error:
             if not self.failed.is_set():
                 inner = getattr(error, "inner_exception", None) or error
-                reason = next((line for line in str(inner).splitlines() if line.strip()), "no reason given")
-                logger.warning(
-                    "epfsdp2: engine.compile_dense: %s could not be compiled (%s: %s); running eagerly",
-                    self.name,
-                    type(inner).__name__,
-                    reason,
-                )
+                first = next((line for line in str(inner).splitlines() if line.strip()), "no reason given")
+                reason = f"{self.name} could not be compiled ({type(inner).__name__}: {first})"
+                logger.warning("epfsdp2: engine.compile_dense: %s; running eagerly", reason)
             self.failed.set()
             self.has_compiled = False
             return eager(*args, **kwargs)

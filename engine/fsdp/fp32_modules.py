@@ -1,16 +1,11 @@
-"""Modules that compute in float32 while the rest of the model computes in a lower precision.
+"""Modules that compute in float32 while the rest of the model computes in a lower precision, as FSDP units.
 
-There are two kinds, each an FSDP unit of its own:
-
-* modules that the model's class keeps in float32 (``_keep_in_fp32_modules_strict``): their code casts by itself, so
-  inputs are not cast;
-* modules that the user names (``engine.fp32_modules``), e.g. routers: inputs are cast to float32 as well.
+Modules that the model's class keeps in float32 (``_keep_in_fp32_modules_strict``) cast their inputs by themselves.
+Modules that the user names (``engine.fp32_modules``), e.g. routers, have their inputs cast to float32.
 
 Correction biases are never cast. In most families they are buffers, which FSDP ignores; as frozen parameters they are
-in FSDP's ``ignored_params`` (``correction_biases``).
-
-FSDP casts parameters, not buffers. A module that multiplies float32 buffers into its activations passes float32 to the
-next weight, so it runs under autocast (``mixing_buffers``).
+in FSDP's ``ignored_params`` (``correction_biases``). A module that multiplies float32 buffers into its activations
+passes float32 to the next weight, so it runs under autocast.
 """
 
 import functools
@@ -40,12 +35,7 @@ _CORRECTION_BIAS = re.compile(r"(?:^|[._])(?:correction|expert)_bias$")
 
 @dataclass(frozen=True)
 class Float32Module:
-    """A module whose parameters FSDP gathers in float32.
-
-    Args:
-        low_precision_children: submodules that are gathered in ``param_dtype``, as one FSDP unit before this one.
-        casts_inputs: cast the module's inputs to float32.
-    """
+    """A module that FSDP gathers in float32, except some children, which are a unit in ``param_dtype`` before it."""
 
     module: nn.Module
     low_precision_children: tuple[nn.Module, ...] = ()
@@ -57,21 +47,16 @@ def find_float32_modules(
 ) -> list[Float32Module]:
     """Find the modules that are kept in float32, in the order for ``fully_shard``: inner ones first.
 
-    Modules that patterns match come first, then those that the model's class keeps in float32.
-
-    Args:
-        experts: the experts modules.
-        patterns: FQNs of modules, ``*`` matches anything.
+    Modules that patterns match (FQNs, ``*`` matches anything) come before those that the model's class keeps in
+    float32.
 
     Raises:
         SettingError: a pattern matches no module that has parameters, or one that holds experts.
     """
-    named = _named(model, set(experts), patterns)
-    kept = kept_in_float32(model)
+    named, kept = _named(model, set(experts), patterns), kept_in_float32(model)
     kept_params = {p for name, p in model.named_parameters() if kept.search(name)}
-    found = [Float32Module(module, casts_inputs=True) for module in named]
     owners = list(_owners(model, kept_params - {p for module in named for p in module.parameters()}))
-    return found + owners[::-1]
+    return [Float32Module(module, casts_inputs=True) for module in named] + owners[::-1]
 
 
 def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.Parameter]:
@@ -86,30 +71,21 @@ def correction_biases(model: nn.Module, num_experts: Collection[int]) -> set[nn.
     }
 
 
-def mixing_buffers(model: nn.Module, experts: Collection[nn.Module]) -> list[nn.Module]:
-    """Find modules with linears and floating-point buffers of their own, but no experts: MiniMax's linear attention.
-
-    Routers (correction biases) and rotary embeddings have no linear below them; they cast their buffers themselves.
-    """
-    return [
-        module
-        for module in model.modules()
-        if any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
-        and any(isinstance(below, nn.Linear) for below in list(module.modules())[1:])
-        and not any(below in experts for below in list(module.modules())[1:])
-    ]
-
-
 def run_under_autocast(
     model: nn.Module, experts: Collection[nn.Module], device_type: str, param_dtype: torch.dtype
 ) -> None:
-    """Run ``mixing_buffers`` under autocast if parameters are gathered in a lower precision, and log it once.
+    """Run modules under autocast that have linears and float32 buffers but no experts (MiniMax's linear attention).
 
-    Otherwise a matmul gets a float32 activation and a weight of ``param_dtype``, and raises.
+    Otherwise a matmul gets a float32 activation and a weight of a lower ``param_dtype``, and raises. Routers and rotary
+    embeddings have buffers but no linear below them; they cast by themselves.
     """
-    mixing = mixing_buffers(model, experts) if param_dtype != torch.float32 else []
-    for module in mixing:
-        wrap_forward(module, "autocast", functools.partial(_under_autocast, device_type, param_dtype))
+    mixing = []
+    for module in model.modules() if param_dtype != torch.float32 else ():
+        below = list(module.modules())[1:]
+        has_buffers = any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
+        if has_buffers and any(isinstance(m, nn.Linear) for m in below) and not any(m in experts for m in below):
+            mixing.append(module)
+            wrap_forward(module, "autocast", functools.partial(_under_autocast, device_type, param_dtype))
     if mixing and dist.get_rank() == 0:
         logger.warning(
             "epfsdp2: %s multiplies float32 buffers of its own, so it runs under autocast to %s (%d modules)",
@@ -153,8 +129,8 @@ def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -
     for pattern in patterns:
         matching = [m for fqn, m in with_params.items() if fnmatchcase(fqn, pattern)]
         if not matching:
-            near = close_matches(pattern, with_params)
-            raise SettingError("engine.fp32_modules", pattern, "matches no module of the model.", f"one like {near}")
+            works = f"one like {close_matches(pattern, with_params)}"
+            raise SettingError("engine.fp32_modules", pattern, "matches no module of the model.", works)
         if any(experts & set(module.modules()) for module in matching):
             rule = "matches a module that holds experts, which compute in engine.dtype."
             raise SettingError("engine.fp32_modules", pattern, rule, "the router alone, e.g. '*.mlp.gate'")
@@ -170,8 +146,8 @@ def _named(model: nn.Module, experts: set[nn.Module], patterns: Sequence[str]) -
 def _owners(model: nn.Module, kept: set[nn.Parameter]) -> Iterator[Float32Module]:
     """Yield the largest modules with ``kept`` parameters alone, and those that hold some directly, outer ones first.
 
-    A convolution's parameters count as its parent's. Linear attention passes them to a kernel without calling the
-    convolution (Bailing), so FSDP would never gather them.
+    A convolution's parameters count as its parent's, because linear attention may pass them to a kernel (Bailing). FSDP
+    gathers nothing for a convolution that is not called.
     """
     todo = [model]
     while todo:

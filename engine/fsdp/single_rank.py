@@ -1,10 +1,10 @@
 """Skip FSDP2's copies where a unit's shard group has a single rank (experts with ``ep * etp == world``).
 
-FSDP2 copies such shards into the parameters that it computes with. It packs the gradients into a buffer, divides that
-into another and copies the result into a third (``FSDPParamGroup.wait_for_unshard`` and ``post_backward``,
-``foreach_reduce``; torch 2.13). Here the unit computes with its shards, or casts each once to another dtype, and
-autograd's gradients, divided in place, become the shards'. FSDP2 has no extension point for either, so private methods
-of the groups and parameters concerned are wrapped. ``parallelize`` does so on CPUs, where a gain was measured.
+FSDP2 copies such shards into the parameters that it computes with, and copies packed gradients twice
+(``FSDPParamGroup.wait_for_unshard`` and ``post_backward``, ``foreach_reduce``; torch 2.13). Here the unit computes with
+its shards, or casts each once to another dtype, and autograd's gradients, divided in place, become the shards'. FSDP2
+has no extension point for either, so private methods are wrapped. ``parallelize`` does so on CPUs, where a gain was
+measured.
 
 ``reduce_in_place`` uses public hooks alone, for GPUs, replicas (HSDP) and offloading: FSDP2's packed buffer becomes the
 gradient (``set_custom_reduce_scatter``, ``set_all_reduce_hook``).
@@ -160,8 +160,6 @@ def _keep_gradient(param: Any, scale: float) -> None:
 
 def _scaled(gradient: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Scale and cast a gradient in one pass, in place if it has ``dtype``."""
-    if scale == 1:
-        return gradient.to(dtype)
     if gradient.dtype == dtype:
         return gradient.mul_(scale)
     # A tensor with a dim, unlike a number, promotes the result to float32.
@@ -188,19 +186,14 @@ def reduce_in_place(module: FSDPModule, divide_by: float) -> None:
 class _SameBuffer:
     """Replaces FSDP's reduce-scatter by one buffer as input and output, so FSDP's copy between them is a no-op.
 
-    FSDP allocates the input, then the output. Only FSDP holds the input: after an error between the two, the next
-    backward allocates a new one.
+    Only FSDP holds it: after an error between the two allocations, the next backward gets a new one.
     """
 
     def __init__(self) -> None:
         self._packed: Callable[[], torch.Tensor | None] = lambda: None
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a new buffer as input, or the input as output.
-
-        Raises:
-            RuntimeError: the output differs from the input in size or dtype.
-        """
+        """Return a new buffer as input, or the input as output; raise a ``RuntimeError`` if they differ."""
         packed = self._packed()
         if packed is None:
             packed = torch.empty(*size, dtype=dtype, device=device)
@@ -215,10 +208,7 @@ class _SameBuffer:
         return packed
 
     def check_is_complete(self) -> None:
-        """
-        Raises:
-            RuntimeError: an input was allocated without an output.
-        """
+        """Raise a ``RuntimeError`` if an input was allocated without an output."""
         if self._packed() is not None:
             raise RuntimeError(
                 "FSDP allocated an odd number of gradient buffers: a backward failed before this one, or epfsdp2 does "

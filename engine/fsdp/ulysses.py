@@ -1,14 +1,13 @@
 """Ulysses sequence parallelism (https://arxiv.org/abs/2309.14509) for attention on transformers' interface.
 
-The ranks of a group share a packed row, each with an equal slice of its tokens. Work per token runs on the slice.
-Attention runs on the whole row and a part of the heads, between two all-to-alls:
+The ranks of a group share a packed row. Work per token runs on a slice of the tokens, attention on the whole row and a
+part of the heads, between two all-to-alls:
 
     q, k, v    [B, H, S/sp, D]  ->  [B, H/sp, S, D]  ->  attention  ->  [B, S, H/sp, D]  ->  [B, S/sp, H, D]
 
 The model gets its slice of the tokens and the positions of the whole row. Its own code makes rotary embeddings of the
-row, and each rank keeps its slice; masks are per sequence (``packing/attention.py``). A model with a vision tower gets
-all tokens, inserts images among their embeddings, and the decoder's inputs are sliced. Layers that carry a state along
-the row are shared by ``packing/shared_mixers.py``.
+row, and each rank keeps its slice. A model with a vision tower gets all tokens, inserts images among their embeddings,
+and the decoder's inputs are sliced. ``packing/shared_mixers.py`` shares layers that carry a state along the row.
 
 Shapes: ``B`` rows (1 if packed), ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
 """
@@ -54,8 +53,8 @@ def heads_to_split(model: Any) -> int:
     """Return the number of heads that the ranks have to divide; the greatest common divisor if layers differ.
 
     Raises:
-        UnsupportedModelError: rows can't be shared, because tokens are mixed outside attention on transformers'
-            interface and outside modules that may get whole sequences.
+        UnsupportedModelError: tokens are mixed outside attention on transformers' interface, in a module that can't get
+            whole sequences.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if hasattr(model.config, "audio_config") and not hasattr(model.config, "vision_config"):
@@ -95,12 +94,7 @@ class SequenceParallel:
     """Makes a model compute on slices; install it before the model is sharded.
 
     From then on the model gets ``input_ids [B, s]`` (``[B, S]`` if it has a vision tower, as in verl), ``position_ids
-    [B, S]`` or ``[4, B, S]``, and no attention mask.
-
-    Args:
-        model: its config names the attention function.
-        group: the ranks that share rows, in the order of the slices.
-        packed: of the same model.
+    [B, S]`` or ``[4, B, S]``, and no attention mask. The ranks of ``group`` share rows, in the order of the slices.
 
     Raises:
         UnsupportedModelError, SettingError: see ``check_attention_splits``.
@@ -115,7 +109,8 @@ class SequenceParallel:
         decoder = model.get_submodule(decoder_layers(model)[0].rsplit(".", 2)[0])  # above layers.0
         decoder.register_forward_pre_hook(self._cut_inputs, with_kwargs=True)
         for module in decoder.modules():
-            if _embeds_positions(module):
+            takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
+            if takes_positions and next(module.parameters(), None) is None:  # a rotary embedding
                 module.register_forward_hook(self._cut_embeddings)
         for module in attention_modules(decoder).values():
             module.register_forward_pre_hook(self._cut_positions, with_kwargs=True)
@@ -162,14 +157,9 @@ class SequenceParallel:
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Run ``attention`` on the whole row for this rank's heads.
+        """Run ``attention`` on the whole row for this rank's heads: ``[B, H, s, D]`` -> ``[B, s, H, D]``.
 
-        Args:
-            query: ``[B, H, s, D]``; ``key`` and ``value`` may have fewer heads, and ``value`` another ``D``.
-            attention_mask: of the whole row, or None.
-
-        Returns:
-            ``[B, s, H, D]``, and no weights.
+        ``key`` and ``value`` may have fewer heads, and ``value`` another ``D``. The mask is of the whole row.
 
         Raises:
             UnsupportedModelError: it is not known how to slice one of the arguments.
@@ -191,12 +181,6 @@ class SequenceParallel:
         heads_of_rank = to_heads(self.group, query, key, value)
         output, _ = attention(_Part(module, own), *heads_of_rank, attention_mask, **kwargs)
         return to_tokens(self.group, output), None
-
-
-def _embeds_positions(module: nn.Module) -> bool:
-    """Whether the module is a rotary embedding (takes position_ids, has no parameters)."""
-    takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
-    return takes_positions and next(module.parameters(), None) is None
 
 
 def _attention(real: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

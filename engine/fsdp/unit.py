@@ -22,10 +22,9 @@ Kind = Literal["experts", "low_precision", "float32", "layer", "embeddings", "he
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Elements of a unit on a mesh.
+    """Elements of a unit that ``ranks`` share.
 
     Args:
-        ranks: that share the unit.
         local: of a rank's shard, padded as FSDP pads it.
         trained: of the parameters in that shard that have a gradient.
         moved: of parameters that are not sharded along dim 0, which FSDP copies again after the all-gather.
@@ -54,24 +53,19 @@ class Unit:
     """Parameters that FSDP2 gathers, frees and reduces together.
 
     Args:
-        kind: of the modules. ``low_precision``: children of a module that is kept in float32, which are gathered in the
-            lower precision, as one unit.
+        kind: ``low_precision`` are children of a module that is kept in float32, gathered in the lower precision.
         modules: FQNs; the root's is ``""``.
         stage: the root, the embeddings, the head, or the layer that it is a part of.
         shapes: global shape of each parameter, by FQN. A parameter belongs to the first unit that holds it.
-        param_dtype: dtype of the gathered parameters.
-        reduce_dtype: dtype of the gradient reduction.
-        reshard_after_forward: free gathered parameters between forward and backward; None is FSDP's default for the
-            root, which keeps them.
-        ep_dims: for each parameter of experts, the dim that counts the experts.
-        etp_dims: for each parameter of experts, the dim that ``etp`` shards.
+        param_dtype, reduce_dtype: of the gathered parameters, and of the gradient reduction.
+        reshard_after_forward: free gathered parameters after forward; None is FSDP's default for the root: keep them.
+        ep_dims, etp_dims: for each parameter of experts, the dim that counts the experts, and that ``etp`` shards.
         casts_inputs: FSDP casts floating-point inputs of the forward to ``param_dtype``.
         casts_outputs: cast the forward's output to the dtype of its input.
         unshard_in_backward: backward reads the parameters.
         unsharded: parameters in FSDP's ``ignored_params``: each rank holds them whole, in their own dtype.
         frozen: parameters without a gradient, beside adapters or in a frozen vision tower.
-        forward_prefetch: names of the units whose all-gathers start with this unit's forward.
-        backward_prefetch: the same for its backward.
+        forward_prefetch, backward_prefetch: names of the units whose all-gathers start with this unit's pass.
     """
 
     kind: Kind
@@ -81,7 +75,7 @@ class Unit:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reshard_after_forward: bool | None
-    ep_dims: Mapping[str, int]
+    ep_dims: Mapping[str, int] = field(default_factory=dict)
     etp_dims: Mapping[str, EtpDim] = field(default_factory=dict)
     casts_inputs: bool = True
     casts_outputs: bool = False
@@ -128,10 +122,7 @@ class Unit:
         return self.ranks(topology) == topology.dp_replicate == 1 and not cpu_offload and device_type == "cpu"
 
     def shard_dim(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> int:
-        """Return the dim of a parameter that FSDP shards over the unit's ranks.
-
-        Args:
-            expert_shard_dim: as in ``ShardingOptions``; used for experts alone.
+        """Return the dim of a parameter that FSDP shards over the unit's ranks; for experts see ``expert_shard_dim``.
 
         Raises:
             SettingError: an explicit dim does not divide.
@@ -184,13 +175,7 @@ class Stage:
 
 
 def stages_of(plan: Sequence[Unit], layers: Sequence[str]) -> list[Stage]:
-    """Return the units that hold parameters, in the order of the forward.
-
-    Args:
-        layers: FQNs of the model's layers, in their order.
-    """
-    found = [
-        Stage(name, tuple(unit for unit in plan if unit.stage == name and unit.shapes))
-        for name in (ROOT, EMBEDDINGS, *layers, HEAD)
-    ]
+    """Return the units that hold parameters, in the order of the forward; ``layers`` are FQNs in their order."""
+    names = ROOT, EMBEDDINGS, *layers, HEAD
+    found = [Stage(name, tuple(unit for unit in plan if unit.stage == name and unit.shapes)) for name in names]
     return [stage for stage in found if stage.units]

@@ -41,12 +41,12 @@ def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
     experts = find_experts(model, options.expert_plan)
     embeddings, head = _embeddings_and_head(model, options.head_in_root)
     units = _Units(model, options, experts, {EMBEDDINGS: embeddings, HEAD: head})
-    reshard, reshard_experts = options.reshard_after_forward, options.reshard_experts_after_forward
+    reshard, of_experts = options.reshard_after_forward, options.reshard_experts_after_forward
     for info in experts:
         units.add(
             "experts",
             [info.module],
-            reshard if reshard_experts is None else reshard_experts,
+            reshard if of_experts is None else of_experts,
             ep_dims={f"{info.fqn}.{name}": dim for name, dim in info.ep_dims.items()},
             etp_dims={f"{info.fqn}.{name}": cut for name, cut in info.etp_dims.items()},
             casts_inputs=False,  # routing weights may be float32 on purpose; the experts cast hidden states themselves
@@ -89,15 +89,13 @@ def _embeddings_and_head(model: Any, head_in_root: bool) -> tuple[nn.Module | No
 class _Units:
     """Builds the plan: assigns each parameter to the first unit that holds it, and each unit to its stage.
 
-    Args:
-        ends: the modules of the stages embeddings and head, if these are units.
+    ``ends`` are the modules of the stages embeddings and head, if these are units.
     """
 
     def __init__(
         self, model: Any, options: ShardingOptions, experts: Sequence[ExpertsInfo], ends: Mapping[str, nn.Module | None]
     ) -> None:
-        self.model, self.options = model, options
-        self.layers = layer_names(model)
+        self.model, self.options, self.layers = model, options, layer_names(model)
         self._experts = {info.module for info in experts}
         self._fqns = {module: fqn for fqn, module in model.named_modules()}
         self._order = {fqn: i for i, fqn in enumerate(self._fqns.values())}
@@ -110,20 +108,8 @@ class _Units:
         self._stages = {layer: layer for layer in self.layers}  # the FQN of each stage's module
         self._stages |= {stage: self._fqns[module] for stage, module in ends.items() if module is not None}
 
-    def add(
-        self,
-        kind: Kind,
-        modules: Iterable[nn.Module],
-        reshard_after_forward: bool | None,
-        param_dtype: torch.dtype | None = None,
-        ep_dims: Mapping[str, int] | None = None,
-        **how: Any,
-    ) -> None:
-        """Add modules as one unit, except those that an earlier unit wraps (a layer or head kept in float32).
-
-        Args:
-            how: further fields of ``Unit``.
-        """
+    def add(self, kind: Kind, modules: Iterable[nn.Module], reshard_after_forward: bool | None, **how: Any) -> None:
+        """Add modules as one unit, except those that an earlier unit wraps (a layer or head kept in float32)."""
         new = [module for module in modules if module not in self._wrapped]
         if not new:
             return
@@ -133,32 +119,27 @@ class _Units:
         shapes = {name: tuple(param.shape) for param, name in names.items() if param not in self._whole}
         if shapes and self._without_backward.issuperset(shapes):
             how["unshard_in_backward"] = False
+        how.setdefault("param_dtype", self.options.param_dtype)
         fqns = tuple(self._fqns[module] for module in new)
-        self._units.append(
-            Unit(
-                kind=kind,
-                modules=fqns,
-                stage=self._stage_of(fqns[0]),
-                shapes=shapes,
-                param_dtype=param_dtype or self.options.param_dtype,
-                reduce_dtype=self.options.reduce_dtype,
-                reshard_after_forward=reshard_after_forward,
-                ep_dims=ep_dims or {},
-                unsharded=tuple(name for param, name in names.items() if param in self._whole),
-                frozen=self._frozen.intersection(shapes),
-                **how,
-            )
+        stages = (name for name, module in self._stages.items() if f"{fqns[0]}.".startswith(f"{module}."))
+        unit = Unit(
+            kind=kind,
+            modules=fqns,
+            stage=next(stages, ROOT),
+            shapes=shapes,
+            reduce_dtype=self.options.reduce_dtype,
+            reshard_after_forward=reshard_after_forward,
+            unsharded=tuple(name for param, name in names.items() if param in self._whole),
+            frozen=self._frozen.intersection(shapes),
+            **how,
         )
-
-    def _stage_of(self, fqn: str) -> str:
-        return next((name for name, module in self._stages.items() if f"{fqn}.".startswith(f"{module}.")), ROOT)
+        self._units.append(unit)
 
     def with_prefetch(self) -> list[Unit]:
         """Return the units, with prefetched units in the first unit of each stage.
 
-        Stages run root, embeddings, layers, head in forward, and root, head, layers in backward, where embeddings
-        gather nothing. The layers of a vision tower prefetch only each other, because a batch without images skips
-        them, and a prefetched unit must be used.
+        Stages run root, embeddings, layers, head in forward, and root, head, layers in backward. The layers of a vision
+        tower prefetch only each other: a batch without images skips them, and a prefetched unit must be used.
         """
         if not self.options.prefetch_depth:
             return self._units
@@ -189,16 +170,13 @@ class _Units:
         return next((chain for chain in chains if not self._experts or hold.intersection(chain)), [])
 
     def _ahead(self, stages: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Return the units to gather when each stage starts, by the name of the unit that wraps the stage's module.
-
-        Args:
-            stages: in the order of a pass.
-        """
+        """Return the units to gather when each stage of a pass starts, by the unit that wraps the stage's module."""
         starts = {fqn: unit.name for unit in self._units for fqn in unit.modules}
-        depth, found = self.options.prefetch_depth, dict[str, tuple[str, ...]]()
+        found = {}
         for i, stage in enumerate(stages):
-            following = [self._gathered_for(later) for later in stages[i + 1 : i + 1 + depth]]
-            found[starts[self._stages.get(stage, "")]] = tuple(name for names in following for name in names)
+            following = stages[i + 1 : i + 1 + self.options.prefetch_depth]
+            names = tuple(name for later in following for name in self._gathered_for(later))
+            found[starts[self._stages.get(stage, "")]] = names
         return found
 
     def _gathered_for(self, stage: str) -> list[str]:

@@ -22,13 +22,7 @@ __all__ = ["CausalHead", "Wanted", "why_whole_logits"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Labels whose log-probs the head returns.
-
-    Args:
-        labels: a token for each position of the head's input, int64.
-        temperature: for each position, positive.
-        with_entropy: whether entropies are returned too.
-    """
+    """Labels (int64) and positive temperatures, for each position of the head's input, of the log-probs to return."""
 
     labels: torch.Tensor
     temperature: torch.Tensor
@@ -36,14 +30,10 @@ class Wanted:
 
 
 class CausalHead:
-    """Wraps the head of a model for which ``why_whole_logits`` is empty, before the model is sharded.
-
-    Attributes:
-        wanted: labels of the next forward; None for logits.
-    """
+    """Wraps the head of a model for which ``why_whole_logits`` is empty, before the model is sharded."""
 
     def __init__(self, model: Any):
-        self.wanted: Wanted | None = None
+        self.wanted: Wanted | None = None  # of the next forward; None for logits
         self._found: torch.Tensor | None = None
         head = model.get_output_embeddings()
         wrap_forward(head, "log_probs", functools.partial(self._forward, head))
@@ -57,22 +47,14 @@ class CausalHead:
                 f"the head got hidden states {tuple(hidden.shape)} for {wanted.labels.numel()} labels: the model's "
                 f"forward leaves positions out. What works: engine.chunked_logits=False."
             )
-        found = log_probs_and_entropy(
-            hidden.flatten(0, -2),
-            head.weight,
-            head.bias,
-            wanted.labels.reshape(-1),
-            wanted.temperature.reshape(-1),
-            wanted.with_entropy,
-        )
+        labels, temperature = wanted.labels.reshape(-1), wanted.temperature.reshape(-1)
+        parameters = head.weight, head.bias
+        found = log_probs_and_entropy(hidden.flatten(0, -2), *parameters, labels, temperature, wanted.with_entropy)
         self._found = found.view(*hidden.shape[:-1], -1)
         return self._found
 
     def take(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return log-probs and entropies of the last forward, float32, in the shape of the positions.
-
-        Args:
-            logits: the model's output.
 
         Raises:
             RuntimeError: ``logits`` are not the head's output.
@@ -87,13 +69,10 @@ class CausalHead:
 
 
 def why_whole_logits(model: Any) -> str:
-    """Return why a head can't return log-probs; empty if it can.
+    """Return why the head of a model on the meta device can't return log-probs; empty if it can.
 
     Run the model's own forward with a stub in place of the base model. Its logits have to be the same tensor that the
     head returned.
-
-    Args:
-        model: on the meta device, not sharded.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -121,11 +100,11 @@ def why_whole_logits(model: Any) -> str:
     return ""
 
 
+@dataclass
 class _Outputs:
     """The output of a base model: hidden states; any other field is None."""
 
-    def __init__(self, hidden: torch.Tensor):
-        self.last_hidden_state = hidden
+    last_hidden_state: torch.Tensor
 
     def __getitem__(self, key: int | str) -> torch.Tensor | None:
         return self.last_hidden_state if key in (0, "last_hidden_state") else None

@@ -7,7 +7,7 @@ A token has logits ``z_t = (weight @ hidden_t + bias) / temperature_t``, ``p = s
 
 A tile is some tokens by a part of the vocabulary, small enough for a cache. The forward keeps running maxima and sums
 over the tiles of a row (Milakov and Gimelshein, arXiv:1805.02867), and computes ``lse`` from them. The backward
-computes each tile again. Whole logits exist only on a CPU, where small ones are kept for backward.
+computes each tile again.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,6 @@ from .tiles import LABEL, MOST, TOTAL, WEIGHTED, add_product, gradient_of, reduc
 __all__ = ["log_probs_and_entropy", "tile_bytes", "tile_sizes"]
 
 
-_KEPT_BYTES = 64 << 20  # most bytes of whole logits that a CPU keeps for backward
-
-
 def tile_sizes(device_type: str) -> tuple[int, int]:
     """Return a tile's number of tokens and of columns: 1 MiB of float32 on a CPU, large GEMMs on a GPU."""
     return (256, 1024) if device_type == "cpu" else (2048, 16384)
@@ -30,9 +27,9 @@ def tile_sizes(device_type: str) -> tuple[int, int]:
 def tile_bytes(tokens: int, outputs: int, width: int, dtype: torch.dtype, device_type: str) -> int:
     """Return the peak bytes of a backward, without gradients of ``dtype``.
 
-    A GPU holds the tile in the compute dtype. A CPU holds the tile twice in float32, and whole logits if they are
-    kept. A lower compute dtype adds float32 sums of the gradients of the hidden states and of the tile's weights. On a
-    CPU it also adds the tile, its gradient and one product in that dtype.
+    A GPU holds the tile in the compute dtype, a CPU twice in float32. A lower compute dtype adds float32 sums of the
+    gradients of the hidden states and of the tile's weights. On a CPU it also adds the tile, its gradient and one
+    product in that dtype.
 
     Args:
         outputs: rows of the head's weight.
@@ -41,17 +38,11 @@ def tile_bytes(tokens: int, outputs: int, width: int, dtype: torch.dtype, device
     rows, columns = (min(most, size) for most, size in zip(tile_sizes(device_type), (tokens, outputs), strict=True))
     is_lower = dtype.itemsize < 4
     element = dtype.itemsize if device_type == "cuda" else 2 * (4 + dtype.itemsize * is_lower)
-    of_tile = element * rows * columns + _kept_bytes(tokens, outputs, dtype, device_type)
+    of_tile = element * rows * columns
     if not is_lower:
         return of_tile
     of_product = 0 if device_type == "cuda" else dtype.itemsize * width * max(rows, columns)
     return of_tile + of_product + 4 * width * (tokens + columns)
-
-
-def _kept_bytes(tokens: int, outputs: int, dtype: torch.dtype, device_type: str) -> int:
-    """Return the bytes of the logits if forward keeps them for backward, else 0."""
-    whole = tokens * outputs * dtype.itemsize
-    return whole if device_type == "cpu" and whole <= _KEPT_BYTES else 0
 
 
 def log_probs_and_entropy(
@@ -67,11 +58,8 @@ def log_probs_and_entropy(
     Logits are computed in the dtype of the weights, as in any head, and reduced in float32 (float64 for float64).
 
     Args:
-        hidden: ``[T, D]``.
-        weight: ``[V, D]``, of the same dtype.
-        bias: ``[V]``, or None.
-        labels: ``[T]``, int64, each below ``V``.
-        temperature: ``[T]``, positive.
+        hidden, weight, bias: ``[T, D]``, ``[V, D]`` and ``[V]``, of one dtype.
+        labels, temperature: ``[T]``; int64 below ``V``, and positive.
     """
     return _LogProbs.apply(hidden, weight, bias, labels, temperature, with_entropy)  # type: ignore[no-any-return]
 
@@ -84,13 +72,9 @@ def _tiles(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, 
             yield slice(token, min(token + rows, len(hidden))), slice(first, min(first + columns, len(weight)))
 
 
-def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, kept: torch.Tensor | None
-) -> torch.Tensor:
-    """Compute a tile's unscaled logits, or copy ``kept``, into the memory of ``out``."""
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Compute a tile's unscaled logits into the memory of ``out``."""
     logits = out[: len(hidden) * len(weight)].view(len(hidden), len(weight))
-    if kept is not None:
-        return logits.copy_(kept)
     torch.mm(hidden, weight.t(), out=logits)
     return logits if bias is None else logits.add_(bias)
 
@@ -107,24 +91,20 @@ class _LogProbs(torch.autograd.Function):
         scale = temperature.to(dtype).clamp(min=1e-8).reciprocal()  # verl's bound
         sums = scale.new_zeros((4, len(hidden)))
         sums[MOST] = torch.finfo(dtype).min  # not -inf, because -inf - -inf is NaN
-        memory, kept = _tile_memory(hidden, weight), None
-        if any(ctx.needs_input_grad) and _kept_bytes(len(hidden), len(weight), weight.dtype, hidden.device.type):
-            kept = weight.new_empty(len(hidden), len(weight))
+        memory = _tile_memory(hidden, weight)
         for rows, columns in _tiles(hidden, weight):
-            logits = _logits(hidden[rows], weight[columns], None if bias is None else bias[columns], memory, None)
-            if kept is not None:
-                kept[rows, columns] = logits
+            logits = _logits(hidden[rows], weight[columns], None if bias is None else bias[columns], memory)
             reduce_tile(logits, scale[rows], labels[rows] - columns.start, sums[:, rows], with_entropy)
         log_total = sums[TOTAL].log()
         lse, entropy = sums[MOST] + log_total, log_total - sums[WEIGHTED] / sums[TOTAL]
-        ctx.save_for_backward(hidden, weight, bias, labels, scale, lse, entropy, kept)
+        ctx.save_for_backward(hidden, weight, bias, labels, scale, lse, entropy)
         ctx.with_entropy = with_entropy
         log_probs = sums[LABEL] - lse
         return torch.stack((log_probs, entropy) if with_entropy else (log_probs,), dim=-1)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
-        hidden, weight, bias, labels, scale, lse, entropy, kept = ctx.saved_tensors
+        hidden, weight, bias, labels, scale, lse, entropy = ctx.saved_tensors
         # The gradient of a logit is p (common + of_entropy log p) + of_label [j == y].
         of_label, of_entropy = grad[:, 0] * scale, None
         common = -of_label
@@ -137,25 +117,20 @@ class _LogProbs(torch.autograd.Function):
         to_bias = torch.zeros_like(bias, dtype=lse.dtype) if for_bias else None
         memory = _tile_memory(hidden, weight)
         for rows, columns in _tiles(hidden, weight):
-            of_tile = None if bias is None else bias[columns], memory, None if kept is None else kept[rows, columns]
-            logits = _logits(hidden[rows], weight[columns], *of_tile)
+            logits = _logits(hidden[rows], weight[columns], None if bias is None else bias[columns], memory)
             entropies = None if of_entropy is None else of_entropy[rows]
-            own = labels[rows] - columns.start
-            grads = gradient_of(logits, scale[rows], own, lse[rows], common[rows], entropies, of_label[rows])
+            label = labels[rows] - columns.start
+            grads = gradient_of(logits, scale[rows], label, lse[rows], common[rows], entropies, of_label[rows])
             if to_hidden is not None:
                 add_product(to_hidden[rows], grads, weight[columns])
             if to_bias is not None:
                 to_bias[columns] += grads.sum(dim=0, dtype=lse.dtype)
             if to_weight is not None:
                 if rows.start == 0:
-                    part = _zeros(to_weight[columns], lse.dtype)
+                    own = to_weight[columns].zero_()
+                    part = own if own.dtype == lse.dtype else torch.zeros_like(own, dtype=lse.dtype)
                 add_product(part, grads.t(), hidden[rows])
                 if rows.stop == len(hidden) and part.dtype != to_weight.dtype:
                     to_weight[columns] = part
         to_hidden, to_bias = (None if sums is None else sums.to(weight.dtype) for sums in (to_hidden, to_bias))
         return to_hidden, to_weight, to_bias, None, None, None
-
-
-def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros of the dtype: ``like`` itself if it has it."""
-    return like.zero_() if like.dtype == dtype else torch.zeros_like(like, dtype=dtype)

@@ -27,12 +27,11 @@ def _kernels(device: str, dtype: torch.dtype) -> ModuleType | None:
 def reduce_tile(
     logits: torch.Tensor, scale: torch.Tensor, labels: torch.Tensor, sums: torch.Tensor, with_entropy: bool
 ) -> None:
-    """Add a tile to the sums of its tokens; the tile may be overwritten.
+    """Add a tile to the ``sums [4, n]`` of its tokens, in place; the tile may be overwritten.
 
     Args:
         scale: ``[n]``, the factor of the logits.
         labels: ``[n]``, columns relative to the tile; another tile has the others.
-        sums: ``[4, n]``, changed in place.
     """
     if (kernels := _kernels(logits.device.type, scale.dtype)) is not None:
         return kernels.reduce_tile(logits, scale, labels, sums, with_entropy)
@@ -61,10 +60,7 @@ def gradient_of(
 ) -> torch.Tensor:
     """Return a tile's gradient, ``p (common + of_entropy log p) + of_label [column == label]``, in the logits' dtype.
 
-    Args:
-        logits: may be overwritten.
-        scale, labels: as ``reduce_tile``'s.
-        lse, common, of_entropy, of_label: ``[n]``.
+    It may overwrite the logits; all other arguments are ``[n]``.
     """
     if (kernels := _kernels(logits.device.type, scale.dtype)) is not None:
         return kernels.gradient_of(logits, scale, labels, lse, common, of_entropy, of_label)

@@ -10,7 +10,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from ..checkpoint import state as checkpoint
 from ..checkpoint.saves import CheckpointSaver
 from ..config.values import overrides_of
-from ..fsdp.reshard import reshard_all
+from ..fsdp.after_gather import reshard_all
 from ..model.value_head import value_fields
 from ..model_files import (
     CONFIG,

@@ -16,7 +16,7 @@ from verl.workers.engine.fsdp.transformer_impl import EngineEvalModeCtx, EngineT
 from ...rollout import servers
 from ..checkpoint.saves import CheckpointSaver
 from ..config.settings import sharding_options
-from ..fsdp.reshard import reshard_all
+from ..fsdp.after_gather import reshard_all
 from ..fsdp.single_rank import keeping_casts
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from . import shims

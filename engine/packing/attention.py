@@ -1,13 +1,13 @@
 """Attention within each sequence of a packed row.
 
-transformers passes sdpa and eager attention a mask of the whole row, so that the masked pairs of different sequences
-are computed as well. Here the configured attention is called once per sequence, without a mask if it is causal. On a
-GPU one call computes the whole row if the result is the same as sdpa's (``varlen.py``).
+transformers passes sdpa and eager attention a mask of the whole row, which computes pairs of different sequences too.
+Here the configured attention is called once per sequence, without a mask if it is causal. On a GPU one call computes
+the whole row if the result is the same as sdpa's (``varlen.py``).
 
     q, k, v  [1, H, S, D]  ->  attention of each [1, H, n, D]  ->  [1, S, H, D]
 
-An attention function and a mask function are registered with transformers under ``NAME``. The mask function returns a
-``PackedMask``, which passes through the family's code and makes the masks of single sequences on demand.
+The function and the mask function are registered with transformers under ``NAME``. The family's code gets a
+``PackedMask``, which makes the masks of single sequences on demand.
 """
 
 import functools
@@ -65,11 +65,7 @@ _OF_DISTANCES = {
 
 
 def spans_of(positions: torch.Tensor) -> tuple[Span, ...]:
-    """Return the spans of a row's sequences; on a GPU this waits for the device, once.
-
-    Args:
-        positions: ``[S]``, counting up by one within a sequence.
-    """
+    """Return the spans of a row's sequences, within which ``positions [S]`` count up by one; waits for the device."""
     ends = [*((positions.diff() != 1).cpu().nonzero()[:, 0] + 1).tolist(), positions.shape[0]]
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -85,8 +81,7 @@ class PackedMask:
     """The mask of a packed row; makes the masks of its sequences on demand.
 
     Args:
-        sparse: transformers' mask function for the configured attention.
-        explicit: transformers' mask function for eager attention.
+        sparse, explicit: transformers' mask functions for the configured attention and for eager attention.
         asked: the family's arguments to the mask function, for the whole row.
     """
 
@@ -107,11 +102,7 @@ class PackedMask:
                 self._asked["allow_is_causal_skip"] = True
 
     def of(self, span: Span, explicit: bool = False) -> torch.Tensor | None:
-        """Return the mask of one sequence by itself, ``[1, 1, n, n]``; None if it needs none.
-
-        Args:
-            explicit: return a mask to add to scores, never None.
-        """
+        """Return one sequence's mask ``[1, 1, n, n]``: to add to scores if ``explicit``, else None if it needs none."""
         start, length = span[0], span[1] - span[0]
         offset = 0 if self._of_distances else start  # a mask of distances is the same anywhere in the row
         key = offset, length, explicit
@@ -128,8 +119,7 @@ def _intersected(function: Callable[..., Any]) -> list[Callable[..., Any]]:
         return _intersected(inner["mask_function"])
     if function.__qualname__ != "and_masks.<locals>.and_mask":
         return [function]
-    functions = inner.get("mask_functions", ())
-    return [part for each in functions for part in _intersected(each)] or [function]
+    return [part for each in inner.get("mask_functions", ()) for part in _intersected(each)] or [function]
 
 
 @dataclass(frozen=True)
@@ -139,9 +129,9 @@ class PackedAttention:
     Args:
         real: the configured attention function.
         explicit: it needs a mask to be causal (eager attention).
-        lengths: returns the lengths of the current row if one kernel may compute it, else None.
+        lengths: of the current row if one kernel may compute it, else None.
         is_whole: it gets the whole row, with a mask of the row (flex attention).
-        scale: see ``_scale_of_places``.
+        scales: it scales queries by their places in their sequence (``Llama4TextAttention`` of transformers 5.9).
     """
 
     real: Callable[..., Any]
@@ -149,7 +139,7 @@ class PackedAttention:
     spans: Spans
     lengths: Callable[[], Lengths | None] = lambda: None
     is_whole: bool = False
-    scale: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    scales: bool = False
 
     def attend(
         self,
@@ -160,23 +150,19 @@ class PackedAttention:
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """Compute attention within each sequence.
+        """Compute attention within each sequence, ``[1, H, S, D]`` -> ``[1, S, H, D]``; returns no weights.
 
-        Args:
-            query: ``[1, H, S, D]``; ``key`` and ``value`` may have fewer heads, and ``value`` another ``D``.
-            attention_mask: a ``PackedMask`` if rows are packed.
-
-        Returns:
-            ``[1, S, H, D]``, and no weights.
+        ``key`` and ``value`` may have fewer heads, and ``value`` another ``D``.
 
         Raises:
             ValueError: the row has another length than its positions, or the family's code made a mask of its own.
         """
         spans = self.spans()
-        if self.scale is not None:
+        if self.scales:
             lengths = [end - start for start, end in spans or [(0, query.shape[2])]]
             places = torch.cat([torch.arange(length, device=query.device) for length in lengths])
-            query = (query * self.scale(module, places)[:, None]).to(query.dtype)
+            scale = torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+            query = (query * scale[:, None]).to(query.dtype)
         if spans is None or self.is_whole:
             return self.real(module, query, key, value, attention_mask, **kwargs)
         if query.shape[2] != spans[-1][1] or key.shape[2] != spans[-1][1]:
@@ -189,67 +175,51 @@ class PackedAttention:
         # A split's gradient is one tensor of the row's length; each slice's would be as long.
         lengths = [end - start for start, end in spans]
         parts = zip(*(each.split(lengths, dim=2) for each in (query, key, value)), spans, strict=True)
-        outputs = [self._attend_sequence(module, q, k, v, attention_mask, span, kwargs) for q, k, v, span in parts]
+        outputs, window = list[torch.Tensor](), attention_mask.window
+        for *heads, span in parts:
+            if window is not None and span[1] - span[0] > 2 * window:
+                outputs += self._attend_window(module, heads, window, kwargs)
+            else:
+                outputs.append(self.real(module, *heads, attention_mask.of(span, self.explicit), **kwargs)[0])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
-    def _attend_sequence(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        masks: PackedMask,
-        span: Span,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
-        length, window = span[1] - span[0], masks.window
-        if window is None or length <= 2 * window:
-            return self.real(module, query, key, value, masks.of(span, self.explicit), **kwargs)[0]
-        # Blocks of queries, as long as the window, with the keys of their own block and of the one before.
-        blocks = [each.split(window, dim=2) for each in (query, key, value)]
+    def _attend_window(
+        self, module: Any, heads: Sequence[torch.Tensor], window: int, kwargs: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """Compute blocks of queries, as long as the window, with the keys of their own block and of the one before."""
         outputs, before = [], list[torch.Tensor]()  # no keys come before the first block
-        for q, *block in zip(*blocks, strict=True):
-            mask = _window_mask(query, window if before else 0, q.shape[2], window, self.explicit)
+        for query, *block in zip(*(each.split(window, dim=2) for each in heads), strict=True):
+            mask = _window_mask(query, window if before else 0, window, self.explicit)
             keys = [torch.cat(pair, dim=2) for pair in zip(before, block, strict=True)] if before else block
-            outputs.append(self.real(module, q, *keys, mask, **kwargs)[0])
+            outputs.append(self.real(module, query, *keys, mask, **kwargs)[0])
             before = block
-        return torch.cat(outputs, dim=1)
+        return outputs
 
 
-def _window_mask(like: torch.Tensor, before: int, queries: int, window: int, explicit: bool) -> torch.Tensor:
-    """Return the mask of a block of queries whose keys begin ``before`` tokens earlier: ``[1, 1, queries, keys]``.
+def _window_mask(block: torch.Tensor, before: int, window: int, explicit: bool) -> torch.Tensor:
+    """Return the mask ``[1, 1, queries, keys]`` of a block of queries whose keys begin ``before`` tokens earlier.
 
-    Args:
-        explicit: return a mask to add to scores, in the dtype of ``like``, instead of a boolean one.
+    It is boolean, or if ``explicit``, in the block's dtype and added to scores.
     """
-    query = torch.arange(before, before + queries, device=like.device)[:, None]
-    key = torch.arange(before + queries, device=like.device)
+    key = torch.arange(before + block.shape[2], device=block.device)
+    query = key[before:, None]
     seen = ((key <= query) & (key > query - window))[None, None]
-    return like.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(like.dtype).min) if explicit else seen
+    return block.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(block.dtype).min) if explicit else seen
 
 
 def attach(module: Any, configured: str, spans: Spans, lengths: Callable[[], Lengths | None]) -> None:
     """Set the ``PackedAttention`` of an attention module; ``configured`` is transformers' name of the attention."""
     explicit, code = configured == "eager", inspect.unwrap(type(module).forward).__globals__
     real, is_whole = code[_EAGER] if explicit else ALL_ATTENTION_FUNCTIONS[configured], configured == "flex_attention"
-    setattr(module, HANDLE, PackedAttention(real, explicit, spans, lengths, is_whole, _scale_of_places(module)))
+    setattr(module, HANDLE, PackedAttention(real, explicit, spans, lengths, is_whole, scales_by_index(module)))
+    if scales_by_index(module):
+        module.attn_temperature_tuning = False
 
 
 def scales_by_index(module: Any) -> bool:
     """Whether an attention scales queries by their index in its input instead of their position."""
     attributes = PLACES_AS_POSITIONS.get(type(module).__name__)
     return attributes is not None and all(getattr(module, name) == value for name, value in attributes.items())
-
-
-def _scale_of_places(module: Any) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
-    """Return the factors of queries ``[S]`` at places ``[S]`` in a sequence, and turn off the module's own scaling.
-
-    Source: ``Llama4TextAttention`` of transformers 5.9.
-    """
-    if not scales_by_index(module):
-        return None
-    module.attn_temperature_tuning = False
-    return lambda of, places: torch.log1p(torch.floor((places.float() + 1.0) / of.floor_scale)) * of.attn_scale + 1.0
 
 
 @torch.compiler.disable
@@ -263,8 +233,8 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
 def pass_lengths(name: str, modules: Iterable[Any], lengths: Callable[[], Lengths | None]) -> None:
     """Pass the lengths of the current row to flash attention, registered under ``name``, in these modules.
 
-    transformers otherwise computes them from the positions in every layer and recomputation, and waits for the device
-    each time (5.9, ``modeling_flash_attention_utils.py``, ``_is_packed_sequence`` and ``_prepare_from_posids``).
+    transformers otherwise computes them in every layer and recomputation, and waits for the device each time (5.9,
+    ``modeling_flash_attention_utils.py``, ``_prepare_from_posids``).
     """
     for module in modules:
         setattr(module, _LENGTHS, lengths)

@@ -12,9 +12,7 @@ __all__ = ["Exchange", "to_heads", "to_tokens"]
 class Exchange(torch.autograd.Function):
     """All-to-all along dim 0, with the reverse all-to-all as gradient.
 
-    Args:
-        send: rows for each rank; equally many if None.
-        receive: rows from each rank.
+    ``send`` and ``receive`` are the rows for, and from, each rank; equally many if None.
     """
 
     @staticmethod

@@ -1,13 +1,12 @@
 """Split the heads of a mixer among the ranks that share a row, for rows that are mostly one sequence.
 
-Linear attention and state spaces consist of projections per token around a recurrence per head. A rank projects its
-slice of the tokens. One all-to-all brings it the whole row of its heads, the family's own code runs the recurrence, and
-another all-to-all brings back the slices (``shared_mixers.py``):
+Linear attention and state spaces have projections per token around a recurrence per head. A rank projects its slice of
+the tokens, and all-to-alls around the recurrence exchange tokens for heads (``shared_mixers.py``):
 
     project  [1, s, D] -> [1, H, s, d]  ->  [1, H / sp, S, d]  -> mix ->  [1, S, F / sp]  ->  [1, s, F]  -> finish
 
-The family's code runs on a copy of the module with the weights and sizes of these heads, whose projections return
-their inputs.
+The family's code runs the recurrence on a copy of the module with the weights and sizes of these heads, whose
+projections return their inputs.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of a sequence, ``H`` heads, ``F`` features
 before the last projection.
@@ -77,11 +76,7 @@ class HeadParts(ABC):
         return self._copied(x, heads, 2).transpose(1, 2)
 
     def _convolution(self, conv: nn.Conv1d, *parts: tuple[int, int]) -> "_Operator":
-        """Return the causal convolution of this rank's channels.
-
-        Args:
-            parts: the channels and the heads of each part of the input.
-        """
+        """Return the convolution of this rank's channels; ``parts`` are the channels and heads of the input's parts."""
 
         def own(weight: torch.Tensor) -> torch.Tensor:
             by_part = zip(weight.split([channels for channels, _ in parts]), parts, strict=True)
@@ -94,11 +89,11 @@ class HeadParts(ABC):
         )
 
     def _copy(self, **attributes: Any) -> Any:
-        """Copy the mixer with some attributes, parameters or modules replaced; in eval mode, so nothing is fused."""
+        """Copy the mixer with attributes, parameters or modules replaced; in eval mode, so nothing is fused."""
         # FSDP's class of a unit can't be copied; the family's class comes after it and FSDPModule.
         cls: Any = type(self.module).__mro__[2 if isinstance(self.module, FSDPModule) else 0]
         part = object.__new__(cls)
-        vars(part).update(vars(self.module) | attributes, training=False)
+        vars(part).update(vars(self.module) | dict.fromkeys(_IN_FINISH, _same) | attributes, training=False)
         return part
 
 
@@ -108,6 +103,9 @@ def _run(part: Any, given: torch.Tensor, **kwargs: Any) -> Any:
 
 def _same(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x
+
+
+_IN_FINISH = ("norm", "out_proj", "o_norm", "o_proj")  # modules that run in ``finish``
 
 
 class _Operator:
@@ -143,8 +141,6 @@ class _Mamba2(HeadParts):
         return self._copy(
             in_proj=_Operator(_same, module.in_proj.weight),
             conv1d=self._convolution(module.conv1d, (module.intermediate_size, module.num_heads), of_groups, of_groups),
-            norm=_same,
-            out_proj=_same,
             num_heads=self.heads,
             n_groups=groups,
             intermediate_size=inner,
@@ -183,7 +179,6 @@ class _Mamba1(HeadParts):
             conv1d=self._convolution(module.conv1d, (module.intermediate_size, module.intermediate_size)),
             x_proj=lambda x: _Sum.apply(nn.functional.linear(x, x_weight), self.group),
             dt_proj=_Operator(lambda x: nn.functional.linear(x, weight, bias), weight, bias),
-            out_proj=_same,
             intermediate_size=self.heads,
             A_log=self._own(module.A_log),
             D=self._own(module.D),
@@ -224,9 +219,7 @@ class _Lightning(HeadParts):
         module = self.module
         return self._copy(
             qkv_proj=_same,
-            norm=_same,
             output_gate=lambda x: x.new_tensor(math.inf),  # open; the gate is applied in ``finish``
-            out_proj=_same,
             num_attention_heads=self.heads,
             diagonal_decay=self._own(module.diagonal_decay, 1),
             **{name: self._own(getattr(module, name)) for name in ("slope_rate", "query_decay", "key_decay")},
@@ -260,8 +253,6 @@ class _DeltaAttention(HeadParts):
             forget_gate=lambda _: forget.unflatten(2, (self.heads, -1)),
             conv1d=self._convolution(module.conv1d, *[(module.qkv_dim, module.num_heads)] * 3),
             qkv_dim=module.qkv_dim // self.size,
-            o_norm=_same,
-            o_proj=_same,
             **dict.fromkeys(("g_a_proj", "g_b_proj", "g_proj"), _same),
         )
         return _run(part, q)
@@ -307,8 +298,6 @@ class _GatedDeltaRule(HeadParts):
             in_proj_b=lambda _: b,
             in_proj_a=lambda _: a,
             conv1d=self._convolution(module.conv1d, of_keys, of_keys, (module.value_dim, module.num_v_heads)),
-            norm=_same,
-            out_proj=_same,
             A_log=self._own(module.A_log),
             dt_bias=self._own(module.dt_bias),
             **sizes,

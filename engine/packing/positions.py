@@ -1,9 +1,7 @@
 """Rotary embeddings whose frequencies depend on the length of a sequence, computed for each sequence by itself.
 
-For longrope and dynamic NTK transformers chooses frequencies by the largest position of a call, and keeps them in the
-module for later calls (``dynamic_rope_update``). A sequence's result would depend on the longest sequence in its
-micro-batch, or in an earlier one.
-
+For longrope and dynamic NTK transformers chooses frequencies by the largest position of a call, and keeps them for
+later calls (``dynamic_rope_update``). A result would depend on the longest sequence of this or an earlier micro-batch.
 vLLM chooses once, by its ``max_model_len``, because it can't rotate cached keys again; its trainer uses that length.
 """
 
@@ -42,11 +40,7 @@ def rotary_by_length(model: nn.Module) -> list[Any]:
 
 
 def embed_apart(model: nn.Module, spans: Spans, longest: int = 0) -> None:
-    """Choose the frequencies of each sequence's rotary embeddings by its own length, or by ``longest``.
-
-    Args:
-        longest: the length for all sequences; 0 for each sequence's own.
-    """
+    """Choose the frequencies of each sequence's rotary embeddings by its own length, or if not 0, by ``longest``."""
     for module in rotary_by_length(model):
         embed = functools.partial(_embed, module, spans, longest)
         wrap_forward(module, "positions", torch.compiler.disable(embed))
@@ -76,6 +70,9 @@ def _embed(
         fresh._buffers = {name: buffer.clone() for name, buffer in module._buffers.items()}
         return type(module).forward(fresh, x, positions, *args, **kwargs)
 
+    def joined(parts: Sequence[Any], dim: int) -> Any:
+        return tree_map(lambda *tensors: torch.cat(tensors, dim), *parts)
+
     if longest:
         last = position_ids.new_full((*position_ids.shape[:-1], 1), longest - 1)
         return tree_map(lambda made: made[..., :-1, :], alone(torch.cat([position_ids, last], -1)))
@@ -84,8 +81,4 @@ def _embed(
     # A mixer that is called per sequence may ask for the positions of one sequence.
     lengths = [end - start for start, end in row] if row[-1][1] == tokens else [tokens]
     rows = [[alone(part) for part in each.split(lengths, -1)] for each in position_ids.split(1, -2)]
-    return _joined([_joined(parts, -2) for parts in rows], -3)
-
-
-def _joined(parts: Sequence[Any], dim: int) -> Any:
-    return tree_map(lambda *tensors: torch.cat(tensors, dim), *parts)
+    return joined([joined(parts, -2) for parts in rows], -3)

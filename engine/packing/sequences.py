@@ -60,10 +60,8 @@ _WITH_MASKS = (*_SPLIT, _FLEX)
 class Mixers:
     """The modules in which tokens of a row meet, by FQN.
 
-    Args:
-        attentions: mix tokens by transformers' attention interface alone.
-        others: all other mixers.
-        why_not: why the model's sequences can't be separated, or None.
+    ``attentions`` mix tokens by transformers' attention interface alone. ``why_not`` says why sequences can't be
+    separated.
     """
 
     attentions: dict[str, nn.Module]
@@ -95,9 +93,7 @@ def find_mixers(model: Any) -> Mixers:
 def why_not_packed(model: Any, attention: str) -> str | None:
     """Return why sequences packed into one row would see each other; None if they don't.
 
-    Args:
-        model: a transformers model, which may be on the meta device.
-        attention: transformers' name of the attention to run.
+    The model may be on the meta device. ``attention`` is transformers' name of the attention to run.
     """
     mixers = find_mixers(model)
     if mixers.why_not is not None:
@@ -115,11 +111,8 @@ class PackedSequences:
     """Makes a model separate the sequences of a packed row; install it before anything else wraps its modules.
 
     From then on a forward without an attention mask finds its sequences in ``position_ids``, which restart with each:
-    ``[1, S]``, or the first row of ``[4, 1, S]``. A forward with an attention mask is unchanged.
-
-    Args:
-        model: its config names the attention to run.
-        longest: see ``embed_apart``.
+    ``[1, S]``, or the first row of ``[4, 1, S]``. A forward with an attention mask is unchanged. For ``longest`` see
+    ``embed_apart``.
 
     Raises:
         ValueError: the sequences can't be separated, see ``why_not_packed``.
@@ -143,9 +136,8 @@ class PackedSequences:
         self._lengths: Lengths | None = None
         self._taken = {fqn: lengths_taken(module) for fqn, module in self._mixers.others.items()}
         self._configured = name
-        if name in _WITH_MASKS or self._mixers.others or "flash" in name:
-            model.register_forward_pre_hook(self._begin, with_kwargs=True)
-            model.register_forward_hook(self._end, always_call=True)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end, always_call=True)
         if name in _WITH_MASKS:
             self._make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
             for module in self._mixers.attentions.values():
@@ -159,11 +151,7 @@ class PackedSequences:
             wrap_forward(module, "packed_sequences", torch.compiler.disable(call, recursive=False))
 
     def share(self, group: dist.ProcessGroup) -> None:
-        """From now on expect a slice of the row's tokens, with the positions of the whole row.
-
-        Args:
-            group: the ranks that share rows, in the order of the slices.
-        """
+        """From now on expect a slice of a row that ``group`` shares, with the positions of the whole row."""
         self._shared = SharedMixers(group)
 
     def line(self) -> str:
@@ -205,12 +193,11 @@ class PackedSequences:
         if positions is None or kwargs.get("attention_mask") is not None:
             return None
         needed = self._configured in _WITH_MASKS or bool(self._mixers.others)  # flash attention finds them itself
-        if positions.dim() == 3:
-            if positions.shape[0] != 4:
-                if needed:
-                    raise ValueError("position_ids [3, 1, S] lack the first of four rows, which separates sequences.")
-                return None
-            positions = positions[0]
+        if positions.dim() == 3 and positions.shape[0] != 4:
+            if needed:
+                raise ValueError("position_ids [3, 1, S] lack the first of four rows, which separates sequences.")
+            return None
+        positions = positions[0] if positions.dim() == 3 else positions
         if positions.shape[0] == 1:
             return spans_of(positions[0])
         if needed and (positions.diff(dim=-1) != 1).any():
@@ -253,13 +240,11 @@ class PackedSequences:
         if spread is None:
             call = functools.partial(self._per_sequence, taken, forward)
             return self._shared.on_sequences(call, args, kwargs)
-        output = spread(*args, **kwargs)
-        if taken or not self._gathers_by_calls:
-            return output
-        # Repeat the first token until there are as many calls as on the ranks with the most sequences.
-        pick = functools.partial(_of_sequence, _hidden(args, kwargs).shape[1], 0, (0, 1), (0, 1))
-        own_args, own_kwargs = tree_map(pick, (args, kwargs))
-        return _joined([output, *(forward(*own_args, **own_kwargs) for _ in range(self._calls - 1))], 1)
+        outputs = [spread(*args, **kwargs)]
+        length = _hidden(args, kwargs).shape[1]
+        while self._gathers_by_calls and not taken and len(outputs) < self._calls:
+            outputs.append(_call_on(forward, length, 0, (0, 1), (0, 1), args, kwargs))  # as in ``_per_sequence``
+        return outputs[0] if len(outputs) == 1 else _joined(outputs, 1)
 
     def _per_sequence(self, taken: Sequence[str], forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         length, tokens = self._places[-1][1], _hidden(args, kwargs).shape[1]
@@ -268,14 +253,10 @@ class PackedSequences:
         if taken:
             device = _hidden(args, kwargs).device
             return forward(*args, **kwargs, **{name: self._argument(name, device) for name in taken})
-        outputs = []
         # Repeat the first token until there are as many calls as on the ranks with the most sequences.
         calls = [*zip(self._places, self._own, strict=True)]
         calls += [((0, 1), (self._own[0][0], self._own[0][0] + 1))] * (self._calls - len(calls))
-        for number, (place, span) in enumerate(calls):
-            pick = functools.partial(_of_sequence, length, number, place, span)
-            own_args, own_kwargs = tree_map(pick, (args, kwargs))
-            outputs.append(forward(*own_args, **own_kwargs))
+        outputs = [_call_on(forward, length, i, *spans, args, kwargs) for i, spans in enumerate(calls)]
         return _joined(outputs, len(self._places))
 
     def _argument(self, name: str, device: torch.device) -> torch.Tensor:
@@ -302,24 +283,30 @@ def lengths_taken(module: nn.Module) -> tuple[str, ...]:
     return tuple(taken)
 
 
+@dataclass
 class _OfSequences:
     """Further outputs of a mixer, by call; the same call of a later layer's mixer gets its part."""
 
-    def __init__(self, parts: Sequence[Any]):
-        self.parts = parts
+    parts: Sequence[Any]
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
+def _call_on(
+    forward: Callable[..., Any], length: int, number: int, place: Span, span: Span, args: Any, kwargs: Any
+) -> Any:
+    """Call a mixer's forward on one sequence; arguments as in ``_of_sequence``."""
+    pick = functools.partial(_of_sequence, length, number, place, span)
+    args, kwargs = tree_map(pick, (args, kwargs))
+    return forward(*args, **kwargs)
+
+
 def _of_sequence(length: int, number: int, place: Span, span: Span, value: Any) -> Any:
     """Return the part of a mixer's argument that belongs to one sequence.
 
-    Args:
-        length: tokens of the mixer's input.
-        place: span of the sequence in the mixer's input.
-        span: span of the sequence in the row, for its mask.
+    ``place`` is its span in the mixer's input of ``length`` tokens, ``span`` its span in the row, for its mask.
     """
     start, end = place
     if isinstance(value, PackedMask):
@@ -351,7 +338,7 @@ def _joined(outputs: Sequence[Any], sequences: int) -> Any:
 def _rename_attention(model: Any, others: Iterable[nn.Module]) -> None:
     """Make the decoder look up ``NAME`` in transformers' interfaces, by configs of its own.
 
-    Not in ``others``: GLM-MoE-DSA's attention depends on the original name to mask keys that it did not choose.
+    Not in ``others``: GLM-MoE-DSA masks keys that it did not choose by the original name.
     """
     copies: dict[bool, dict[int, Any]] = {True: {}, False: {}}
     text, kept = type(model.config.get_text_config()), {part for other in others for part in other.modules()}

@@ -1,15 +1,13 @@
 """Mixers that carry a state along a row (``sequences.py``), if the ranks of a group share the row.
 
 Each rank has an equal slice of a packed row's tokens, and a mixer needs whole sequences. All ranks assign sequences to
-ranks by their lengths, by the same rule. One all-to-all sends each rank its sequences, the mixer computes them, and
-another returns the outputs. This is exact for any mixer.
+ranks by their lengths, by the same rule. All-to-alls before and after the mixer exchange slices and sequences:
 
     [1, s, D]  ->  own sequences [1, n, D]  ->  mixer  ->  [1, n, D]  ->  [1, s, D]
 
-If a rank would get much more than its share (one long sequence), the ranks split heads instead. Projections, norm and
-gate run on the slice, and two all-to-alls around the recurrence exchange tokens for heads (``head_parts.py``). A short
-convolution computes the slice, with the few tokens before it from other ranks. All other mixers compute a long sequence
-on the rank that it is assigned to.
+If a rank would get much more than its share (one long sequence), the ranks split heads instead (``head_parts.py``). A
+short convolution computes the slice, with the few tokens before it from other ranks. All other mixers compute a long
+sequence on one rank.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences assigned to this rank.
 """
@@ -43,11 +41,7 @@ def assign(lengths: Sequence[int], ranks: int) -> list[int]:
 
 
 def kernel_argument(name: str, spans: Sequence[Span]) -> torch.Tensor:
-    """Return the cumulative lengths ``[sequences + 1]``, or the number of each token's sequence ``[1, S]``.
-
-    Args:
-        name: ``cu_seq_lens_q`` or ``seq_idx``.
-    """
+    """Return ``cu_seq_lens_q [sequences + 1]``, or ``seq_idx [1, S]``, the number of each token's sequence."""
     ends = torch.tensor([0, *(end for _, end in spans)])
     numbers = torch.arange(len(spans)).repeat_interleave(ends.diff())
     return ends if name == "cu_seq_lens_q" else numbers[None].int()
@@ -60,11 +54,7 @@ class SharedMixers:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
     def begin(self, spans: Sequence[Span], device: torch.device) -> list[Span]:
-        """Assign the sequences of the next row to ranks.
-
-        Returns:
-            Spans of this rank's sequences, in the order of the row; the row's first token if there is none.
-        """
+        """Assign the next row's sequences to ranks; return this rank's spans, or if it has none, the first token's."""
         length = spans[-1][1]
         lengths = [end - start for start, end in spans]
         owners = assign(lengths, self.size)
@@ -87,9 +77,7 @@ class SharedMixers:
         """
         args, kwargs = tree_map(self._to_sequences, (args, kwargs))
         output = mixer(*args, **kwargs)
-        if isinstance(output, tuple):
-            return self._to_slice(output[0]), *output[1:]
-        return self._to_slice(output)
+        return (self._to_slice(output[0]), *output[1:]) if isinstance(output, tuple) else self._to_slice(output)
 
     @property
     def _is_idle(self) -> bool:
@@ -119,9 +107,7 @@ class SharedMixers:
     def spread(self, module: Any, forward: Callable[..., Any], gathers_by_calls: bool) -> Callable[..., Any] | None:
         """Return a forward on slices if the current row is unbalanced and the module allows it, else None.
 
-        Args:
-            forward: the module's.
-            gathers_by_calls: all ranks must call parts of the module equally often.
+        With ``gathers_by_calls`` all ranks have to call parts of the module equally often.
         """
         if not self._is_unbalanced:
             return None

@@ -1,9 +1,8 @@
 """Attention of a packed row by one call of a kernel that accepts the lengths of its sequences.
 
-On a GPU it replaces the calls of sdpa per sequence (``attention.py``). Each of these launches a few kernels, so the GPU
-waits for the host if sequences are short. With cuDNN, torch's choice on sm_90 and sm_100, each new length also costs a
-plan. On a B200 with torch 2.11 it took 0.44 s forward, 0.55 s backward
-(https://github.com/modelscope/FunASR/issues/3704).
+On a GPU it replaces the calls of sdpa per sequence (``attention.py``), whose launches take longer than short sequences.
+With cuDNN, torch's choice on sm_90 and sm_100, each new length also costs a plan. On a B200 it took 0.44 s forward and
+0.55 s backward with torch 2.11 (https://github.com/modelscope/FunASR/issues/3704).
 
     q, k, v  [1, H, S, D]  ->  [S, H, D]  ->  attention within sequences  ->  [1, S, H, D]
 
@@ -26,8 +25,8 @@ FASTEST: dict[tuple[int, int], tuple[str, ...]] = {(9, 0): ("fa3", "torch")}
 """Names in ``available`` that are faster than sdpa per sequence, the fastest first, by compute capability.
 
 The default from ``(8, 0)`` on is ``("torch",)``. Not measured here: on an H100 FlashAttention 3 is published with 1.5
-to 2 times the speed of 2, which torch has (https://arxiv.org/abs/2407.08608). ``make gpu-check ARGS=attention``
-measures the order, prints the entry for this table, and fails if it differs.
+to 2 times the speed of 2, which torch has (https://arxiv.org/abs/2407.08608). ``make gpu-check ARGS=attention`` checks
+it.
 """
 _DTYPES = (torch.bfloat16, torch.float16)
 _DIMS = (*range(8, 193, 8), 256)  # FlashAttention's head dims; others have no backward on sm_86, sm_89 and sm_120
@@ -45,12 +44,9 @@ def available() -> dict[str, _Kernel]:
     """Return the kernels that are installed: torch's (FlashAttention 2) and FlashAttention 3."""
     from torch.nn.attention.varlen import varlen_attn  # imports all of Dynamo
 
-    found: dict[str, _Kernel] = {}
-    taken = set(inspect.signature(varlen_attn).parameters)
-    if {"scale", "window_size"} <= taken:
-        # torch 2.11 has no such flag and accepts fewer heads of keys.
-        own = {"scale", "window_size"} | {"enable_gqa", "num_splits"} & taken
-        found["torch"] = functools.partial(_call, varlen_attn, own)
+    # torch 2.11 has no ``enable_gqa`` and accepts fewer heads of keys.
+    own = {"scale", "window_size", "enable_gqa", "num_splits"} & {*inspect.signature(varlen_attn).parameters}
+    found: dict[str, _Kernel] = {"torch": functools.partial(_call, varlen_attn, own)}
     with contextlib.suppress(ImportError):
         from flash_attn_interface import flash_attn_varlen_func
 
@@ -76,12 +72,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def why_not_in_one_call(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Return why ``attend_row`` would differ from sdpa per sequence; None if it would not.
-
-    Args:
-        mask: a ``PackedMask``.
-        kwargs: the family's further arguments to sdpa.
-    """
+    """Return why ``attend_row`` would differ from sdpa per sequence with a ``PackedMask``; None if it would not."""
     is_causal = kwargs.get("is_causal")
     if not mask.is_causal and mask.window is None:
         return "its mask is neither causal nor a causal window"
@@ -111,23 +102,20 @@ def attend_row(
 ) -> torch.Tensor:
     """Compute causal attention within each sequence of a row, by the ``fastest`` kernel of its device.
 
+    ``[1, H, S, D]`` -> ``[1, S, H, D]``, with the columns of ``value``, which may be fewer.
+
     Args:
-        query: ``[1, H, S, D]``; ``key`` and ``value`` may have fewer heads, and ``value`` fewer columns.
-        lengths: what transformers passes flash attention; ``cu_seq_lens_q [sequences + 1]`` and ``max_length_q``.
+        lengths: ``cu_seq_lens_q [sequences + 1]`` and ``max_length_q``.
         window: keys that a query sees, with its own; None for all before it.
         scale: of scores; None for ``1 / sqrt(D)``.
-
-    Returns:
-        ``[1, S, H, D]``, with ``value``'s columns.
     """
-    name = fastest(query.device)
-    assert name is not None
+    kernel = available()[fastest(query.device) or ""]
     wide = value.shape[3]
     if wide < query.shape[3]:  # latent attention; kernels accept one number of columns
         value = F.pad(value, (0, query.shape[3] - wide))
     q, k, v = (_tokens_first(each) for each in (query, key, value))
     before = -1 if window is None else window - 1
-    output = available()[name](q, k, v, lengths["cu_seq_lens_q"], lengths["max_length_q"], scale, before)
+    output = kernel(q, k, v, lengths["cu_seq_lens_q"], lengths["max_length_q"], scale, before)
     return output[None, ..., :wide]
 
 

@@ -26,15 +26,14 @@ __all__ = [
 def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
     """Return the steps by which a parameter is sharded, outermost first; empty for a plain tensor.
 
-    Dim 0 of an expert weight may be sharded over both ``ep`` and ``ep_fsdp``. DTensor lists axes in mesh order. A shard
-    of an already sharded dim is strided, with the number of parts of the later axes, so plain shards come first here.
-    A strided shard with more parts has a ``split_factor``: gate and up, each sharded over ``etp``.
+    DTensor lists axes in mesh order. A shard of an already sharded dim (``ep``, then ``ep_fsdp``) is strided. It
+    has the number of parts of the later axes, so plain shards come first here. A strided shard with more parts has a
+    ``split_factor``: gate and up, each sharded over ``etp``.
     """
     if not isinstance(param, DTensor):
         return ()
     mesh = param.device_mesh
-    names = mesh.mesh_dim_names
-    assert names is not None
+    names = mesh.mesh_dim_names or ()
     found: list[tuple[bool, ShardStep]] = []
     made: dict[int, int] = {}  # dim -> parts of the axes after this one
     for axis in reversed(range(mesh.ndim)):
@@ -51,11 +50,7 @@ def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
 
 
 def local_range(param: torch.Tensor, at: Mapping[str, int] | None = None) -> IndexRange:
-    """Return the only range of ``param`` on this rank, or on the rank with index ``at`` on some axes.
-
-    Raises:
-        ValueError: there are several (``local_pieces``).
-    """
+    """Return the only one of ``local_ranges``; raise a ``ValueError`` if there are several."""
     (held,) = local_ranges(param, at)
     return held
 
@@ -88,11 +83,9 @@ def is_expert_parameter(param: torch.Tensor) -> bool:
 
 
 def is_first_holder(tensor: torch.Tensor, position: int, replica: int | None = None) -> bool:
-    """Return whether this rank is the first among the ranks with the same shard.
+    """Return whether this rank is the first with its shard, in the given ``replica``, by default in its own.
 
-    Args:
-        position: of this rank among the ranks that hold unsharded tensors.
-        replica: the only replica that counts; by default each replica has a first rank.
+    ``position`` is the rank's among the ranks that hold unsharded tensors.
     """
     if not isinstance(tensor, DTensor):
         return position == 0
@@ -106,8 +99,7 @@ def is_first_holder(tensor: torch.Tensor, position: int, replica: int | None = N
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter is part of a low-rank adapter, or a weight trained whole beside frozen ones
-    (``lora/adapters.py``)."""
+    """Return whether a parameter is an adapter's, or trained whole beside frozen ones (``lora/adapters.py``)."""
     return name.endswith(("_lora_A", "_lora_B", "_lora_magnitude", "_lora_saved"))
 
 
@@ -119,10 +111,9 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of a checkpoint, by name."""
     # Not by state_dict(): FSDP2's pre-hook of it reshards modules, which would break a running forward.
-    modules = dict(model.named_modules())
-
-    def is_saved(name: str) -> bool:
+    found = {}
+    for name, buffer in model.named_buffers():
         owner, _, own = name.rpartition(".")
-        return own not in modules[owner]._non_persistent_buffers_set
-
-    return {name: buffer for name, buffer in model.named_buffers() if is_saved(name)}
+        if own not in model.get_submodule(owner)._non_persistent_buffers_set:
+            found[name] = buffer
+    return found

@@ -15,30 +15,18 @@ __all__ = ["EtpDim", "check_experts_divide", "check_inner_divides", "ep_fsdp_dim
 
 @dataclass(frozen=True)
 class EtpDim:
-    """The dim of an expert parameter that is sharded over ``etp``.
-
-    Args:
-        parts: equal parts of the dim that are each sharded: 2 for concatenated gate and up.
-    """
+    """The dim of an expert parameter that is sharded over ``etp``, in equal parts: 2 for concatenated gate and up."""
 
     dim: int
     parts: int = 1
 
-    @property
-    def placement(self) -> Placement:
-        return Shard(self.dim) if self.parts == 1 else _StridedShard(self.dim, split_factor=self.parts)
-
 
 def model_parallel_placements(axes: Sequence[str], ep_dim: int, etp_dim: EtpDim | None = None) -> list[Placement]:
-    """Return the placements of an expert parameter over the model-parallel axes.
-
-    Args:
-        axes: axis names of the mesh, ``("ep",)`` or ``("ep", "etp")``.
-        ep_dim: the dim that counts the experts.
-    """
+    """Return the placements of an expert parameter over the axes ``("ep",)`` or ``("ep", "etp")``."""
     placements: dict[str, Placement] = {"ep": Shard(ep_dim)}
     if etp_dim is not None:
-        placements["etp"] = etp_dim.placement
+        dim, parts = etp_dim.dim, etp_dim.parts
+        placements["etp"] = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
     return [placements.get(axis, Replicate()) for axis in axes]
 
 
@@ -54,12 +42,7 @@ def ep_fsdp_dim(
     ``auto`` chooses the experts dim if ``ep_fsdp`` divides the local experts, because FSDP gathers and reduces dim 0
     without an extra copy. Otherwise it chooses the first other dim that divides (dim 1 of ``[E, ...]``, as in VeOmni).
     If none divides it is dim 0, the only one that FSDP can shard unevenly (torch ``_fsdp_param.py``). The dim that
-    ``etp`` shards is never chosen; if it is ``wanted``, the third dim is.
-
-    Args:
-        wanted: ``engine.expert_shard_dim``.
-        ep_dim: the dim that counts the experts.
-        etp_dim: the dim that ``etp`` shards.
+    ``etp`` shards is never chosen; if it is ``wanted`` (``engine.expert_shard_dim``), the third dim is.
 
     Raises:
         SettingError: ``ep_fsdp`` does not divide an explicit dim.
@@ -71,10 +54,9 @@ def ep_fsdp_dim(
     if wanted == "auto":
         return next((d for d in (ep_dim, *free) if local[d] % topology.ep_fsdp == 0), 0)
     dim = int(wanted)
-    if dim == over_etp:
-        if not free:
-            return ep_dim  # a bias; FSDP shards dim 0 unevenly
-        dim = free[0]
+    if dim == over_etp and not free:
+        return ep_dim  # a bias; FSDP shards dim 0 unevenly
+    dim = free[0] if dim == over_etp else dim
     if dim >= len(local):
         dim = ep_dim  # a bias or a scale, one entry per expert
     if local[dim] % topology.ep_fsdp:
@@ -89,36 +71,27 @@ def ep_fsdp_dim(
 
 
 def check_experts_divide(num_experts: Sequence[int], topology: Topology, model: str) -> None:
-    """Refuse an expert-parallel size that would split an expert.
-
-    Args:
-        num_experts: number of experts of each experts module of the model; empty for a dense one.
-        model: its name.
+    """Refuse an expert-parallel size that would split an expert; ``num_experts`` of each module, none if dense.
 
     Raises:
         SettingError: with the sizes that divide all experts modules and the ranks.
     """
-    if not num_experts and topology.ep > 1:
-        raise SettingError("engine.ep_size", topology.ep, f"{model} has no experts to split.", "engine.ep_size=1")
-    for count in sorted(set(num_experts)):
-        what = f"the number of experts of a layer, which is {count} in {model}"
-        check_divides("engine.ep_size", topology.ep, count, what, math.gcd(topology.fsdp, *num_experts))
+    what = "the number of experts of a layer, which is {0} in {1}"
+    _check_split("engine.ep_size", topology.ep, num_experts, topology.fsdp, what, model)
 
 
 def check_inner_divides(inner: Sequence[int], topology: Topology, model: str) -> None:
-    """Refuse an expert tensor-parallel size that does not divide the inner dims of the experts.
-
-    Args:
-        inner: sizes of the dims that ``etp`` shards, gate and up apart; empty for a dense model.
-        model: its name.
+    """Refuse an expert tensor-parallel size that does not divide the inner dims of the experts, gate and up apart.
 
     Raises:
         SettingError: with the sizes that divide all experts modules and the ranks.
     """
-    if topology.etp == 1:
-        return
-    if not inner:
-        raise SettingError("engine.etp_size", topology.etp, f"{model} has no experts to split.", "engine.etp_size=1")
-    for size in sorted(set(inner)):
-        what = f"the inner size of the experts, and with biases or adapters their hidden size; {model} has {size}"
-        check_divides("engine.etp_size", topology.etp, size, what, math.gcd(topology.fsdp // topology.ep, *inner))
+    what = "the inner size of the experts, and with biases or adapters their hidden size; {1} has {0}"
+    _check_split("engine.etp_size", topology.etp, inner, topology.fsdp // topology.ep, what, model)
+
+
+def _check_split(setting: str, size: int, wholes: Sequence[int], ranks: int, what: str, model: str) -> None:
+    if not wholes and size > 1:
+        raise SettingError(setting, size, f"{model} has no experts to split.", f"{setting}=1")
+    for whole in sorted(set(wholes)):
+        check_divides(setting, size, whole, what.format(whole, model), math.gcd(ranks, *wholes))

@@ -70,8 +70,8 @@ class ShardStep:
 
 def bounding_range(ranges: Sequence[IndexRange]) -> IndexRange:
     """Return the smallest range that contains all of these."""
-    lows, highs = zip(*((r.low, r.high) for r in ranges), strict=True)
-    return IndexRange(tuple(map(min, *lows, lows[0])), tuple(map(max, *highs, highs[0])))
+    lows, highs = [r.low for r in ranges], [r.high for r in ranges]
+    return IndexRange(tuple(map(min, zip(*lows, strict=True))), tuple(map(max, zip(*highs, strict=True))))
 
 
 def chunk_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:

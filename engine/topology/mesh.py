@@ -1,18 +1,8 @@
 """Arrange ranks in meshes; the only file that does rank arithmetic.
 
-Experts are on the mesh ``(dp_replicate, ep_fsdp, ep)``, ``ep`` fastest, so that the ranks of an EP group are adjacent.
-With expert tensor parallelism it is ``(dp_replicate, ep_fsdp, ep, etp)``, ``etp`` fastest: ranks with parts of the same
-experts are neighbours. All other parameters are on ``(dp_replicate, fsdp)``. A *replica* is the block of
-``ep_fsdp * ep * etp == fsdp`` ranks that holds the model once; both meshes shard it over these ranks:
-
-    dp_replicate * ep_fsdp * ep * etp == dp_replicate * fsdp == world
-
-For 16 ranks, ``ep_size=8``, one replica:
-
-    rank          0  1  2  3  4  5  6  7 |  8  9 10 11 12 13 14 15
-    ep            0  1  2  3  4  5  6  7 |  0  1  2  3  4  5  6  7
-    ep_fsdp       0  0  0  0  0  0  0  0 |  1  1  1  1  1  1  1  1
-    fsdp          0  1  2  3  4  5  6  7 |  8  9 10 11 12 13 14 15
+Experts are on the mesh ``(dp_replicate, ep_fsdp, ep, etp)``, without ``etp`` if it is 1. The last axis is the fastest,
+so the ranks of an EP group are adjacent. All other parameters are on ``(dp_replicate, fsdp)``. A *replica* is the block
+of ``ep_fsdp * ep * etp == fsdp`` ranks that holds the model once. ``parallelize.py`` has an example.
 """
 
 from dataclasses import dataclass
@@ -46,12 +36,7 @@ class Topology:
 
     @classmethod
     def arrange(cls, world: int, ep_size: int, fsdp_size: int = -1, etp_size: int = 1) -> "Topology":
-        """Arrange ``world`` ranks.
-
-        Args:
-            ep_size: ranks that share one set of experts.
-            fsdp_size: ranks that share one copy of the model; -1 for all.
-            etp_size: ranks that share each expert.
+        """Arrange ``world`` ranks; ``fsdp_size`` share one copy of the model, -1 for all.
 
         Raises:
             SettingError: the sizes do not multiply to ``world``.
@@ -86,10 +71,7 @@ class Topology:
         """Return the process groups in which a rank communicates, and their numbers of ranks.
 
         An axis of all ranks has the world's group (``init_device_mesh``), except ``ep`` and ``etp``. Both meshes share
-        the group of ``dp_replicate`` (``build_meshes``).
-
-        Args:
-            sp: ranks that share packed rows.
+        the group of ``dp_replicate`` (``build_meshes``). ``sp`` ranks share packed rows.
         """
         axes = {"fsdp": self.fsdp, **self.expert_axes, "sp": sp, "dp": self.world // sp if sp > 1 else 1}
         own = {name: size for name, size in axes.items() if 1 < size < self.world or name in ("ep", "etp") and size > 1}
@@ -105,11 +87,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The two device meshes of one topology.
-
-    ``experts`` has the axes of ``Topology.expert_axes``, ``dense`` has ``(dp_replicate, fsdp)``; both keep axes of
-    size 1.
-    """
+    """The two device meshes of one topology: ``(dp_replicate, fsdp)``, and ``Topology.expert_axes``."""
 
     topology: Topology
     dense: DeviceMesh
@@ -157,10 +135,8 @@ class Meshes:
 def build_meshes(device_type: str, topology: Topology) -> Meshes:
     """Create the meshes of ``topology`` and their process groups; collective.
 
-    Two root meshes instead of a flattened one are public API in every supported torch, and no operation mixes their
-    parameters. Both share the group of ``dp_replicate``, because each communicator needs memory. ``ep`` and ``etp``
-    have groups of their own, even if they span all ranks. Collectives of one group run one after the other, so tokens
-    would wait for FSDP's weights.
+    Both share the group of ``dp_replicate``, because each communicator needs memory. ``ep`` and ``etp`` have groups of
+    their own, even if they span all ranks: in one group, tokens would wait for FSDP's weights.
     """
     t, axes = topology, topology.expert_axes
     dense = init_device_mesh(device_type, (t.dp_replicate, t.fsdp), mesh_dim_names=("dp_replicate", "fsdp"))
@@ -182,9 +158,7 @@ def check_sequence_size(world: int, size: int) -> None:
 
 
 def build_sequence_mesh(device_type: str, world: int, size: int) -> DeviceMesh:
-    """Create the mesh ``(dp, sp)``, ``sp`` fastest; collective.
-
-    Ranks of one sp group hold slices of the same packed row; no parameter is sharded on this mesh.
+    """Create the mesh ``(dp, sp)``, ``sp`` fastest, whose sp groups share packed rows; collective.
 
     Raises:
         SettingError: see ``check_sequence_size``.
@@ -194,14 +168,7 @@ def build_sequence_mesh(device_type: str, world: int, size: int) -> DeviceMesh:
 
 
 def check_divides(setting: str, size: int, whole: int, what: str, fits: int | None = None) -> None:
-    """
-    Args:
-        what: ``whole`` in words, for the error.
-        fits: the divisors that work; by default those of ``whole``.
-
-    Raises:
-        SettingError: ``size`` does not divide ``whole``.
-    """
+    """Raise a ``SettingError`` if ``size`` does not divide ``whole``, which is ``what``; divisors of ``fits`` work."""
     if size < 1 or whole % size:
         works = f"{setting}= one of {divisors(fits or whole)}"
         raise SettingError(setting, size, f"has to divide {what}.", works)

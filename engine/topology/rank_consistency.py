@@ -31,12 +31,9 @@ def check_agreement(
     device: torch.device | str = "cpu",
     failure: Exception | None = None,
 ) -> None:
-    """Compare named sections of facts over the ranks of ``group``; collective.
+    """Compare facts, section -> entry -> value, by ``str`` over the ranks of ``group``; collective.
 
-    Args:
-        facts: section -> entry -> value; values are compared by ``str``.
-        device: device type for the group's backend.
-        failure: the error of this rank's own checks, if any; if it raised alone, the other ranks would hang.
+    ``failure`` is the error of this rank's own checks; if it raised alone, the other ranks would hang.
 
     Raises:
         RankMismatchError: on every rank, with the first differences, or the failures and their ranks.
@@ -80,10 +77,7 @@ def raise_on_all_ranks(device: torch.device | str = "cpu", group: dist.ProcessGr
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
-    """Return all that a model's collectives depend on: class, and shape, dtype and trainability of its tensors.
-
-    The model may be on the meta device.
-    """
+    """Return all that a model's collectives depend on: class, and shape, dtype and trainability of its tensors."""
     facts = {"class": type(model).__name__}
     for name, param in model.named_parameters():
         facts[name] = f"{tuple(param.shape)} {param.dtype} {'trained' if param.requires_grad else 'frozen'}"
@@ -94,11 +88,8 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model config without the folders it was read from, which differ among nodes."""
-    return {
-        key: without_paths(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key != "_name_or_path"
-    }
+    kept = {key: value for key, value in config.items() if key != "_name_or_path"}
+    return {key: without_paths(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def _differences(everyone: list[dict[str, str]]) -> list[str]:

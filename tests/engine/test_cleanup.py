@@ -13,22 +13,17 @@ from epfsdp2.engine import cleanup
 from epfsdp2.engine.config import roles as engine_config_module
 
 _HOLD = """
-import mmap, os, sys, time
+import mmap, os, socket, sys, time
 path, how = sys.argv[1:]
-fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-os.ftruncate(fd, 4096)
+if how == "bound":
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+else:
+    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    os.ftruncate(fd, 4096)
 if how == "mapped":
     kept = mmap.mmap(fd, 4096)
     os.close(fd)
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-_BIND = """
-import socket, sys, time
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(sys.argv[1])
-listener.listen()
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -38,8 +33,8 @@ time.sleep(600)
 def spawn():
     processes = []
 
-    def start(code: str, *arguments: str) -> subprocess.Popen:
-        process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    def start(*arguments: str) -> subprocess.Popen:
+        process = subprocess.Popen([sys.executable, "-S", "-c", _HOLD, *arguments], stdout=subprocess.PIPE, text=True)
         processes.append(process)
         assert process.stdout.readline() == "ready\n"
         return process
@@ -51,20 +46,24 @@ def spawn():
 
 
 @pytest.mark.parametrize(
-    ("code", "path"),
+    ("how", "path"),
     [
-        pytest.param((_HOLD, "mapped"), "/dev/shm/verl_weights_{}", id="mapped"),
-        pytest.param((_HOLD, "open"), "/dev/shm/psm_{}", id="open"),
-        pytest.param((_BIND,), "/tmp/rl-colocate-zmq-{}-replica-0-rank-0.sock", id="bound"),
+        ("mapped", "/dev/shm/verl_weights_{}"),
+        ("open", "/dev/shm/psm_{}"),
+        ("bound", "/tmp/rl-colocate-zmq-{}-replica-0-rank-0.sock"),
     ],
 )
-def test_remove_unused_removes_what_a_process_held_once_it_is_killed(spawn, code, path):
+def test_remove_unused_removes_what_a_process_held_once_it_is_killed(spawn, monkeypatch, how, path):
     own, others = (path.format(uuid.uuid4().hex) for _ in range(2))
     try:
-        holders = [spawn(code[0], path, *code[1:]) for path in (own, others)]
+        holders = [spawn(path, how) for path in (own, others)]
         held = cleanup.held_by([holders[0].pid])
         assert held == {own}
         assert cleanup.held_by([holders[1].pid, 2**22 + 1]) == {others}  # the second is no process
+        other = os.getuid() + 1
+        with monkeypatch.context() as other_user:
+            other_user.setattr(os, "getuid", lambda: other)
+            assert cleanup.held_by([holders[0].pid]) == set()
         cleanup.remove_unused(held)
         assert Path(own).exists()
         for holder in holders:
@@ -77,32 +76,17 @@ def test_remove_unused_removes_what_a_process_held_once_it_is_killed(spawn, code
         Path(own).unlink(missing_ok=True), Path(others).unlink(missing_ok=True)
 
 
-def test_held_by_leaves_out_a_segment_of_another_user(spawn, monkeypatch):
-    path = f"/dev/shm/psm_{uuid.uuid4().hex}"
-    try:
-        holder = spawn(_HOLD, path, "open")
-        assert cleanup.held_by([holder.pid]) == {path}
-        other = os.getuid() + 1
-        monkeypatch.setattr(os, "getuid", lambda: other)
-        assert cleanup.held_by([holder.pid]) == set()
-    finally:
-        Path(path).unlink()
-
-
 def test_report_leftovers_logs_unused_segments_and_removes_nothing(monkeypatch, caplog):
     """The driver only reports: segments of another container look unused, since its ``/proc`` is not visible."""
     path = Path(f"/dev/shm/verl_weights_{uuid.uuid4().hex}")
     path.write_bytes(bytes(3 << 20))
     actor = engine_config_module.EPFSDP2ActorConfig.__new__(engine_config_module.EPFSDP2ActorConfig)
-    nothing = {"engine": None, "rollout": {}, "checkpoint": {}, "optim": None}
-    nothing |= {"names": {}, "notes": (), "reference": None}
-    actor.__dict__.update(nothing)
+    nothing = {"engine": None, "rollout": {}, "checkpoint": {}, "optim": None, "names": {}, "notes": ()}
+    actor.__dict__.update(nothing, reference=None)
     monkeypatch.setattr(engine_config_module.ActorConfig, "validate", lambda *_: None)
     monkeypatch.setattr(engine_config_module, "check_run", lambda *_, **__: None)
-    removed = []
-    monkeypatch.setattr(os, "unlink", removed.append)
-    registered = []
-    monkeypatch.setattr(atexit, "register", lambda *arguments, **__: registered.append(arguments))
+    later = []
+    monkeypatch.setattr(atexit, "register", lambda *arguments, **__: later.append(arguments))
     try:
         monkeypatch.setattr(cleanup, "SEGMENTS", (str(path),))
         with caplog.at_level("WARNING", "epfsdp2"):
@@ -111,8 +95,7 @@ def test_report_leftovers_logs_unused_segments_and_removes_nothing(monkeypatch, 
             assert "shared-memory" not in caplog.text  # too young
             monkeypatch.setattr(cleanup, "_MINIMUM_AGE_SECONDS", 0.0)
             actor.validate(2, 8)
-        assert path.exists() and removed == [] and registered == []
+        assert path.exists() and later == []
         assert f"1 shared-memory segments (3 MB) such as {path} are used by no process that is visible" in caplog.text
     finally:
-        monkeypatch.undo()
         path.unlink()

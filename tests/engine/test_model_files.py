@@ -88,10 +88,8 @@ def test_with_overrides_keeps_the_fields_and_names_of_the_base_but_for_the_runs_
 @pytest.mark.parametrize("name", ALL)
 def test_with_overrides_of_a_config_of_any_family_is_the_base(name, tmp_path):
     ALL[name].build().config.save_pretrained(tmp_path)
-    trained = AutoConfig.from_pretrained(tmp_path)
-    assert with_overrides(tmp_path / "config.json", {"attn_implementation": "sdpa"}, trained) == json.loads(
-        (tmp_path / "config.json").read_text()
-    )
+    file, trained = tmp_path / "config.json", AutoConfig.from_pretrained(tmp_path)
+    assert with_overrides(file, {"attn_implementation": "sdpa"}, trained) == json.loads(file.read_text())
 
 
 def test_with_dtype_changes_each_dtype_that_a_config_has_under_its_own_name():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,35 +28,20 @@ SERVED = {
     "generation_config.json": json.dumps(GENERATION),
     "chat_template.jinja": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
     "additional_chat_templates/tool_use.jinja": "{{ tools }}",
-    "tokenizer.model": "sentence pieces",
-    "tokenizer.model.v3": "Mistral's",
-    "tekken.json": "{}",
-    "vocab.json": "{}",
-    "merges.txt": "#version: 0.2",
-    "own.tiktoken": "IQ== 0",
-    "added_tokens.json": "{}",
-    "special_tokens_map.json": "{}",
-    "preprocessor_config.json": "{}",
-    "video_preprocessor_config.json": "{}",
     "modeling_own.py": "raise AssertionError('nothing runs this')",
-    "LICENSE": "of the base",
+    **dict.fromkeys(("tokenizer.model", "tokenizer.model.v3", "merges.txt", "own.tiktoken", "LICENSE"), "the base's"),
+    **dict.fromkeys(("tekken.json", "vocab.json", "added_tokens.json", "special_tokens_map.json"), "{}"),
+    **dict.fromkeys(("preprocessor_config.json", "video_preprocessor_config.json"), "{}"),
 }
-NOT_SERVED = {
-    "pytorch_model.bin": "weights",
-    "model.gguf": "weights",
-    "original/params.json": "{}",
-    "hf_quant_config.json": "{}",
-    "training_args.bin": "",
-    "README.md": "the base's",
-    ".gitattributes": "",
-}
+NOT_SERVED = ("pytorch_model.bin", "model.gguf", "original/params.json", "hf_quant_config.json", "training_args.bin")
+NOT_SERVED += ("README.md", ".gitattributes")
 
 
 def _publish(folder):
     """Add files to a folder, and to its config what published ones have; its tokenizer is not of transformers."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    for name, content in {**SERVED, **NOT_SERVED}.items():
+    for name, content in {**SERVED, **dict.fromkeys(NOT_SERVED, "{}")}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
     path = folder / "config.json"
@@ -114,12 +100,14 @@ def _files(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_save_and_export_have_the_bases_small_files_and_its_config(root):
+def test_save_and_export_have_the_bases_small_files_and_its_config_but_for_another_dtype(root, tmp_path):
     base, *written = _folders(root, "language_model")
     wanted = {name: content.encode() for name, content in SERVED.items()}
-    for folder in written:
+    fields = json.loads((base / "config.json").read_text())
+    export(written[0].parent, tmp_path / "float32", torch.float32)
+    for folder, own in zip((*written, tmp_path / "float32"), ({}, {}, {"torch_dtype": "float32"}), strict=True):
         files = {name: content for name, content in _files(folder).items() if "safetensors" not in name}
-        assert json.loads(files.pop("config.json")) == json.loads((base / "config.json").read_text())
+        assert json.loads(files.pop("config.json")) == {**fields, **own}
         assert files == wanted
     model, plain = (AutoModelForCausalLM.from_pretrained(folder) for folder in (written[1], base))
     ids = torch.arange(1, 4)[None]
@@ -137,13 +125,6 @@ def test_save_and_export_have_the_same_defaults_in_vllm_as_the_base(root):
     base, *written = [(of.try_get_generation_config(), of.get_diff_sampling_param(), of.dtype) for of in found]
     assert base[0]["eos_token_id"] == GENERATION["eos_token_id"] and base[1]["top_p"] == GENERATION["top_p"]
     assert written == [base, base]
-
-
-def test_export_in_another_dtype_says_so_in_the_bases_own_field(tmp_path, root):
-    base, saved, _ = _folders(root, "language_model")
-    export(saved.parent, tmp_path / "float32", torch.float32)
-    fields = json.loads((base / "config.json").read_text())
-    assert json.loads((tmp_path / "float32/config.json").read_text()) == {**fields, "torch_dtype": "float32"}
 
 
 def test_export_of_a_critic_names_the_class_that_loads_it(root):
@@ -188,26 +169,20 @@ def _written(base, out, **model):
     return _files(out)
 
 
-def test_save_with_a_tokenizer_from_another_folder_has_that_one_alone(tmp_path):
+def test_save_with_a_tokenizer_config_or_template_of_its_own_has_that_one_alone(tmp_path):
     base, other = _publish(save_qwen3_moe(tmp_path / "base")), _tokenizer(tmp_path / "other")
-    files = _written(base, tmp_path / "out", tokenizer_path=str(other))
+    files = _written(base, tmp_path / "tokenizer", tokenizer_path=str(other))
     own = {name: SERVED[name].encode() for name in ("generation_config.json", "modeling_own.py")}
     assert files == {**_files(other), **own, "config.json": (base / "config.json").read_bytes()}
 
-
-def test_save_with_a_config_from_another_folder_has_that_one_and_its_code(tmp_path):
-    base, other = _publish(save_qwen3_moe(tmp_path / "base")), tmp_path / "other"
-    shutil.copytree(base, other)
+    other = Path(shutil.copytree(base, tmp_path / "another"))
     (other / "config.json").write_text((base / "config.json").read_text().replace("4.51.0", "4.52.0"))
     (other / "modeling_own.py").write_text("other")
     (other / "generation_config.json").unlink()
-    files = _written(base, tmp_path / "out", hf_config_path=str(other), load_tokenizer=False)
+    files = _written(base, tmp_path / "config", hf_config_path=str(other), load_tokenizer=False)
     wanted = {name: content.encode() for name, content in SERVED.items()}
     assert files == {**wanted, "modeling_own.py": b"other", "config.json": (other / "config.json").read_bytes()}
 
-
-def test_save_with_a_chat_template_of_the_run_has_that_one(tmp_path):
-    base = _tokenizer(_publish(save_qwen3_moe(tmp_path / "base")))
-    files = _written(base, tmp_path / "out", custom_chat_template="{{ 'the run' }}")
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ 'the run' }}"
+    files = _written(_tokenizer(base), tmp_path / "template", custom_chat_template="{{ 'the run' }}")
+    assert AutoTokenizer.from_pretrained(tmp_path / "template").chat_template == "{{ 'the run' }}"
     assert not [name for name in files if name.startswith("additional_chat_templates/")]

@@ -12,7 +12,7 @@ FAST = (
     "tests/engine/optim/test_clip.py",
     "tests/engine/config/test_settings.py",
     "tests/engine/moe/test_dispatch.py",
-    "tests/engine/test_exactness.py::test_training_on_every_mesh_has_the_gradients_norm_and_steps_of_the_plain_model[False]",
+    "tests/engine/test_exactness.py::test_training_on_every_mesh_has_the_gradients_norm_and_steps_of_the_plain_model[usual]",
     "tests/engine/test_exactness.py::test_gradient_reduction_in_bfloat16_or_over_gloo_on_a_gpu_sums_and_divides_after",
     "tests/engine/moe/gemm/test_experts_backend.py",
     "tests/engine/moe/gemm/test_kernels.py",

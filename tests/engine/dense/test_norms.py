@@ -13,7 +13,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm,
 from epfsdp2.engine.dense.norms import RmsNorm, fuse_norms, rms_norm_of
 from epfsdp2.engine.wrap_forward import wrapped_by
 from tests.parity.families import FAMILIES
-from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
+from tests.support.models.tiny import relative_error
 from tests.support.moe.interpreter import compiled_passes, drawn, interpreted_kernels
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -60,10 +60,9 @@ def test_fused_norm_reads_rows_that_are_parts_of_wider_ones(kernels):
 
 
 def test_norms_of_a_family_are_found_with_their_offset_and_rounding():
-    assert rms_norm_of(Qwen3MoeRMSNorm(64, eps=1e-5)) == RmsNorm(1e-5, 0.0, True)
     assert rms_norm_of(Qwen3NextRMSNorm(64)) == RmsNorm(1e-6, 1.0, False)
     with torch.device("meta"):
-        assert rms_norm_of(Qwen3MoeRMSNorm(64)) == RmsNorm(1e-6, 0.0, True)
+        assert rms_norm_of(Qwen3MoeRMSNorm(64, eps=1e-5)) == RmsNorm(1e-5, 0.0, True)
     for other in (nn.LayerNorm(64), nn.Linear(8, 8), Llama4TextL2Norm(), Qwen3NextRMSNormGated(64)):
         assert rms_norm_of(other) is None
 
@@ -90,21 +89,8 @@ def test_norm_that_is_called_with_a_gate_or_another_dtype_runs_as_it_was(monkeyp
         module(x.float())
 
 
-def test_model_with_fused_norms_has_its_loss_and_gradients(kernels, tmp_path):
-    folder = save_qwen3_moe(tmp_path)
-    plain, fused = reference_model(folder), reference_model(folder)
-    assert fuse_norms(fused) == {"Qwen3MoeRMSNorm": 1 + 4 * fused.config.num_hidden_layers}
-    losses = [token_loss(model, token_batch(2)) for model in (plain, fused)]
-    assert relative_error(losses[1], losses[0]) < 1e-6
-    for loss in losses:
-        loss.backward()
-    for ours, wanted in zip(fused.parameters(), plain.parameters(), strict=True):
-        assert relative_error(ours.grad, wanted.grad) < 1e-5
-
-
-def test_kernels_of_norms_compile_for_gpus_without_spills():
-    rows = compiled_passes("norms")
-    assert {(row["kernel"], row["arch"]) for row in rows} == {
-        (kernel, arch) for kernel in ("norm_rows", "norm_rows_backward") for arch in (80, 90, 100)
-    }
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in (80, 100))])
+def test_kernels_of_norms_compile_for_gpus_without_spills(arch):
+    rows = compiled_passes("norms", str(arch))
+    assert {(row["kernel"], row["arch"]) for row in rows} == {("norm_rows", arch), ("norm_rows_backward", arch)}
     assert all(row["stack"] == 0 and row["ctas"] * row["warps"] >= 16 for row in rows), rows

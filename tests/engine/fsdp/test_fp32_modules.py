@@ -5,12 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import (
-    AfmoeConfig,
-    AfmoeForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-)
+from torch.distributed.tensor import DTensor
+from transformers import AfmoeConfig, AfmoeForCausalLM, DeepseekV2Config, DeepseekV2ForCausalLM
 
 from epfsdp2.engine.compat.fsdp_groups import parameter_groups
 from epfsdp2.engine.errors import SettingError
@@ -20,50 +16,76 @@ from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from tests.parity import families
 from tests.support.engine.sharded import sharded_model
 from tests.support.logs import logged_lines
-from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
-from tests.support.ranks import run_ranks
+from tests.support.models.tiny import VOCAB, token_loss
+from tests.support.ranks import each_case, run_ranks
 
 WORLD = 2
 
 
-def _dtypes(model, patterns):
-    """Return the dtypes of each matching module's first parameter and output in a forward."""
-    seen = {}
-
-    def hooks(name):
-        def before(module, args):
-            seen[name] = [next(module.parameters()).dtype]
-
-        def after(module, args, output):
-            seen[name].append((output[0] if isinstance(output, tuple) else output).dtype)
-
-        return before, after
-
-    for name, module in model.named_modules():
-        if any(name.endswith(pattern) for pattern in patterns):
-            before, after = hooks(name)
-            module.register_forward_pre_hook(before)
-            module.register_forward_hook(after)
-    return seen
-
-
-def _routers_stay(folder):
+def _named_routers_stay(folder):
     model, _ = sharded_model(
         folder, WORLD, 2, param_dtype=torch.bfloat16, fp32_modules=["*.mlp.gate"], checkpointing="full"
     )
-    model.train()
-    seen = _dtypes(model, [".mlp.gate", ".self_attn.q_proj", ".mlp.experts"])
-    loss = token_loss(model, torch.randint(0, VOCAB, (2, 9)))
-    low, full = torch.bfloat16, torch.float32
+    seen = {}
+    for name, module in model.named_modules():
+        if name.endswith((".mlp.gate", ".self_attn.q_proj", ".mlp.experts")):
+
+            def after(module, args, output, name=name):
+                output = output[0] if isinstance(output, tuple) else output
+                seen[name] = {next(module.parameters()).dtype, output.dtype}
+
+            module.register_forward_hook(after)
+    loss = token_loss(model.train(), torch.randint(0, VOCAB, (2, 9)))
     for name, dtypes in seen.items():
-        assert dtypes[:2] == ([full, full] if name.endswith("gate") else [low, low]), (name, dtypes)
+        assert dtypes == {torch.float32 if name.endswith("gate") else torch.bfloat16}, name
     assert sum(name.endswith("gate") for name in seen) == 2
     loss.backward()
     assert all(p.grad is not None and torch.isfinite(p.grad.full_tensor()).all() for p in model.parameters())
 
 
-def test_fp32_modules_of_named_routers_compute_in_float32_and_the_rest_in_bfloat16(tmp_path):
-    run_ranks(_routers_stay, WORLD, save_qwen3_moe(tmp_path))
+def _strict_names_and_frozen_biases_stay(folder):
+    # Masters of a float32 value that bfloat16 can't hold: a cast would show.
+    model, _ = sharded_model(folder, WORLD, 2, param_dtype=torch.bfloat16)
+    gate, seen = model.model.layers[1].mlp.gate, []
+    before = gate.weight.full_tensor().clone()
+    gate.register_forward_pre_hook(lambda m, args: seen.append((m.weight.detach().clone(), args[0].dtype)))
+    token_loss(model.train(), torch.randint(0, VOCAB, (2, 9))).backward()
+    (weight, dtype), *_ = seen
+    assert not torch.equal(before, before.bfloat16().float()) and torch.equal(weight, before)
+    assert dtype == torch.bfloat16 and gate.weight.grad is not None  # the family's code casts by itself
+    expected = compute_dtypes(model, ShardingOptions(param_dtype=torch.bfloat16))
+    biases = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+    assert biases and {expected.pop(name) for name in biases} == {torch.float32}
+    assert not any(isinstance(param, DTensor) or param.grad is not None for param in biases.values())
+    groups = [group for m in model.modules() if isinstance(m, FSDPModule) for group in parameter_groups(m)]
+    params = [p for group in groups for p in group.fsdp_params]
+    assert {p._param_fqn: p.param_dtype or p.orig_dtype for p in params} == expected  # by FSDP's own records
+
+
+def _autocast_is_logged(folder):
+    lines = logged_lines()
+    sharded_model(folder, WORLD, param_dtype=torch.bfloat16)
+    sharded_model(folder, WORLD)
+    found = [line for line in lines if "autocast" in line]
+    assert len(found) == (dist.get_rank() == 0)
+    assert all("MiniMaxLightningAttention" in line and "(1 modules)" in line for line in found)
+
+
+CASES = {
+    "qwen3_moe": _named_routers_stay,
+    "ernie4_5_moe": _strict_names_and_frozen_biases_stay,
+    "minimax": _autocast_is_logged,
+}
+
+
+def _each_family(folder):
+    each_case(((family,) for family in CASES), lambda family: CASES[family](folder / family))
+
+
+def test_fp32_modules_of_a_bfloat16_model_named_kept_by_its_class_or_frozen_are_not_rounded(tmp_path):
+    for family in CASES:
+        families.save(family, tmp_path / family)
+    run_ranks(_each_family, WORLD, tmp_path)
 
 
 def test_fp32_modules_with_a_router_that_is_never_called_is_refused():
@@ -71,56 +93,6 @@ def test_fp32_modules_with_a_router_that_is_never_called_is_refused():
         model = DeepseekV2ForCausalLM(DeepseekV2Config(num_hidden_layers=2, first_k_dense_replace=1))
     with pytest.raises(SettingError, match=r"model.layers.1.mlp.gate, whose weight the model's code reads"):
         find_float32_modules(model, [model.model.layers[1].mlp.experts], ["*.mlp.gate"])
-
-
-def _as_fsdp_gathers(model):
-    """Return the dtype of every parameter that FSDP gathers, from its own records."""
-    groups = [group for m in model.modules() if isinstance(m, FSDPModule) for group in parameter_groups(m)]
-    params = [p for group in groups for p in group.fsdp_params]
-    return {p._param_fqn: p.param_dtype or p.orig_dtype for p in params}
-
-
-def _strict_names_stay(folder):
-    # Masters of a float32 value that bfloat16 can't hold: a cast would show.
-    model, _ = sharded_model(folder, WORLD, 2, param_dtype=torch.bfloat16)
-    model.train()
-    gate = model.model.layers[1].mlp.gate
-    before = gate.weight.full_tensor().clone()
-    seen = []
-    gate.register_forward_pre_hook(lambda m, args: seen.append((m.weight.detach().clone(), args[0].dtype)))
-    token_loss(model, torch.randint(0, VOCAB, (2, 9))).backward()
-    (weight, dtype), *_ = seen
-    assert not torch.equal(before, before.bfloat16().float())
-    assert torch.equal(weight, before)
-    assert dtype == torch.bfloat16, "a family's own float32 module casts for itself"
-    assert gate.weight.grad is not None and dist.get_world_size() == WORLD
-    expected = compute_dtypes(model, ShardingOptions(param_dtype=torch.bfloat16))
-    biases = [name for name, p in model.named_parameters() if not p.requires_grad]
-    assert {expected.pop(name) for name in biases} == {torch.float32}
-    assert _as_fsdp_gathers(model) == expected  # after a forward, which names the parameters
-
-
-def test_fp32_modules_that_the_class_names_are_not_rounded(tmp_path):
-    run_ranks(_strict_names_stay, WORLD, families.save("ernie4_5_moe", tmp_path))
-
-
-def _frozen_bias_stays(folder):
-    model, _ = sharded_model(folder, WORLD, 2, param_dtype=torch.bfloat16)
-    expected = compute_dtypes(model, ShardingOptions(param_dtype=torch.bfloat16))
-    biases = [name for name in expected if name.endswith(".expert_bias")]
-    assert {expected.pop(name) for name in biases} == {torch.float32}
-    model.train()
-    block, seen = model.model.layers[1].mlp, []
-    bias = block.expert_bias.data.uniform_(-0.1, 0.1).clone()
-    block.router.register_forward_pre_hook(lambda m, args: seen.append(args[1].detach().clone()))
-    token_loss(model, torch.randint(0, VOCAB, (2, 9))).backward()
-    assert torch.equal(seen[0], bias) and not torch.equal(bias, bias.bfloat16().float())
-    assert block.expert_bias.grad is None
-    assert _as_fsdp_gathers(model) == expected  # after a forward, which names the parameters
-
-
-def test_correction_bias_that_is_a_frozen_parameter_is_neither_cast_nor_sharded(tmp_path):
-    run_ranks(_frozen_bias_stays, WORLD, families.save("afmoe", tmp_path))
 
 
 def test_correction_biases_beside_a_frozen_parameter_of_their_size_are_the_biases_alone():
@@ -132,18 +104,6 @@ def test_correction_biases_beside_a_frozen_parameter_of_their_size_are_the_biase
             assert param.numel() == 8
             param.requires_grad_(False)
     assert correction_biases(model, {8}) == {model.model.layers[1].mlp.expert_bias}
-
-
-def _autocast_is_logged(folder):
-    lines = logged_lines()
-    sharded_model(folder, 1, param_dtype=torch.bfloat16)
-    sharded_model(folder, 1)
-    (line,) = [line for line in lines if "autocast" in line]
-    assert "MiniMaxLightningAttention" in line and "(1 modules)" in line
-
-
-def test_parallelize_of_modules_with_float32_buffers_names_what_runs_under_autocast(tmp_path):
-    run_ranks(_autocast_is_logged, 1, families.save("minimax", tmp_path))
 
 
 class _Attention(nn.Module):
@@ -158,12 +118,6 @@ def _model(strict):
     model.attention, model.gate = _Attention(), nn.Linear(4, 4)
     model._keep_in_fp32_modules_strict = strict
     return model
-
-
-def test_fp32_parameter_among_others_keeps_its_owner_in_float32_and_not_the_owners_children():
-    model = _model(["sinks", "norm"])
-    found = [(each.module, each.low_precision_children) for each in find_float32_modules(model, [])]
-    assert found == [(model.attention.norm, ()), (model.attention, (model.attention.q,))]
 
 
 def test_fp32_convolution_that_the_class_names_is_wrapped_with_its_parent():

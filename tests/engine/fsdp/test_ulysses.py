@@ -1,5 +1,6 @@
 """Ranks that share rows equal the plain model in one process."""
 
+import functools
 import itertools
 
 import pytest
@@ -8,13 +9,13 @@ import torch.distributed as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.fsdp import ulysses
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel, check_attention_splits
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.moe.find import UnsupportedModelError
 from epfsdp2.engine.packing.sequences import PackedSequences
 from tests.parity.families import ALL, FAMILIES, STATES
 from tests.support.engine.rows import LENGTHS, errors, one_by_one, own_slice, packed, row
+from tests.support.engine.varlen_kernels import flash_by_sdpa
 from tests.support.models.tiny import relative_error, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import check_ppo_updates, of_this_rank, ppo_batch, ppo_samples, ppo_worker
@@ -65,92 +66,57 @@ def _compare(names, checkpointings):
             assert not bad, (name, dist.get_world_size(group), how, bad)
 
 
-def test_ulysses_with_every_kind_of_attention_equals_the_plain_model():
-    run_ranks(_compare, WORLD, KINDS, ["none", "full"])
-
-
 @pytest.mark.long
 def test_ulysses_of_every_family_equals_the_plain_model():
     run_ranks(_compare, WORLD, SPLIT, ["none", "full", "selective"], timeout=500)
 
 
-def _wrong_ones_differ():
-    """Heads in another order, and rotary embeddings of other tokens."""
-    group = dist.group.WORLD
-    wanted = one_by_one(_family("qwen3_moe"))
-    with pytest.MonkeyPatch.context() as patch:
-        to_tokens = ulysses.to_tokens
-        patch.setattr(ulysses, "to_tokens", lambda group, output: to_tokens(group, output).flip(2))
-        assert errors(_family("qwen3_moe"), group, wanted)["logits"] > 1e-2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ulysses, "own_part", lambda whole, dim, group: whole.chunk(2, dim)[0])
-        error = torch.tensor(errors(_family("qwen3_moe"), group, wanted)["logits"])
-        dist.all_reduce(error, op=dist.ReduceOp.MAX)
-        assert error > 1e-2
-
-
 def _flash_sees_whole_rows():
-    passed = []
-
-    def flash(module, query, key, value, attention_mask, position_ids=None, **kwargs):
-        passed.append((kwargs.pop("cu_seq_lens_q").tolist(), kwargs.pop("cu_seq_lens_k").tolist(), position_ids))
-        assert (kwargs.pop("max_length_q"), kwargs.pop("max_length_k")) == (max(LENGTHS),) * 2
-        parts = [slice(a, b) for a, b in itertools.pairwise(passed[-1][0])]
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        outputs = [sdpa(module, query[:, :, at], key[:, :, at], value[:, :, at], None, **kwargs)[0] for at in parts]
-        return torch.cat(outputs, dim=1), None
-
-    group, (ids, _) = dist.group.WORLD, row()
+    group, (ids, _), calls = dist.group.WORLD, row(), []
     wanted, model = one_by_one(_family("qwen3_moe")), _family("qwen3_moe")
-    ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", flash)
+    ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", functools.partial(flash_by_sdpa, calls))
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = "flash_attention_2"
     SequenceParallel(model, group, PackedSequences(model))
     own = own_slice(LENGTHS, group)
     assert relative_error(packed(model, ids, own), wanted[0][:, own]) < EXACT
-    ends = [0, *itertools.accumulate(LENGTHS)]
-    assert passed == [(ends, ends, None)] * len(layer_names(model))
+    assert calls == [([0, *itertools.accumulate(LENGTHS)], max(LENGTHS))] * len(layer_names(model))
 
 
-def _on_two_ranks():
-    _wrong_ones_differ()
+def _kinds():
+    _compare(KINDS, ["none", "full"])
     _flash_sees_whole_rows()
 
 
-def test_ulysses_computed_wrongly_differs_and_with_flash_attention_passes_lengths_of_the_whole_row():
-    run_ranks(_on_two_ranks, 2)
+def test_ulysses_with_every_kind_of_attention_or_with_flash_attention_equals_the_plain_model():
+    run_ranks(_kinds, WORLD)
 
 
 def _sp(size, ep, **settings):
     return {"ep": ep, "ulysses_sequence_parallel_size": size, **settings}
 
 
-def test_ulysses_in_a_ppo_update_equals_the_plain_model(tmp_path):
-    """The model has two heads of keys, so four ranks have each of them twice."""
-    pytest.importorskip("verl")
-    cases = [
-        _sp(2, 2, dynamic=True, pad_to_length=True, pad_to_length_bucket=17),
-        _sp(4, 4, activation_checkpointing="full"),
-    ]
-    run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=300)
+MESHES = [_sp(sp, ep) for sp in (2, 4) for ep in (1, 2, 4)]
+MESHES += [
+    _sp(2, 2, fsdp_size=2),
+    _sp(4, 1, fsdp_size=2),  # a row across two copies of the model
+    _sp(2, 2, activation_checkpointing="selective"),
+    _sp(2, 2, dynamic=True, pad_to_length=True, pad_to_length_bucket=17),
+    _sp(2, 2, dynamic=True, use_no_sync_for_gradient_accumulation=True),
+    _sp(2, 2, param_offload=True, optimizer_offload=True),
+    _sp(2, 2, offload_policy=True),
+    _sp(2, 4, pad_to_length=True, pad_to_length_bucket=32),
+    _sp(2, 2, chunked_logits=False, entropy_from_logits_with_chunking=True, entropy_from_logits_chunk_size=8),
+    _sp(2, 2, chunked_logits=False, entropy_checkpointing=True, reshard_after_forward=False),
+]
+# Two heads of keys on four ranks: each is there twice.
+USUAL = [_sp(4, 4, dynamic=True, pad_to_length=True, pad_to_length_bucket=20, activation_checkpointing="full")]
 
 
-@pytest.mark.long
-def test_ulysses_in_a_ppo_update_on_every_mesh_equals_the_plain_model(tmp_path):
+@pytest.mark.parametrize("cases", [USUAL, pytest.param(MESHES, marks=pytest.mark.long)], ids=["usual", "every mesh"])
+def test_ulysses_in_a_ppo_update_equals_the_plain_model(tmp_path, cases):
     pytest.importorskip("verl")
-    cases = [_sp(sp, ep) for sp in (2, 4) for ep in (1, 2, 4)]
-    cases += [
-        _sp(2, 2, fsdp_size=2),
-        _sp(4, 1, fsdp_size=2),  # a row across two copies of the model
-        _sp(2, 2, activation_checkpointing="selective"),
-        _sp(2, 2, dynamic=True, use_no_sync_for_gradient_accumulation=True),
-        _sp(2, 2, param_offload=True, optimizer_offload=True),
-        _sp(2, 2, offload_policy=True),
-        _sp(2, 4, pad_to_length=True, pad_to_length_bucket=32),
-        _sp(2, 2, chunked_logits=False, entropy_from_logits_with_chunking=True, entropy_from_logits_chunk_size=8),
-        _sp(2, 2, chunked_logits=False, entropy_checkpointing=True, reshard_after_forward=False),
-    ]
     run_ranks(check_ppo_updates, WORLD, save_qwen3_moe(tmp_path), cases, timeout=600)
 
 

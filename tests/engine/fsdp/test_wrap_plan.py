@@ -1,17 +1,9 @@
 """The wrap plan as data, and ``parallelize``, which executes it."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Ernie4_5_MoeConfig,
-    Glm4MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForImageTextToText
 
 from epfsdp2.engine.compat.fsdp_groups import parameter_groups
 from epfsdp2.engine.fsdp import single_rank
@@ -22,83 +14,36 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import shard_steps
-from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
+from tests.parity.families import ALL
 from tests.support.models.vlm import vlm_config
-from tests.support.ranks import run_ranks
+from tests.support.ranks import each_case, run_ranks
 
 WORLD = 4
 LOW, FULL = torch.bfloat16, torch.float32
-_SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": 2,
-}
 
 
-def _moe(**more):
-    """Three layers, the second without experts."""
-    config = {**_SMALL, "num_experts": 8, "num_hidden_layers": 3, "mlp_only_layers": [1], "tie_word_embeddings": False}
-    return build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**{**config, **more}), FULL)
-
-
-def _shared_experts():
-    """Two layers, the second with experts and shared experts, and a router that patterns can name."""
-    config = {**_SMALL, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1}
-    config |= {"topk_group": 1, "num_hidden_layers": 2, "tie_word_embeddings": False}
-    return build_on_meta(AutoModelForCausalLM, Glm4MoeConfig(**config), FULL)
-
-
-def _float32_router():
-    """Shared experts, a router that its class keeps in float32, and a correction bias that is a frozen parameter."""
-    config = {name: size for name, size in _SMALL.items() if name not in ("head_dim", "num_experts_per_tok")}
-    config |= {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1}
-    config |= {"num_hidden_layers": 2, "tie_word_embeddings": False}
-    return build_on_meta(AutoModelForCausalLM, Ernie4_5_MoeConfig(**config), FULL)
-
-
-def _tied():
-    config = {**_SMALL, "num_hidden_layers": 2, "tie_word_embeddings": True}
-    model = build_on_meta(AutoModelForCausalLM, Qwen3Config(**config), FULL)
-    model.tie_weights()
-    return model
+def _family(name="qwen3_moe", **sizes):
+    """Three layers; the second of Qwen3-MoE has no experts."""
+    with torch.device("meta"):
+        return ALL[name].build(**sizes)
 
 
 def _vision():
     return build_on_meta(AutoModelForImageTextToText, vlm_config("qwen3_vl_moe"), FULL)
 
 
-class _Normed(nn.Module):
-    """A module that is kept in float32 below one that is not."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4, bias=False), nn.LayerNorm(4, bias=False)
-
-    def forward(self, x):
-        return self.norm(self.linear(x))
-
-
 class _Sinks(nn.Module):
-    """A parameter that is kept in float32 among modules that are not."""
+    """A parameter that is kept in float32 among modules that are not; one of them has a norm that is."""
 
     def __init__(self):
         super().__init__()
         self.sinks = nn.Parameter(torch.zeros(4))
-        self.q, self.k = _Normed(), nn.Linear(4, 4, bias=False)
-
-    def forward(self, x):
-        return self.k(self.q(x)) + self.sinks
+        self.q, self.k = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.q.norm = nn.RMSNorm(4)
 
 
 class _KeptInFloat32(nn.Module):
-    """Layers that own a parameter kept in float32 and modules that are not."""
-
     _no_split_modules = ("_Sinks",)
     _keep_in_fp32_modules_strict = ("sinks", "norm")
 
@@ -109,13 +54,7 @@ class _KeptInFloat32(nn.Module):
     def get_input_embeddings(self):
         return None
 
-    def get_output_embeddings(self):
-        return None
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    get_output_embeddings = get_input_embeddings
 
 
 def _layer(i, part=""):
@@ -127,7 +66,7 @@ def _gathered(i, *, experts=True):
 
 
 def test_wrap_plan_of_a_moe_has_experts_then_layers_then_ends_then_the_root():
-    model = _moe()
+    model = _family()
     plan = wrap_plan(model, ShardingOptions(prefetch_depth=2))
     assert [(unit.kind, unit.modules) for unit in plan] == [
         ("experts", (_layer(0, ".mlp.experts"),)),
@@ -140,8 +79,8 @@ def test_wrap_plan_of_a_moe_has_experts_then_layers_then_ends_then_the_root():
     units = {unit.name: unit for unit in plan}
     experts, layer, root = units[_layer(0, ".mlp.experts")], units[_layer(0)], units[""]
     assert dict(experts.shapes) == {
-        _layer(0, ".mlp.experts.gate_up_proj"): (8, 48, 32),
-        _layer(0, ".mlp.experts.down_proj"): (8, 32, 24),
+        _layer(0, ".mlp.experts.gate_up_proj"): (8, 36, 48),
+        _layer(0, ".mlp.experts.down_proj"): (8, 48, 18),
     }
     assert set(experts.ep_dims.values()) == {0} and not experts.casts_inputs and layer.casts_inputs
     assert _layer(0, ".mlp.gate.weight") in layer.shapes and set(root.shapes) == {"model.norm.weight"}
@@ -166,74 +105,26 @@ def test_wrap_plan_of_a_moe_has_experts_then_layers_then_ends_then_the_root():
     assert not any(unit.forward_prefetch for unit in wrap_plan(model, ShardingOptions(prefetch_depth=0)))
 
 
-class _NormedEmbedding(nn.Embedding):
-    """As Inkling's: its backward reads the norm's weight."""
-
-    def __init__(self, rows, width):
-        super().__init__(rows, width)
-        self.embed_norm = nn.RMSNorm(width)
-
-    def forward(self, ids):
-        return self.embed_norm(super().forward(ids))
-
-
 def test_wrap_plan_gathers_embeddings_with_a_norm_in_backward():
-    model = _moe()
-    model.set_input_embeddings(_NormedEmbedding(96, 32).to("meta"))
+    """As Inkling's."""
+    model = _family()
+    model.get_input_embeddings().embed_norm = nn.RMSNorm(48, device="meta")
     (embeddings,) = [unit for unit in wrap_plan(model, ShardingOptions()) if unit.kind == "embeddings"]
-    assert set(embeddings.shapes) == {"model.embed_tokens.weight", "model.embed_tokens.embed_norm.weight"}
     assert embeddings.unshard_in_backward
 
 
-def test_wrap_plan_holds_every_parameter_once_and_no_module():
-    for model in (_moe(), _shared_experts(), _float32_router(), _tied(), _vision(), _KeptInFloat32()):
-        plan = wrap_plan(model, ShardingOptions())
-        held = [name for unit in plan for name in (*unit.shapes, *unit.unsharded)]
-        assert sorted(held) == sorted(name for name, _ in model.named_parameters())
-        assert len({unit.name for unit in plan}) == len(plan)
-        assert plan == wrap_plan(model, ShardingOptions())  # units are compared by value
-
-
-def test_unit_of_one_rank_has_a_divide_factor_of_its_own_and_every_other_the_common_one():
-    plan = wrap_plan(_moe(), ShardingOptions())
-    experts, layer = plan[0], plan[2]
-    factors = {
-        (8, 4, -1): (8, 8),
-        (8, 8, -1): (8, 8),  # experts: one rank, no replicas
-        (8, 4, 4): (4, 8),  # experts: one rank, and FSDP takes the mean over two replicas
-        (8, 1, 1): (1, 1),
-    }
-    for sizes, (of_experts, of_layer) in factors.items():
-        topology = Topology.arrange(*sizes)
-        assert (experts.divide_factor(topology), layer.divide_factor(topology)) == (of_experts, of_layer), sizes
-    assert experts.ranks(Topology.arrange(8, 4)) == 2 and layer.ranks(Topology.arrange(8, 4)) == 8
-
-
-def test_unit_of_experts_or_of_a_layer_says_how_its_parameters_are_sharded():
-    experts, layer = (wrap_plan(_moe(), ShardingOptions())[i] for i in (0, 2))
-    weight, topology = _layer(0, ".mlp.experts.gate_up_proj"), Topology.arrange(8, 4)
-    assert experts.cuts(weight, topology) == (ShardStep(0, "ep", 4), ShardStep(0, "ep_fsdp", 2))
-    assert experts.cuts(weight, topology, 1) == (ShardStep(0, "ep", 4), ShardStep(1, "ep_fsdp", 2))
-    assert layer.cuts(_layer(0, ".mlp.gate.weight"), topology) == (ShardStep(0, "fsdp", 8),)
-    assert experts.local_numel(weight, topology) == 48 * 32 and experts.sizes(topology).full == 2 * (48 + 24) * 32
-
-
-def test_wrap_plan_of_shared_experts_and_a_named_router_keeps_the_router_alone_in_float32():
-    options = ShardingOptions(fp32_modules=["*.mlp.gate"], reshard_experts_after_forward=False)
-    units = {unit.name: unit for unit in wrap_plan(_shared_experts(), options)}
+def test_wrap_plan_of_a_named_router_gathers_it_in_float32_between_its_layer_and_the_experts():
+    options = ShardingOptions(fp32_modules=["*.1.mlp.gate"], reshard_experts_after_forward=False)
+    units = {unit.name: unit for unit in wrap_plan(_family("glm4_moe"), options)}
     router, experts = units[_layer(1, ".mlp.gate")], units[_layer(1, ".mlp.experts")]
     assert router.kind == "float32" and router.param_dtype == FULL and router.stage == _layer(1)
     assert router.casts_inputs and not router.casts_outputs
     assert experts.reshard_after_forward is False and not experts.is_gathered_again and router.is_gathered_again
-    assert any("shared_experts" in name for name in units[_layer(1)].shapes)
-    # The router is gathered with its layer, before the experts.
     assert units[_layer(0)].forward_prefetch == (_layer(1), _layer(1, ".mlp.gate"), _layer(1, ".mlp.experts"))
-    assert {name for name, unit in units.items() if unit.param_dtype == FULL} == {_layer(1, ".mlp.gate")}
 
 
 def test_wrap_plan_of_a_class_that_keeps_its_router_in_float32_leaves_a_frozen_correction_bias_whole():
-    model = _float32_router()
-    options = ShardingOptions()
+    model, options = _family("ernie4_5_moe"), ShardingOptions()
     plan = wrap_plan(model, options)
     biases = [name for name, param in model.named_parameters() if not param.requires_grad]
     assert [name for unit in plan for name in unit.unsharded] == biases and biases
@@ -256,7 +147,7 @@ def test_wrap_plan_of_a_parameter_kept_in_float32_wraps_its_siblings_as_one_unit
     plan = wrap_plan(_KeptInFloat32(), ShardingOptions())
     assert [(unit.kind, unit.modules, set(unit.shapes)) for unit in plan if "layers.0" in unit.name] == [
         ("float32", ("layers.0.q.norm",), {"layers.0.q.norm.weight"}),
-        ("low_precision", ("layers.0.q", "layers.0.k"), {"layers.0.q.linear.weight", "layers.0.k.weight"}),
+        ("low_precision", ("layers.0.q", "layers.0.k"), {"layers.0.q.weight", "layers.0.k.weight"}),
         ("float32", ("layers.0",), {"layers.0.sinks"}),
     ]
     assert {unit.stage for unit in plan} == {"layers.0", "layers.1", "root"}
@@ -267,13 +158,11 @@ def test_wrap_plan_of_a_parameter_kept_in_float32_wraps_its_siblings_as_one_unit
 
 
 def test_wrap_plan_of_a_tied_dense_model_leaves_embeddings_and_head_to_the_root():
-    model = _tied()
-    plan = wrap_plan(model, ShardingOptions())
+    plan = wrap_plan(_family("llama", num_hidden_layers=2), ShardingOptions())
     assert [unit.name for unit in plan] == [_layer(0), _layer(1), ""]
     assert set(plan[-1].shapes) == {"model.embed_tokens.weight", "model.norm.weight"}
     assert [unit.forward_prefetch for unit in plan] == [(_layer(1),), (), (_layer(0),)]
-    assert [unit.backward_prefetch for unit in plan] == [(), (_layer(0),), (_layer(1),)]
-    untied = wrap_plan(_moe(), ShardingOptions(head_in_root=True))
+    untied = wrap_plan(_family(), ShardingOptions(head_in_root=True))
     assert [unit.kind for unit in untied[-2:]] == ["embeddings", "root"] and "lm_head.weight" in untied[-1].shapes
 
 
@@ -342,10 +231,8 @@ def _as_planned(plan, meshes):
             "params": set(unit.shapes),
         }
         alone = unit.ranks(meshes.topology) == 1
-        found[unit.name] |= (
-            {}
-            if not unit.shapes
-            else {
+        if unit.shapes:
+            found[unit.name] |= {
                 "mesh": meshes.experts_shard if unit.is_experts else meshes.dense_shard,
                 "reshards": decides or unit.reshard_after_forward,  # until FSDP knows which module is the root
                 "unshards": unit.unshard_in_backward,
@@ -353,41 +240,40 @@ def _as_planned(plan, meshes):
                 "reduced in place": alone and meshes.topology.dp_replicate > 1,
                 "copies nothing": alone and meshes.topology.dp_replicate == 1,
             }
-        )
     return found
 
 
 CASES = [
-    (_moe, (2, -1), {}),
-    (_moe, (4, -1), {"prefetch_depth": 2, "reshard_experts_after_forward": False}),
-    (_moe, (2, 2), {"head_in_root": True, "reduce_dtype": LOW, "expert_shard_dim": 1}),
-    (_moe, (2, -1), {"param_dtype": FULL, "prefetch_depth": 0, "reshard_after_forward": False}),
-    (_shared_experts, (2, -1), {"fp32_modules": ["*.mlp.gate", "lm_head"]}),
-    (_float32_router, (4, 4), {}),
-    (_tied, (1, -1), {}),
-    (_vision, (2, -1), {"prefetch_depth": 2}),
-    (_KeptInFloat32, (1, 2), {}),
+    ("qwen3_moe", (2, -1), {}),
+    ("qwen3_moe", (4, -1), {"prefetch_depth": 2, "reshard_experts_after_forward": False}),
+    ("qwen3_moe", (2, 2), {"head_in_root": True, "reduce_dtype": LOW, "expert_shard_dim": 1}),
+    ("qwen3_moe", (2, -1), {"param_dtype": FULL, "prefetch_depth": 0, "reshard_after_forward": False}),
+    ("glm4_moe", (2, -1), {"fp32_modules": ["*.mlp.gate", "lm_head"]}),
+    ("ernie4_5_moe", (4, 4), {}),
+    ("llama", (1, -1), {}),
+    ("vision", (2, -1), {"prefetch_depth": 2}),
+    ("kept in float32", (1, 2), {}),
 ]
+OWN = {"vision": _vision, "kept in float32": _KeptInFloat32}
 
 
-def _is_what_fsdp_has(cases):
-    for build, (ep, fsdp_size), settings in cases:
-        where = f"{build.__name__} ep={ep} fsdp_size={fsdp_size} {settings}"
-        meshes, options = build_meshes("cpu", Topology.arrange(WORLD, ep, fsdp_size)), ShardingOptions(**settings)
-        model = build()
-        plan = wrap_plan(model, options)
-        cuts = {n: u.cuts(n, meshes.topology, options.expert_shard_dim) for u in plan for n in u.shapes}
-        parallelize(model, meshes, options)
-        found, planned = _as_fsdp_has_it(model), _as_planned(plan, meshes)
-        assert found.keys() == planned.keys(), where
-        for name, wanted in planned.items():
-            assert found[name] == wanted, f"{where}: {name}"
-        for name, param in model.named_parameters():
-            assert set(shard_steps(param)) == set(cuts.get(name, ())), f"{where}: {name}"
-        # A plan made of the sharded model is the same.
-        assert wrap_plan(model, options) == plan, where
-    assert dist.get_world_size() == WORLD
+def _is_what_fsdp_has(name, sizes, settings):
+    meshes, options = build_meshes("cpu", Topology.arrange(WORLD, *sizes)), ShardingOptions(**settings)
+    model = OWN[name]() if name in OWN else _family(name)
+    plan = wrap_plan(model, options)
+    held = sorted(name for unit in plan for name in (*unit.shapes, *unit.unsharded))
+    assert held == sorted(name for name, _ in model.named_parameters())
+    cuts = {n: u.cuts(n, meshes.topology, options.expert_shard_dim) for u in plan for n in u.shapes}
+    parallelize(model, meshes, options)
+    assert _as_fsdp_has_it(model) == _as_planned(plan, meshes)
+    for name, param in model.named_parameters():
+        assert set(shard_steps(param)) == set(cuts.get(name, ())), name
+    assert wrap_plan(model, options) == plan  # made of the sharded model
+
+
+def _check_each():
+    each_case(CASES, _is_what_fsdp_has)
 
 
 def test_parallelize_of_every_unit_does_what_the_wrap_plan_says():
-    run_ranks(_is_what_fsdp_has, WORLD, CASES)
+    run_ranks(_check_each, WORLD)

@@ -41,40 +41,33 @@ def _error(found, wanted):
     return ((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12)).item()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "bound", "of_gradients"),
+    [(torch.float32, 1e-5, 1e-5), (torch.float64, 1e-12, 1e-12), (torch.bfloat16, 1e-5, 2e-2)],
+)
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_head_in_parts_has_the_values_and_gradients_of_whole_logits(small_tiles, dtype, with_entropy, has_bias):
+def test_head_in_parts_has_the_values_and_gradients_of_whole_logits(
+    small_tiles, dtype, bound, of_gradients, with_entropy, has_bias
+):
     torch.manual_seed(0)
     labels, temperature = torch.randint(0, 50, (23,)), torch.rand(23) + 0.5
     labels[:4] = torch.tensor([0, 15, 16, 49])  # at the edges of tiles
-    hidden, weight, grad = torch.randn(23, 12), torch.randn(50, 12) * 3, torch.randn(23, 1 + with_entropy).to(dtype)
+    hidden, weight, grad = torch.randn(23, 12), torch.randn(50, 12) * 3, torch.randn(23, 1 + with_entropy)
     tensors = [t.to(dtype) for t in (hidden, weight, *[torch.randn(50) * 9] * has_bias)]
     leaves = [t.clone().requires_grad_() for t in tensors]
     found = log_probs.log_probs_and_entropy(*leaves[:2], [*leaves, None][2], labels, temperature, with_entropy)
-    found.backward(grad)
+    found.backward(grad.to(found.dtype))
     plain = [t.double().requires_grad_() for t in tensors]
-    wanted = _wanted(F.linear(*plain), labels, temperature.double())[:, : 1 + with_entropy]
-    wanted.backward(grad.double())
-    bound = 1e-5 if dtype == torch.float32 else 1e-12
-    assert found.dtype == dtype and _error(found, wanted) < bound
+    logits = F.linear(*plain)
+    _wanted(logits, labels, temperature.double())[:, : 1 + with_entropy].backward(grad.double())
+    if dtype == torch.bfloat16:
+        logits = hidden.to(dtype) @ weight.to(dtype).t()  # as the head rounds them
+        logits = (logits + tensors[2] if has_bias else logits).double()
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    assert _error(found, _wanted(logits, labels, temperature.double())[:, : 1 + with_entropy]) < bound
     for ours, theirs in zip(leaves, plain, strict=True):
-        assert ours.grad.dtype == dtype and _error(ours.grad, theirs.grad) < bound
-
-
-def test_head_in_parts_with_bfloat16_logits_reduces_them_in_float32():
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(23, 16).bfloat16(), torch.randn(50, 16).bfloat16()
-    labels, temperature, grad = torch.randint(0, 50, (23,)), torch.full((23,), 0.7), torch.randn(23, 2)
-    leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
-    found = log_probs.log_probs_and_entropy(*leaves, None, labels, temperature, True)
-    found.backward(grad)
-    assert found.dtype == torch.float32
-    assert _error(found, _wanted((hidden @ weight.t()).float(), labels, temperature)) < 1e-5
-    plain = [t.double().requires_grad_() for t in (hidden, weight)]
-    _wanted(F.linear(*plain), labels, temperature.double()).backward(grad.double())
-    for ours, theirs in zip(leaves, plain, strict=True):
-        assert ours.grad.dtype == torch.bfloat16 and _error(ours.grad, theirs.grad) < 2e-2
+        assert ours.grad.dtype == dtype and _error(ours.grad, theirs.grad) < of_gradients
 
 
 def test_head_on_a_gpu_adds_products_in_bfloat16_to_a_sum_in_float32_in_one_operator():

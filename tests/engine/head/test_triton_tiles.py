@@ -63,9 +63,8 @@ def test_triton_tiles_are_used_on_gpus_in_float32(kernels):
     assert choose("cuda", torch.float64) is choose("cpu", torch.float32) is None
 
 
-def test_triton_tiles_compile_for_gpus_without_spills():
-    rows = compiled_passes("head")
-    assert {(row["kernel"], row["arch"]) for row in rows} == {
-        (kernel, arch) for kernel in ("reduce_rows", "write_gradients") for arch in (80, 90, 100)
-    }
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in (80, 100))])
+def test_triton_tiles_compile_for_gpus_without_spills(arch):
+    rows = compiled_passes("head", str(arch))
+    assert {(row["kernel"], row["arch"]) for row in rows} == {("reduce_rows", arch), ("write_gradients", arch)}
     assert all(row["stack"] == 0 and row["ctas"] >= 2 for row in rows)

@@ -23,6 +23,7 @@ from epfsdp2.engine.preflight.features import check_packing
 from tests.parity import families
 from tests.parity.float64 import float64
 from tests.support.engine.rows import LENGTHS, apart, gradients, packed, row
+from tests.support.engine.varlen_kernels import flash_by_sdpa
 from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import check_ppo_updates_in_float64
@@ -30,7 +31,6 @@ from tests.support.trainer.ppo import check_ppo_updates_in_float64
 EXACT = 1e-6  # in float64; norms, some softmaxes and some routers always compute in float32
 # Families that exceed it (hyper-connections, sinks), or fail in float64, compute everything in float64.
 IN_FLOAT64 = ("deepseek_v4", "glm5_next", "inkling2", "openai_privacy_filter")
-CHANGED = 2  # the sequence that is changed
 # Windows, chosen keys and compressed keys within sequences.
 SIZES = {
     "afmoe": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5},
@@ -50,8 +50,10 @@ SIZES = {
     "mixtral": {"sliding_window": 5},
     "openai_privacy_filter": {"sliding_window": 5},
 }
-# One of each kind of mixer, in every run with eager attention, whose masks differ.
-EAGER = ["deepseek_v3", "glm_moe_dsa", "mistral", "qwen3_next"]
+# One of each kind of mask, mixer or position; all others are long.
+KINDS = {"afmoe", "deepseek_v3", "deepseek_v4", "gemma4", "glm_moe_dsa", "gpt_oss", "jamba", "lfm2_moe", "llama4"}
+KINDS |= {"minimax", "mistral", "qwen3_moe", "qwen3_next"}
+EAGER = {"deepseek_v3", "glm_moe_dsa", "mistral", "qwen3_next"}  # whose masks differ
 
 
 def _model(name, attention="sdpa"):
@@ -64,9 +66,9 @@ def _attend_by(model, attention):
             module.config._attn_implementation = attention
 
 
-def _losses(logits, targets, of=None):
+def _loss(logits, targets, of=None):
     losses = nn.functional.cross_entropy(logits[0].double(), targets, reduction="none").split(LENGTHS)
-    return sum(loss.sum() for i, loss in enumerate(losses) if of is None or i in of) / sum(LENGTHS)
+    return (sum(loss.sum() for loss in losses) if of is None else losses[of].sum()) / sum(LENGTHS)
 
 
 def _check_close(found, wanted, bound):
@@ -74,63 +76,36 @@ def _check_close(found, wanted, bound):
     assert not bad, bad
 
 
-def _seen_gradient(model, ids, targets, of):
-    """Return the gradient of some sequences' loss with respect to the embeddings of all tokens, by sequence."""
-    kept = []
-
-    def keep(module, args, output):
-        output.retain_grad()
-        kept.append(output)
-
-    handle = model.get_input_embeddings().register_forward_hook(keep)
-    _losses(packed(model, ids), targets, of).backward()
-    handle.remove()
-    return kept[0].grad[0].split(LENGTHS)
-
-
 def _check_family(name, attention):
     # With sdpa GLM-MoE-DSA (transformers 5.9) sees what comes later: the reference is its eager attention.
     model = _model(name, "eager" if name == "glm_moe_dsa" else attention)
     ids, targets = row()
     logits = apart(model, ids)
-    wanted = gradients(model, _losses(logits, targets))
+    wanted = gradients(model, _loss(logits, targets))
     _attend_by(model, attention)
     PackedSequences(model)
     found = packed(model, ids)
     assert relative_error(found, logits) < EXACT
-    _check_close(gradients(model, _losses(found, targets)), wanted, EXACT)
+    _check_close(gradients(model, _loss(found, targets)), wanted, EXACT)
 
-    # No gradient reaches another sequence, and no sequence sees a change of another.
-    others = [i for i in range(len(LENGTHS)) if i != CHANGED]
-    seen = _seen_gradient(model, ids, targets, [CHANGED])
-    assert [bool(each.any()) for each in seen] == [i == CHANGED for i in range(len(LENGTHS))]
-    before = gradients(model, _losses(packed(model, ids), targets, others))
-    ids[CHANGED] = VOCAB - 7 - ids[CHANGED] + 3
-    changed = packed(model, ids)
-    by_sequence = [
-        relative_error(a, b) for a, b in zip(changed.split(LENGTHS, 1), found.split(LENGTHS, 1), strict=True)
-    ]
-    assert by_sequence[CHANGED] > 1e-2
-    assert max(by_sequence[i] for i in others) < EXACT
-    _check_close(gradients(model, _losses(changed, targets, others)), before, EXACT)
+    # No gradient of a sequence's loss reaches the embeddings of another.
+    embedded = []
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: embedded.append(output))
+    of_third = _loss(packed(model, ids), targets, 2)
+    (seen,) = torch.autograd.grad(of_third, embedded[:1])
+    assert [bool(each.any()) for each in seen[0].split(LENGTHS)] == [False, False, True, False]
 
 
-@pytest.mark.parametrize("name", families.ALL)
-def test_packed_sequences_of_every_family_equal_separate_ones(name):
+def _families():
+    for name, attention in itertools.product(families.ALL, ("", "eager")):
+        marks = () if name in (EAGER if attention else KINDS) else pytest.mark.long
+        yield pytest.param(name, attention or families.ALL[name].attention, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "attention"), _families())
+def test_packed_sequences_of_every_family_equal_separate_ones(name, attention):
     with float64() if name in IN_FLOAT64 else contextlib.nullcontext():
-        _check_family(name, families.ALL[name].attention)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in EAGER else pytest.mark.long) for n in families.ALL])
-def test_packed_sequences_with_eager_attention_equal_separate_ones(name):
-    with float64() if name in IN_FLOAT64 else contextlib.nullcontext():
-        _check_family(name, "eager")
-
-
-def test_packed_sequences_that_attend_to_each_other_differ_from_separate_ones():
-    model, (ids, targets) = _model("qwen3_next"), row()
-    assert relative_error(packed(model, ids), apart(model, ids)) > 1e-3
-    assert _seen_gradient(model, ids, targets, [CHANGED])[CHANGED - 1].any()
+        _check_family(name, attention)
 
 
 class _Pairs:
@@ -202,69 +177,23 @@ def test_packed_attention_of_rows_that_are_not_packed_changes_nothing():
     assert plain.config._attn_implementation == "sdpa"  # configs may be shared with what else is built of them
 
 
-def _by_sequence(function, numbers, dim):
-    """A kernel that takes sequences' numbers, made of one that does not: it is called once for each."""
-    parts = [torch.nonzero(numbers == number)[:, 0] for number in numbers.unique()]
-    return torch.cat([function(part) for part in parts], dim)
-
-
-def _fake_conv(x, weight, bias, activation, seq_idx=None):
-    def one(at):
-        part = x[:, :, at]
-        return nn.functional.silu(
-            nn.functional.conv1d(part, weight[:, None], bias, padding=weight.shape[1] - 1, groups=x.shape[1])
-        )[:, :, : part.shape[2]]
-
-    calls.append(("seq_idx", seq_idx.tolist()))
-    return _by_sequence(one, seq_idx[0], 2)
-
-
-def _fake_rule(query, key, value, g, beta, cu_seqlens=None, **kwargs):
-    def one(at):
-        parts = (x[:, at] for x in (query, key, value))
-        return modeling_qwen3_next.torch_chunk_gated_delta_rule(*parts, g=g[:, at], beta=beta[:, at], **kwargs)[0]
-
-    calls.append(("cu_seqlens", cu_seqlens.tolist()))
-    numbers = torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff())
-    return _by_sequence(one, numbers, 1), None
-
-
-calls = []
-
-
-KERNELS_OF_THE_MODULE = pytest.mark.skipif(
+@pytest.mark.skipif(
     not hasattr(modeling_qwen3_next, "is_fast_path_available"), reason="this transformers takes kernels from its hub"
 )
-
-
-@KERNELS_OF_THE_MODULE
-def test_packed_sequences_pass_their_lengths_to_kernels_that_take_them(monkeypatch):
-    model, (ids, _) = _model("qwen3_next"), row()
-    wanted = apart(model, ids)
+def test_packed_sequences_pass_their_lengths_to_kernels_if_all_take_them(monkeypatch):
+    """``test_shared_mixers.py`` calls the kernels."""
+    model = _model("qwen3_next")
     mixers = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
     assert all(lengths_taken(mixer) == () for mixer in mixers)
     monkeypatch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
     for mixer in mixers:
-        mixer.causal_conv1d_fn, mixer.chunk_gated_delta_rule = _fake_conv, _fake_rule
+        mixer.chunk_gated_delta_rule = lambda query, key, value, g, beta, cu_seqlens=None: value
+        mixer.causal_conv1d_fn = lambda x, weight, bias, activation: x
+        assert lengths_taken(mixer) == ()
+        mixer.causal_conv1d_fn = lambda x, weight, bias, activation, seq_idx=None: x
         assert lengths_taken(mixer) == ("seq_idx", "cu_seq_lens_q")
-    rows = PackedSequences(model)
-    assert "Qwen3NextGatedDeltaNet: kernels that take seq_idx and cu_seq_lens_q" in rows.line()
-    calls.clear()
-    assert relative_error(packed(model, ids), wanted) < EXACT
-    numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).tolist()
-    assert calls == [("seq_idx", [numbers]), ("cu_seqlens", [0, 11, 12, 26, 32])] * len(mixers)
-
-
-def _fake_flash(module, query, key, value, attention_mask, position_ids=None, **kwargs):
-    """Flash attention's varlen path as transformers calls it, by sdpa; it sees lengths alone."""
-    assert attention_mask is None and position_ids is None, "transformers would look for sequences in the positions"
-    ends, longest = kwargs.pop("cu_seq_lens_q"), kwargs.pop("max_length_q")
-    assert kwargs.pop("cu_seq_lens_k") is ends and kwargs.pop("max_length_k") == longest and type(longest) is int
-    calls.append((ends.tolist(), ends.dtype, longest))
-    parts = [slice(a, b) for a, b in itertools.pairwise(ends.tolist())]
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    outputs = [sdpa(module, query[:, :, at], key[:, :, at], value[:, :, at], None, **kwargs)[0] for at in parts]
-    return torch.cat(outputs, dim=1), None
+    line = PackedSequences(model).line()
+    assert "Qwen3NextGatedDeltaNet: kernels that take seq_idx and cu_seq_lens_q" in line
 
 
 @pytest.mark.parametrize("sequences", [LENGTHS, LENGTHS[:1]])
@@ -272,7 +201,8 @@ def test_packed_sequences_with_flash_attention_compute_the_lengths_of_a_row_once
     model, (ids, _) = _model("qwen3_moe", "sdpa"), row()
     ids = ids[: len(sequences)]
     wanted = apart(model, ids)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", _fake_flash)
+    calls, mapping = [], ALL_ATTENTION_FUNCTIONS._global_mapping
+    monkeypatch.setitem(mapping, "flash_attention_2", functools.partial(flash_by_sdpa, calls))
     _attend_by(model, "flash_attention_2")
     found = []
     monkeypatch.setattr(packing, "spans_of", lambda positions: found.append(1) or spans_of(positions))
@@ -281,22 +211,12 @@ def test_packed_sequences_with_flash_attention_compute_the_lengths_of_a_row_once
     layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
     checkpoint_layers(layers, (), 8, "full")
     model.train()
-    calls.clear()
     logits = packed(model, ids)
     assert relative_error(logits, wanted) < EXACT
     logits.sum().backward()
     ends = [0, *itertools.accumulate(sequences)]
-    assert calls == [(ends, torch.int32, max(sequences))] * 2 * len(layers), "in the forward, and computed again"
+    assert calls == [(ends, max(sequences))] * 2 * len(layers), "in the forward, and computed again"
     assert len(found) == 2, "by each of the two, for all layers"
-
-
-@KERNELS_OF_THE_MODULE
-def test_packed_sequences_with_a_kernel_without_lengths_call_it_for_each_sequence(monkeypatch):
-    monkeypatch.setattr(modeling_qwen3_next, "is_fast_path_available", True)
-    mixer = next(layer.linear_attn for layer in _model("qwen3_next").model.layers if hasattr(layer, "linear_attn"))
-    mixer.causal_conv1d_fn = lambda x, weight, bias, activation: x
-    mixer.chunk_gated_delta_rule = _fake_rule
-    assert lengths_taken(mixer) == ()
 
 
 def test_packed_sequences_of_unknown_mixers_are_refused(tmp_path):
@@ -321,7 +241,7 @@ def test_packed_sequences_of_unknown_mixers_are_refused(tmp_path):
 def test_packed_sequences_in_ppo_updates_equal_the_plain_model(tmp_path, name):
     pytest.importorskip("verl")
     attention = families.ALL[name].attention
-    cases = [{"ep": 2}, {"ep": 2, "dynamic": True, "activation_checkpointing": "full"}]
+    cases = [{"ep": 2, "dynamic": True, "activation_checkpointing": "full"}]
     with float64():
         families.save(name, tmp_path)
     # An eps that does not magnify rounding errors of tiny gradients.

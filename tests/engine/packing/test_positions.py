@@ -5,15 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.packing.positions import embed_apart, positions_line, rotary_by_length
 from epfsdp2.engine.packing.sequences import PackedSequences
 from epfsdp2.engine.wrap_forward import wrapped_by
 from tests.parity import families
 from tests.parity.float64 import float64
-from tests.support.engine.rows import LENGTHS, apart, own_slice, packed, row
+from tests.support.engine.rows import LENGTHS, apart, packed, row
 from tests.support.models.rope import PHI_SCALES, longrope, with_rope
 from tests.support.models.tiny import relative_error, save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -51,8 +49,8 @@ def _alone(name, kind, **own):
 
 
 @torch.no_grad()
-def _packed(model, own=slice(None)):
-    return packed(model, row()[0], own)
+def _packed(model):
+    return packed(model, row()[0])
 
 
 @torch.no_grad()
@@ -122,23 +120,9 @@ def test_positions_that_do_not_depend_on_a_length_are_left_to_the_family():
     assert positions_line(model, 64) == "positions (longrope): frequencies of 64 tokens, as in the rollout"
 
 
-def _shared():
-    alone, model = _alone("qwen3_moe", "longrope"), _build("qwen3_moe", "longrope")
-    SequenceParallel(model, dist.group.WORLD, PackedSequences(model))
-    own = own_slice(LENGTHS, dist.group.WORLD)
-    assert relative_error(_packed(model, own), alone[:, own]) < EXACT
-
-
-def test_positions_of_rows_that_ranks_share_are_those_of_each_alone():
-    run_ranks(_shared, 2)
-
-
 def test_positions_in_ppo_updates_are_those_of_each_alone(tmp_path):
     pytest.importorskip("verl")
-    cases = [
-        {"ep": 2, "dynamic": True, "activation_checkpointing": "full"},
-        {"ep": 1, "model": PADDED},
-        {"ep": 2, "ulysses_sequence_parallel_size": 2, "pad_to_length": True, "pad_to_length_bucket": 17},
-    ]
+    shared = {"ulysses_sequence_parallel_size": 2, "pad_to_length": True, "pad_to_length_bucket": 17}
+    cases = [{"ep": 1, "model": PADDED}, {"ep": 2, "dynamic": True, **shared}]
     folder = save_qwen3_moe(tmp_path, rope_parameters=longrope(16, 8))
     run_ranks(check_ppo_updates, 2, folder, cases, timeout=300)

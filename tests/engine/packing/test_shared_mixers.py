@@ -1,23 +1,22 @@
 """Ranks that share rows equal the plain model, for layers that carry a state along the row."""
 
-import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeShortConv
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.packing.head_parts import HeadParts, head_parts_of
+from epfsdp2.engine.packing.head_parts import head_parts_of
 from epfsdp2.engine.packing.sequences import PackedSequences, find_mixers
-from epfsdp2.engine.packing.shared_mixers import SharedMixers, _reach, assign
+from epfsdp2.engine.packing.shared_mixers import _reach, assign
 from tests.parity.families import ALL, STATES, save
 from tests.parity.float64 import float64
-from tests.support.engine.rows import LENGTHS, errors, loss, one_by_one, own_slice, packed, row, shared
+from tests.support.engine.rows import LENGTHS, errors, loss, one_by_one, own_slice, packed, row
 from tests.support.models.tiny import relative_error
 from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import check_ppo_updates_in_float64
@@ -34,31 +33,27 @@ def _model(name):
     return ALL[name].build_random("sdpa")
 
 
-def _causal_conv(x, weight, bias):
-    output = nn.functional.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=x.shape[1])
-    return nn.functional.silu(output[..., : x.shape[-1]])
-
-
 def _fast_kernels(model, calls):
-    """Replace kernels that need a GPU by the family's own code, with the kernels' arguments."""
+    """Replace kernels that need a GPU by the family's own code, with the kernels' arguments; record what rules get."""
 
     def by_sequence(function, ends, dim):
-        spans = zip(ends[:-1], ends[1:], strict=True)
-        return torch.cat([function(slice(start, end)) for start, end in spans], dim)
+        return torch.cat([function(slice(*span)) for span in itertools.pairwise(ends)], dim)
 
     def conv(x, weight, bias, activation, seq_idx=None):
         assert x.stride(1) == 1  # causal-conv1d needs this layout to separate sequences
-        calls.append("conv")
-        if seq_idx is None:
-            return _causal_conv(x, weight, bias)
-        assert seq_idx.shape == (1, x.shape[2]) and seq_idx.dtype == torch.int32
-        ends = [0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), x.shape[2]]
-        return by_sequence(lambda at: _causal_conv(x[..., at], weight, bias), ends, 2)
+        assert seq_idx is None or (seq_idx.shape == (1, x.shape[2]) and seq_idx.dtype == torch.int32)
+
+        def one(at):
+            padding, channels = weight.shape[1] - 1, x.shape[1]
+            out = nn.functional.conv1d(x[..., at], weight[:, None], bias, padding=padding, groups=channels)
+            return nn.functional.silu(out[..., : at.stop - at.start])
+
+        inner = [] if seq_idx is None else (seq_idx[0].diff().nonzero()[:, 0] + 1).tolist()
+        return by_sequence(one, [0, *inner, x.shape[2]], 2)
 
     def rule(query, key, value, g, beta, cu_seqlens=None, **kwargs):
         ends = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-        assert ends[-1] == query.shape[1]
-        calls.append("rule")
+        calls.append(tuple(value.shape[1:3]))
 
         def one(at):
             parts = (x[:, at] for x in (query, key, value))
@@ -71,34 +66,26 @@ def _fast_kernels(model, calls):
             layer.linear_attn.causal_conv1d_fn, layer.linear_attn.chunk_gated_delta_rule = conv, rule
 
 
-def _compare(names, rows):
+def _compare(cases):
     def check(name, lengths, how):
         wanted = one_by_one(_model(name), lengths)
         found = errors(_model(name), dist.group.WORLD, wanted, lengths, checkpointing=how)
         assert {n: error for n, error in found.items() if error > EXACT} == {}
 
-    each_case([(name, *row) for name in names for row in rows], check)
+    each_case([case for case in cases if case[0] in STATES], check)
 
 
-# One of each kind of mixer, which ``make test`` checks; all others are long.
-KINDS = ["bailing_hybrid", "jamba", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next"]
-KINDS = [name for name in KINDS if name in STATES]
-
-
-@pytest.mark.parametrize("names", [KINDS, pytest.param(sorted({*STATES} - {*KINDS}), marks=pytest.mark.long)])
-def test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model(names):
-    run_ranks(_compare, 2, names, [(UNEVEN, "none"), (LONG, "full"), (MOSTLY_ONE, "selective")])
-
-
-@pytest.mark.parametrize(
-    "names", [["lfm2_moe", "qwen3_next"], pytest.param(["granitemoehybrid", "nemotron_h"], marks=pytest.mark.long)]
-)
-def test_shared_mixer_on_more_ranks_than_sequences_equals_the_plain_model(names):
-    run_ranks(_compare, 4, names, [(UNEVEN, "selective"), (LONG, "none"), ((*FEW, 2), "selective")])
+@pytest.mark.long
+@pytest.mark.parametrize("world", [2, 4])
+def test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model(world):
+    rows = [(UNEVEN, "none"), (LONG, "full"), (MOSTLY_ONE, "selective"), ((*FEW, 2), "selective")]
+    run_ranks(_compare, world, [(name, *row) for name in sorted(STATES) for row in rows], timeout=900)
 
 
 def _kernels():
-    for lengths in (UNEVEN, MOSTLY_ONE):
+    """In each of two layers, a kernel gets all sequences of this rank, or every sequence and half of the heads."""
+    of_rank = [(15, 4), (17, 4)][dist.get_rank()]
+    for lengths, called in ((UNEVEN, [of_rank] * 2), (MOSTLY_ONE, [(length, 2) for length in MOSTLY_ONE] * 2)):
         calls = []
         with pytest.MonkeyPatch.context() as patch:
             wanted, model = one_by_one(_model("qwen3_next"), lengths), _model("qwen3_next")
@@ -106,54 +93,22 @@ def _kernels():
             _fast_kernels(model, calls)
             found = errors(model, dist.group.WORLD, wanted, lengths)
         assert max(found.values()) < EXACT, found
-        # Once in each of two such layers, whatever the number of sequences; over heads each sequence by itself.
-        assert calls == ["conv", "rule"] * 2 * (1 if lengths == UNEVEN else len(MOSTLY_ONE))
+        assert calls == called
 
 
-@pytest.mark.skipif(
-    not hasattr(modeling_qwen3_next, "is_fast_path_available"), reason="this transformers takes kernels from its hub"
-)
-def test_shared_mixer_passes_kernels_the_lengths_of_what_they_compute():
-    run_ranks(_kernels, 2)
+# Each kind of mixer over heads or slices, and by whole sequences.
+KINDS = [(name, MOSTLY_ONE, "none") for name in ("bailing_hybrid", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next")]
+KINDS += [("jamba", MOSTLY_ONE, "full"), ("jamba", UNEVEN, "selective"), ("lfm2_moe", LONG, "full")]
 
 
-def _ways():
-    """The rule gets whole sequences with all heads, or the row with half of the heads."""
-    shapes = []
-    real = modeling_qwen3_next.torch_chunk_gated_delta_rule
-
-    def spy(query, key, value, **kwargs):
-        shapes.append(tuple(value.shape[1:3]))
-        return real(query, key, value, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", spy)
-        found = {}
-        for lengths in (UNEVEN, MOSTLY_ONE):
-            shapes.clear()
-            *_, rows = shared(_model("qwen3_next"), dist.group.WORLD, lengths)
-            found[lengths] = shapes[: len(shapes) // 2]  # of the first of two such layers
-    own = [[(1, 4), (14, 4)], [(11, 4), (6, 4)]][dist.get_rank()]
-    assert found[UNEVEN] == own
-    assert found[MOSTLY_ONE] == [(length, 2) for length in MOSTLY_ONE]
-    assert "Qwen3NextGatedDeltaNet: whole sequences by rank, a long one over its heads" in rows.line()
-    found, forward = [], Lfm2MoeShortConv.forward
-
-    @functools.wraps(forward)
-    def spied(self, hidden_states, **kwargs):
-        found.append(hidden_states.shape[1])
-        return forward(self, hidden_states, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lfm2MoeShortConv, "forward", spied)
-        *_, rows = shared(_model("lfm2_moe"), dist.group.WORLD, LONG)
-    # The slice, with two tokens of the rank before it.
-    assert set(found) == {16 + 2 * (dist.get_rank() == 1)}
-    assert "Lfm2MoeShortConv: whole sequences by rank, a long one by slices" in rows.line()
+def _on_two_ranks():
+    _compare(KINDS)
+    if hasattr(modeling_qwen3_next, "is_fast_path_available"):  # else transformers takes kernels from its hub
+        _kernels()
 
 
-def test_shared_mixer_of_a_long_sequence_splits_it_over_heads():
-    run_ranks(_ways, 2)
+def test_shared_mixer_of_each_kind_equals_the_plain_model_and_splits_a_long_sequence():
+    run_ranks(_on_two_ranks, 2)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -163,14 +118,6 @@ def test_shared_mixer_of_every_known_state_can_be_split_over_heads_or_slices(nam
     assert mixers, f"no layer of {name} carries a state"
     for mixer in mixers:
         assert _reach(mixer) is not None or head_parts_of(mixer, 2) is not None, type(mixer).__name__
-
-
-def _without_tokens_before(real):
-    def wrong(self, x, reach):
-        found = real(self, x, reach)
-        return torch.cat([0.0 * found[:, : -x.shape[1]], x], dim=1)
-
-    return wrong
 
 
 def test_shared_mixer_that_does_not_divide_or_has_adapters_without_a_call_is_not_split():
@@ -183,26 +130,6 @@ def test_shared_mixer_that_does_not_divide_or_has_adapters_without_a_call_is_not
     assert head_parts_of(mixer, 2) is None
 
 
-def _wrong_ones_differ():
-    """Outputs in another order, the weights of other heads, and a convolution without the tokens before its slice."""
-    for name, lengths, owner, method, wrong in (
-        ("qwen3_next", UNEVEN, SharedMixers, "_to_slice", lambda real: lambda self, x: real(self, x).flip(1)),
-        ("qwen3_next", MOSTLY_ONE, HeadParts, "_own", lambda real: lambda self, x, dim=0: real(self, x.flip(dim), dim)),
-        ("lfm2_moe", LONG, SharedMixers, "_with_tokens_before", _without_tokens_before),
-    ):
-        wanted = one_by_one(_model(name), lengths)
-        assert errors(_model(name), dist.group.WORLD, wanted, lengths)["logits"] < EXACT
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, method, wrong(getattr(owner, method)))
-            error = torch.tensor(errors(_model(name), dist.group.WORLD, wanted, lengths)["logits"])
-        dist.all_reduce(error, op=dist.ReduceOp.MAX)
-        assert error > 1e-3, method
-
-
-def test_shared_mixer_computed_wrongly_differs_from_the_plain_model():
-    run_ranks(_wrong_ones_differ, 2)
-
-
 def _uneven(name):
     """Mixers and parts of them are FSDP units, like norms kept in float32: each call is a collective."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
@@ -211,6 +138,7 @@ def _uneven(name):
     model, (ids, targets) = _model(name), row(rows[mine])
     sequences = PackedSequences(model)
     SequenceParallel(model, groups[mine], sequences)
+    assert ": whole sequences by rank, a long one over its heads" in sequences.line()
     for mixer in sequences._mixers.others.values():
         for unit in (mixer.norm, mixer.out_proj, mixer):
             fully_shard(unit)
@@ -226,11 +154,21 @@ def _uneven(name):
             assert not both or relative_error(param.grad.full_tensor(), sum(both)) < EXACT, fqn
 
 
+# On more ranks than sequences.
+MANY = [("lfm2_moe", (*FEW, 2), "selective"), ("qwen3_next", UNEVEN, "selective"), ("qwen3_next", LONG, "none")]
+
+
+def _on_four_ranks(name, cases):
+    _compare(cases)
+    _uneven(name)
+
+
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(n, marks=pytest.mark.long) for n in ("minimax", "nemotron_h")), "qwen3_next"]
+    ("name", "cases"),
+    [("qwen3_next", MANY), *(pytest.param(n, [], marks=pytest.mark.long) for n in ("minimax", "nemotron_h"))],
 )
-def test_shared_mixer_of_unequal_rows_on_ranks_makes_the_same_collectives(name):
-    run_ranks(_uneven, 4, name, timeout=120)
+def test_shared_mixer_of_unequal_rows_on_ranks_makes_the_same_collectives(name, cases):
+    run_ranks(_on_four_ranks, 4, name, cases)
 
 
 def test_assign_of_sequences_balances_their_lengths():
@@ -245,8 +183,7 @@ def test_assign_of_sequences_balances_their_lengths():
 )
 def test_shared_mixer_in_ppo_updates_equals_the_plain_model(tmp_path, name, world):
     pytest.importorskip("verl")
-    shared = {"ep": 2, "ulysses_sequence_parallel_size": 2}
-    cases = [shared, {**shared, "dynamic": True, "activation_checkpointing": "full"}]
+    cases = [{"ep": 2, "ulysses_sequence_parallel_size": 2, "dynamic": True, "activation_checkpointing": "full"}]
     with float64():
         save(name, tmp_path)
     # This eps does not magnify rounding errors of tiny gradients.

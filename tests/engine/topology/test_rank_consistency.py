@@ -1,7 +1,5 @@
 """Ranks with different models or settings all fail, at once."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,10 +33,8 @@ def _facts(rank, what):
 
 
 def _disagree(what, words):
-    start = time.monotonic()
     with pytest.raises(RankMismatchError) as error:
         check_agreement(_facts(dist.get_rank(), what))
-    assert time.monotonic() - start < 10
     assert all(word in str(error.value) for word in words), str(error.value)
     messages = [None] * WORLD
     dist.all_gather_object(messages, str(error.value))
@@ -53,29 +49,14 @@ DIFFERENCES = [
 ]
 
 
-def _agreement():
-    check_agreement(_facts(dist.get_rank(), "nothing"))
-    each_case(DIFFERENCES, _disagree)
-    with pytest.raises(RankMismatchError, match="and 15 more"):
-        check_agreement({"settings": {str(i): dist.get_rank() for i in range(20)}})
-
-
-def test_check_agreement_with_one_rank_that_differs_raises_on_all_and_equal_ranks_pass():
-    run_ranks(_agreement, WORLD)
-
-
 def _folders():
     """The folders of a model are not compared, its sizes are."""
     rank = dist.get_rank()
     config = {"hidden_size": 4, "_name_or_path": f"/disk-{rank}/model"}
     config["text_config"] = {"head_dim": 2, "_name_or_path": f"/disk-{rank}/model"}
     check_agreement({"model config": without_paths(config)})
-    with pytest.raises(RankMismatchError, match="model config: hidden_size: 0 on rank 0; 1 on rank 1"):
+    with pytest.raises(RankMismatchError, match="model config: hidden_size: 0 on rank 0; 1 on rank 1; "):
         check_agreement({"model config": without_paths({**config, "hidden_size": rank})})
-
-
-def test_check_agreement_ignores_the_folders_of_a_model():
-    run_ranks(_folders, 2)
 
 
 def _fails(ranks):
@@ -87,9 +68,14 @@ def _fails(ranks):
         assert "ranks 1, 3: ValueError" in str(error.value)
 
 
-def _each_fails():
+def _agreement():
+    check_agreement(_facts(dist.get_rank(), "nothing"))
+    each_case(DIFFERENCES, _disagree)
+    with pytest.raises(RankMismatchError, match="and 15 more"):
+        check_agreement({"settings": {str(i): dist.get_rank() for i in range(20)}})
+    _folders()
     each_case([([1, 3],), ([0, 1, 2, 3],)], _fails)
 
 
-def test_raise_on_all_ranks_raises_the_errors_of_some():
-    run_ranks(_each_fails, WORLD)
+def test_check_agreement_with_ranks_that_differ_or_fail_raises_on_all_and_equal_ranks_pass():
+    run_ranks(_agreement, WORLD)

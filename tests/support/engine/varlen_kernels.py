@@ -12,10 +12,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from epfsdp2.engine.packing import varlen
 
-__all__ = ["varlen_on_a_cpu"]
+__all__ = ["flash_by_sdpa", "varlen_on_a_cpu"]
 
 
 @contextlib.contextmanager
@@ -38,6 +39,18 @@ def varlen_on_a_cpu(name: str = "torch") -> Iterator[list[tuple[Any, ...]]]:
             library.impl("_flash_attention_forward", _aten_forward(calls), "CPU")
             library.impl("_flash_attention_backward", _aten_backward, "CPU")
         yield calls
+
+
+def flash_by_sdpa(calls, module, query, key, value, attention_mask, position_ids=None, **kwargs):
+    """Compute flash attention's varlen path as transformers calls it, by sdpa; ``calls`` gets ends and longest."""
+    assert attention_mask is None and position_ids is None, "transformers would look for sequences in the positions"
+    ends, longest = kwargs.pop("cu_seq_lens_q"), kwargs.pop("max_length_q")
+    assert kwargs.pop("cu_seq_lens_k") is ends and kwargs.pop("max_length_k") == longest and type(longest) is int
+    assert ends.dtype == torch.int32
+    calls.append((ends.tolist(), longest))
+    sdpa, parts = ALL_ATTENTION_FUNCTIONS["sdpa"], itertools.starmap(slice, itertools.pairwise(ends.tolist()))
+    outputs = [sdpa(module, query[:, :, at], key[:, :, at], value[:, :, at], None, **kwargs)[0] for at in parts]
+    return torch.cat(outputs, dim=1), None
 
 
 def _aten_forward(calls):

@@ -1,6 +1,7 @@
 """Triton kernels compiled ahead of time for GPUs that are not there, and budgets of registers, stack and shared memory.
 
-``python -m tests.support.moe.compiled fp8|head|norms|rotary|few|experts ARCH DTYPE`` prints a row per launch as JSON.
+``python -m tests.support.moe.compiled experts ARCH DTYPE`` prints a row per launch as JSON; ``fp8`` and ``few`` take no
+arguments, ``head``, ``norms`` and ``rotary`` one architecture or all.
 Launches have meta tensors of a model's sizes, and compile their kernel for an architecture instead of running it.
 """
 
@@ -270,9 +271,9 @@ def fp8() -> Iterator[dict]:
         yield from launches
 
 
-def head() -> Iterator[dict]:
+def head(*only: str) -> Iterator[dict]:
     """Compile the kernels of a tile of logits in every dtype, with entropies and without."""
-    for arch, dtype in itertools.product(SMS, (torch.bfloat16, torch.float16, torch.float32)):
+    for arch, dtype in itertools.product(map(int, only or SMS), (torch.bfloat16, torch.float16, torch.float32)):
         launches: list[dict] = []
         logits = torch.empty(tile_sizes("cuda"), dtype=dtype, device="meta")
         of_rows = torch.empty(len(logits), device="meta")
@@ -284,9 +285,10 @@ def head() -> Iterator[dict]:
         yield from launches
 
 
-def norms() -> Iterator[dict]:
+def norms(*only: str) -> Iterator[dict]:
     """Compile the kernels of RMSNorms over a head of 128 columns, and over the widest hidden states."""
-    for arch, dtype, width in itertools.product(SMS, (torch.bfloat16, torch.float32), (128, 2048, 7168)):
+    arches, dtypes = map(int, only or SMS), (torch.bfloat16, torch.float32)
+    for arch, dtype, width in itertools.product(arches, dtypes, (128, 2048, 7168)):
         launches: list[dict] = []
         x, weight = torch.empty(8192, width, dtype=dtype, device="meta"), torch.empty(width, dtype=dtype)
         with on_gpu(arch, launches):
@@ -295,10 +297,11 @@ def norms() -> Iterator[dict]:
         yield from launches
 
 
-def rotary() -> Iterator[dict]:
+def rotary(*only: str) -> Iterator[dict]:
     """Compile the kernel of rotary embeddings, of whole heads and of a part of each, forward and backward."""
     others = Rotation(True, True, "neighbours", rounds_last=True, is_last=True)
-    for arch, part, is_backward, rotation in itertools.product(SMS, (128, 64), (False, True), (Rotation(), others)):
+    arches, rotations = map(int, only or SMS), (Rotation(), others)
+    for arch, part, is_backward, rotation in itertools.product(arches, (128, 64), (False, True), rotations):
         launches: list[dict] = []
         x = torch.empty(2, 32, 2048, 128, dtype=torch.bfloat16, device="meta")
         cos = torch.empty(1, 2048, part, dtype=torch.bfloat16, device="meta")

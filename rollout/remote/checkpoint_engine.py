@@ -30,10 +30,7 @@ __all__ = ["PeerToPeerCheckpointEngine"]
 class PeerToPeerCheckpointEngine(CheckpointEngine):
     """The checkpoint engine of a trainer or rollout rank; members keep their group until one fails or changes.
 
-    Args:
-        bucket_size: bytes of a bucket, for full tensors of other engines.
-        is_master: whether this is trainer rank 0; verl passes None on a rollout rank.
-        timeout_seconds: longest wait for another member.
+    ``bucket_size`` are bytes, for full tensors of other engines. verl passes ``is_master=None`` on a rollout rank.
     """
 
     def __init__(self, bucket_size: int, is_master: bool | None = None, timeout_seconds: float = 300.0):
@@ -87,7 +84,6 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Send the weights of one sync; return metrics for verl's step."""
         assert self._endpoint is not None, "init_process_group comes first"
         return self._endpoint.send(weights, self.bucket_size)
 

@@ -51,12 +51,8 @@ class Endpoint:
     def send(self, weights: Any, bucket_bytes: int) -> dict[str, float]:
         """Send the weights of one sync; collective over all members.
 
-        Args:
-            weights: ``RolloutWeights``, or full tensors of another engine, which every trainer rank iterates.
-            bucket_bytes: bound of a bucket for the latter.
-
-        Returns:
-            On rank 0 the metrics of this sync: the most megabytes of any trainer rank, and seconds.
+        ``weights`` are ``RolloutWeights``, or full tensors of another engine, sent in buckets of ``bucket_bytes``.
+        Rank 0 returns metrics: the most megabytes of any trainer rank, and seconds.
         """
         started, sent = time.monotonic(), 0
         with self.group.abort_on_error():
@@ -98,7 +94,7 @@ class Endpoint:
             return ReceivedWeights(self, self.group.wait_for("layout"))
 
     def requests(self, own: WorkerRequest | None = None) -> list[WorkerRequest]:
-        """Return the requests of all rollout ranks, which need one config and release; collective."""
+        """Return the requests of all rollout ranks; collective. Raises if configs or releases differ."""
         found = self.group.gather("request", own, self.group.members.rollouts)
         kinds = list(dict.fromkeys(f"{request.mode} for {request.rollout}" for request in found))
         if len(kinds) > 1:
@@ -109,8 +105,8 @@ class Endpoint:
         """Return this member's exchange, planned again if layout or requests have changed; plans have to be equal."""
         facts = layout, requests[0].rollout, [request.worker for request in requests]
         if self._planned is None or self._planned[0] != facts:
-            exchange = self._plan(*facts)
-            self._planned = facts, exchange, exchange.plan.digest()
+            planned = self._plan(*facts)
+            self._planned = facts, planned, planned.plan.digest()
         _, exchange, digest = self._planned
         if self.group.rank == 0:
             self.group.publish("plan", digest)

@@ -29,8 +29,7 @@ def sender_class() -> Any:
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     if fingerprint() not in _KNOWN:
-        said = "epfsdp2: verl's BucketedWeightSender is not that of verl 0.9.1; weights are sent by it, without overlap"
-        logger.warning(said)
+        logger.warning("epfsdp2: verl's BucketedWeightSender is not that of verl 0.9.1; it sends without overlap")
         return BucketedWeightSender
 
     def wait() -> None:

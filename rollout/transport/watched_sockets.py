@@ -52,9 +52,7 @@ async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any
 def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
     """Wait on the host until a collective has ended on this rank; NCCL's own ``wait`` waits on the stream alone.
 
-    Raises:
-        WeightSyncError: after the time limit.
-        Exception: an error of ``check``, which is called every ``CHECK_SECONDS``.
+    Raises ``WeightSyncError`` after the time limit, and any error of ``check``, called every ``CHECK_SECONDS``.
     """
     now = time.monotonic()
     deadline, next_check = now + timeout_seconds, now + CHECK_SECONDS

@@ -10,7 +10,7 @@ from torch import nn
 from epfsdp2.rollout.layout.layout_check import RANK, entry, rank_entry
 from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.sglang import compat, loader
+from epfsdp2.rollout.sglang import loader
 from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, answer_of, fill
 from epfsdp2.rollout.transport.checksums import with_checksums
 
@@ -119,13 +119,13 @@ def test_sglang_loader_names_kernels_that_store_weights_otherwise(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang.srt.layers", ModuleType("sglang.srt.layers"))
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization", quantization)
     model = Model()
-    assert compat.changed_layout(model) == ""
+    assert loader.changed_layout(model) == ""
     model.attention.quant_method = Plain()
-    assert compat.changed_layout(model) == ""
+    assert loader.changed_layout(model) == ""
     model.attention.use_intel_amx_backend = True
-    assert compat.changed_layout(model) == "attention is packed for AMX"
+    assert loader.changed_layout(model) == "attention is packed for AMX"
     model.attention.use_intel_amx_backend = False
     model.attention.quant_method.use_flashinfer_cutlass = True
-    assert "flashinfer_cutlass (up projections come first)" in compat.changed_layout(model)
+    assert "flashinfer_cutlass (up projections come first)" in loader.changed_layout(model)
     model.attention.quant_method = object()
-    assert compat.changed_layout(model) == "attention is quantised by object"
+    assert loader.changed_layout(model) == "attention is quantised by object"

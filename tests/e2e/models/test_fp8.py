@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from epfsdp2.recipes.quickstart import model
-from tests.e2e.runs import finished, overrides
-from tests.e2e.trainers.trainers import CHANGES, differences
+from tests.e2e.runs import differences, finished, overrides
+from tests.e2e.trainers.trainers import CHANGES
 
 pytestmark = [
     pytest.mark.e2e,

@@ -1,8 +1,6 @@
 """verl's checkpoint engine ``epfsdp2_p2p``: weights for rollout replicas in processes of their own.
 
-Select it with ``actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p``.
-
-One sync of verl's ``CheckpointEngineManager``: ``prepare`` on every member, ``build_topology`` on the driver,
+In a sync verl's ``CheckpointEngineManager`` calls ``prepare`` on every member, ``build_topology`` on the driver,
 ``init_process_group`` on every member, then ``send_weights`` and ``receive_weights``, then ``finalize``.
 """
 
@@ -33,12 +31,13 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
     ``bucket_size`` are bytes, for full tensors of other engines. verl passes ``is_master=None`` on a rollout rank.
     """
 
+    _endpoint: Endpoint | None = None
+    _store: dist.TCPStore | None = None
+    _store_address: tuple[str, int, str] | None = None
+    _identity, _identities = "", ()
+
     def __init__(self, bucket_size: int, is_master: bool | None = None, timeout_seconds: float = 300.0):
         self.bucket_size, self.is_master, self.timeout_seconds = bucket_size, is_master, timeout_seconds
-        self._endpoint: Endpoint | None = None
-        self._store: dist.TCPStore | None = None
-        self._store_address: tuple[str, int, str] | None = None
-        self._identity, self._identities = "", tuple[str, ...]()
         if is_master is None:
             servers.install(timeout_seconds)  # verl builds this rank's server adapter next
 

@@ -1,11 +1,8 @@
 """Sends a trainer's weights to rollout ranks in other processes, possibly on other nodes.
 
 Trainer rank 0 publishes a ``TrainerLayout``, and every rollout rank a ``WorkerRequest``. From these every member makes
-the same plan, and runs its part of the exchange that colocated ranks run (``transport/exchange.py``). Full tensors are
-broadcast from trainer rank 0, in buckets.
-
-If vLLM computes with adapters, every sync broadcasts the adapters. The weights without adapters are sent before them
-if a rollout rank lacks the weights.
+the same plan for the exchange (``transport/exchange.py``). Trainer rank 0 broadcasts full tensors in buckets, and
+adapters that vLLM computes with. The weights below adapters are sent before them if a rollout rank lacks them.
 """
 
 import itertools
@@ -37,10 +34,7 @@ logger = logging.getLogger("epfsdp2")
 
 
 class Endpoint:
-    """Sends the weights of a trainer rank, or receives them on a rollout rank, sync after sync.
-
-    All members raise ``WeightSyncError`` if one fails or times out.
-    """
+    """Sends or receives a rank's weights, sync after sync; all members raise ``WeightSyncError`` if one fails."""
 
     has_base: bool | None = None  # whether the worker has the weights below its adapters; None before the first sync
     _planned: tuple[object, Exchange, str] | None = None
@@ -88,7 +82,6 @@ class Endpoint:
         return 0
 
     def receive(self) -> "ReceivedWeights":
-        """Begin a sync."""
         with self.group.abort_on_error():
             self.group.begin_sync()
             return ReceivedWeights(self, self.group.wait_for("layout"))
@@ -195,12 +188,9 @@ class ReceivedWeights:
 
 def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
     """Broadcast tensors from trainer rank 0 in buckets with entries published under ``name``; return the bytes."""
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        return torch.empty(max(limit, nbytes), dtype=torch.uint8, device=group.device)
-
     sent, pending = 0, deque[dist.Work]()
-    for number, (entries, bucket, is_last) in enumerate(buckets_of(weights, allocate)):
+    buckets = buckets_of(weights, lambda n: torch.empty(max(limit, n), dtype=torch.uint8, device=group.device))
+    for number, (entries, bucket, is_last) in enumerate(buckets):
         group.publish(f"{name} bucket {number}", (entries, bucket.numel(), is_last))
         pending.append(group.broadcast(bucket))
         sent += bucket.numel()
@@ -210,7 +200,7 @@ def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch
 
 
 def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors on a rollout rank while the next bucket is in flight."""
+    """Yield a bucket's tensors on a rollout rank while the next one is in flight."""
     arriving = deque[tuple[list[Entry], torch.Tensor, dist.Work]]()
     for number in itertools.count():
         entries, nbytes, is_last = group.wait_for(f"{name} bucket {number}")

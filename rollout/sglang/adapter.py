@@ -49,8 +49,7 @@ class Updates:
     ) -> None:
         """Send ``weights`` to SGLang's workers, as verl's method does.
 
-        All ranks of the replica raise ``WeightSyncError``, with rank and cause, if a worker or a rank fails or if one
-        does not answer in time.
+        If a worker or rank fails or is late, all ranks of the replica raise ``WeightSyncError`` with rank and cause.
         """
         selected = weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None
         stock = super().update_weights  # type: ignore[misc]
@@ -157,16 +156,15 @@ class Updates:
             self._agree(answer_of(memory))
 
     def _agreed(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield full tensors for verl's own update in batches, each after all ranks of the replica have produced it.
+        """Yield full tensors in batches that all ranks of the replica have produced.
 
-        verl gathers a bucket from every rank, so a rank that failed alone would hang the others.
+        verl's own update gathers a bucket from every rank, so a rank that failed alone would hang the others.
         """
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 4
         with contextlib.closing(iter(weights)) as tensors:  # type: ignore[type-var]
             while True:
                 failure: Exception | None = None
-                some: list[tuple[str, torch.Tensor]] = []
-                nbytes = 0
+                some, nbytes = list[tuple[str, torch.Tensor]](), 0
                 try:
                     while nbytes < size and (each := next(tensors, None)):
                         some.append(each)

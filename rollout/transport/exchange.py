@@ -1,11 +1,9 @@
 """Executes a transfer plan: ranks exchange shards, and each rank assembles the parameters of its worker.
 
 A round is one all-to-all of bytes, or one all-gather if every worker keeps the whole model. A rank copies its values to
-a flat buffer, and gathers the rows of its messages from there. From the received messages it gathers the rows of its
-worker's parameters. ``plan/routes.py`` computes the rows once. A sync has a few operations per round and one view per
-parameter, for any number of ranks, experts and blocks.
-
-While the consumer uses the parameters of a round, the next round is in flight.
+a flat buffer and gathers its messages from rows of that. From the received messages it gathers the rows of its worker's
+parameters, while the next round is in flight. ``plan/routes.py`` computes the rows once. A sync has a few operations
+per round and one view per parameter, for any number of ranks, experts and blocks.
 """
 
 import contextlib
@@ -122,7 +120,6 @@ class Exchange:
     def _pack(
         self, prefix: str, round_: Round, local: dict[str, torch.Tensor], flat: torch.Tensor, sent: torch.Tensor
     ) -> None:
-        """Fill the messages of a round."""
         into, sources = [], []
         for copy in self._routes[round_].copies:
             name = prefix + round_.specs[copy.tensor].name

@@ -69,7 +69,7 @@ def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], N
 
 @contextlib.contextmanager
 def taking_part(tensors: Generator[Any, None, None]) -> Iterator[None]:
-    """Close ``tensors`` after the block; if it raises, join the rest of their exchange, which other ranks wait for."""
+    """Close ``tensors`` after the block; if it raises, join the rest of their exchange for the other ranks."""
     with contextlib.closing(tensors):
         try:
             yield

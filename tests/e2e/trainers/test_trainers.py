@@ -31,7 +31,7 @@ ADAPTERS = [
     "engine.rollout_sync_verify=-1",
 ]
 SAME, OTHER, FEW = 1e-5, 1e-3, 1e-4  # the last one for adapters
-# Of each step: does the rollout have the trainer's weights (S), those before the last update (O), or either (.)?
+# Whether the rollout of each step has the trainer's weights (S), those before the last update (O), or either (.).
 # A trainer that generates a batch ahead lacks the update before steps 2 and 3; the one before step 4 changed nothing.
 CASES = {
     "colocate_async": ("S..S", ["trainer.v1.trainer_mode=colocate_async", *ZERO_IN_THE_THIRD], {}),

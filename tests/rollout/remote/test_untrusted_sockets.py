@@ -120,14 +120,14 @@ METADATA = [
 ]
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_watched_socket_with_bucket_metadata_reads_it_as_it_was_sent(tmp_path, protocol):
+def test_watched_socket_with_bucket_metadata_reads_it_as_it_was_sent(tmp_path):
     with _connected(tmp_path / "socket") as (sender, receiver):
-        for message in METADATA[: 3 if protocol > 2 else 2]:
-            sender.send(pickle.dumps(message, protocol))
-            assert receiver.recv_pyobj() == message
-            receiver.send(b"")
-            sender.recv()
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            for message in METADATA[: 3 if protocol > 2 else 2]:
+                sender.send(pickle.dumps(message, protocol))
+                assert receiver.recv_pyobj() == message
+                receiver.send(b"")
+                sender.recv()
 
 
 @pytest.mark.parametrize(

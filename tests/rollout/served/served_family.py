@@ -13,42 +13,19 @@ from epfsdp2.engine.compat import versions
 from tests.parity.families import Family
 from tests.support.models.vlm import IMAGE_TOKENS
 
-__all__ = [
-    "DEEPSEEK",
-    "DENSE",
-    "GEMMA",
-    "HALF_MROPE",
-    "LINEAR",
-    "LOCAL",
-    "MAMBA2",
-    "MAMBA2_LAYER",
-    "MLA",
-    "MROPE",
-    "PLAIN_ROTARY",
-    "QWEN",
-    "STATE",
-    "Served",
-    "TEXT_ALONE",
-    "THREE_HEADS",
-    "TORCHVISION",
-    "TWO_HEADS",
-    "VOCAB",
-    "of",
-    "seeing",
-    "text_sizes",
-]
+__all__ = ["DEEPSEEK", "DENSE", "GEMMA", "HALF_MROPE", "LINEAR", "LOCAL", "MAMBA2", "MAMBA2_LAYER", "MLA", "MROPE"]
+__all__ += ["PLAIN_ROTARY", "QWEN", "STATE", "Served", "TEXT_ALONE", "THREE_HEADS", "TORCHVISION", "TWO_HEADS", "VOCAB"]
+__all__ += ["of", "seeing", "text_sizes"]
 
 
 @dataclass(frozen=True)
 class Served:
-    """A family's tiny model and vLLM's settings for it.
+    """A family's tiny model, and the settings and environment variables that vLLM's CPU build needs for it.
+
+    No matrix is square: hidden is neither the experts' size nor twice it. vLLM pads its vocabulary. The sizes of its
+    experts are multiples of 32, the CPU kernel's rows.
 
     Args:
-        family: the model. No matrix is square: hidden is neither the experts' size nor twice it. vLLM pads its
-            vocabulary. The sizes of its experts are multiples of 32, the CPU kernel's rows.
-        dtype: vLLM's.
-        settings: vLLM's engine settings that its CPU build needs for this family.
-        environment: environment variables, likewise.
         broken: release of vLLM -> why it can't run this family by itself, without any sync.
         mute: release of vLLM whose CPU build loads the family and can't compute with it -> why. Parameters alone are
             compared then, and in every release with the engine that never computes.
@@ -62,7 +39,6 @@ class Served:
     mute: dict[str, str] = field(default_factory=dict)
 
     def skip_where_broken(self) -> None:
-        """Skip the running test, with the reason, where the installed vLLM can't run the family."""
         if _release() in self.broken:
             pytest.skip(f"vLLM {_release()}: {self.broken[_release()]}")
 

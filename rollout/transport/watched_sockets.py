@@ -150,7 +150,7 @@ class _WatchedSocket:
                     raise WeightSyncError(f"the socket {self._address} belongs to another user, {owner}")
         try:
             return _Unpickler(io.BytesIO(message)).load()
-        except Exception as error:  # what pickle raises for damaged data is not bounded
+        except Exception as error:  # damaged data can make pickle raise anything
             cause = f"{type(error).__name__}: {error}"
             raise WeightSyncError(f"{self._address} sent what is no metadata of a weight sync: {cause}") from error
 

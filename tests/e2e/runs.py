@@ -1,4 +1,4 @@
-"""One quickstart process, everything that descends from it, and what it leaves on the machine."""
+"""A quickstart process, its descendants, and its leftovers on the machine."""
 
 import json
 import os

@@ -118,7 +118,7 @@ def _run(side: str, folder: Path, model: Path, settings: list[str]) -> list[dict
     environment = os.environ | {"PYTHONPATH": f"{plugins}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     if side == "stock":  # verl registers its engine for accelerators alone
         environment["VERL_ENGINE_DEVICE"] = "cuda"
-    # Its exit status also says whether the reward rose, which few steps do not show.
+    # Its exit status is not checked, because it depends on the reward, which does not rise in few steps.
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     path = output / "metrics.jsonl"
     logged = [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []

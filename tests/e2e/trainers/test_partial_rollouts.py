@@ -16,13 +16,13 @@ SETTINGS = [
     *SEPARATE,
     "algorithm.rollout_correction.bypass_mode=True",  # old log-probs are those of the rollout
     "async_training.partial_rollout=True",
-    "async_training.staleness_threshold=1",  # generation goes on while weights are sent
+    "async_training.staleness_threshold=1",  # generation continues while weights are sent
     "async_training.trigger_parameter_sync_step=1",
     f"rollout.total_rollout_steps={(UPDATES + 1) * 8}",
     "rollout.n=8",
     "data.train_batch_size=0",
     "data.gen_batch_size=1",
-    # Long answers, so that most are being written when a sync comes.
+    # Long answers, so that a sync interrupts most of them.
     "data.max_response_length=100",
     "actor_rollout_ref.rollout.max_model_len=120",
     "actor_rollout_ref.rollout.ignore_eos=True",

@@ -16,7 +16,7 @@ STEPS = 10
 
 
 def _dense(folder: Path, like: Path) -> Path:
-    """A dense model with the tokenizer of another, in sizes that vLLM's CPU build takes."""
+    """Save a dense model with the tokenizer of another, in sizes that vLLM's CPU build supports."""
     tokenizer = AutoTokenizer.from_pretrained(like)
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     save_qwen3(folder, vocab_size=len(tokenizer), head_dim=32, **ends)

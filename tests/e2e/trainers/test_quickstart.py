@@ -1,4 +1,4 @@
-"""The quickstart as a user runs it: verl's trainer, Ray, vLLM, a reward that rises, and nothing left behind.
+"""The quickstart as a user runs it: verl's trainer, Ray, vLLM, a reward that rises, and no leftovers.
 
 The tests share one warm-up and run in their order here.
 """
@@ -62,7 +62,7 @@ def interrupted_run(folder, warmed_up):
 
 @pytest.mark.long
 def test_sync_of_every_step_leaves_the_trainers_weights_in_every_worker(folder, interrupted_run):
-    """The first sync is the one before the first step; those after steps 1 and 2 are compared with what was saved."""
+    """The syncs after steps 1 and 2 are compared with the saved weights; one more comes before step 1."""
     config = AutoConfig.from_pretrained(folder / "second/checkpoints/global_step_1/actor/huggingface")
     held = {}
     for step in (1, 2):

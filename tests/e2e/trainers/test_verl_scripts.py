@@ -17,7 +17,7 @@ from epfsdp2.recipes.quickstart.commands import overrides as quickstart
 from epfsdp2.recipes.quickstart.model import write_model
 from tests.e2e.runs import differences, leftovers, overrides, running, unused
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 DATA = Path(__file__).parent / "data"
 GRPO = DATA / "examples-grpo_trainer-run_qwen3_30b_a3b_fsdp.json"
@@ -66,7 +66,6 @@ def test_sft_script_with_two_words_trains(tmp_path):
     assert len(losses) == 3, done.stdout[-3000:]
 
 
-@pytest.mark.long
 def test_grpo_script_with_two_words_trains(tmp_path):
     """With the reference policy, KL loss, dynamic batches and both offloads of the script."""
     steps, log = _steps(tmp_path, 2, GRPO)
@@ -75,7 +74,6 @@ def test_grpo_script_with_two_words_trains(tmp_path):
     assert f"actor_rollout_ref.actor.strategy=fsdp2: {RUNS}" in log
 
 
-@pytest.mark.long
 def test_fully_async_script_with_two_words_trains(tmp_path):
     """With the sequence parallelism of the script, for the actor and the reference policy, on two ranks.
 

@@ -22,7 +22,7 @@ INT8 = {"vllm": {"hf_overrides": {"quantization_config": COMPRESSED["int8"]}}}
 
 
 class _Hsdp(Member):
-    """Two replicas of two trainer ranks, each of which sends to one worker of a rollout's replica."""
+    """Two replicas of two trainer ranks; each replica sends to one worker."""
 
     trainers, mesh = 4, (2, 2)
 

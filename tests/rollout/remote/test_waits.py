@@ -1,4 +1,4 @@
-"""Waits of a process group's members: what ends them, how soon, and how many requests they cost the one store."""
+"""Waits of a process group's members: their ends, their delay, and their requests to the store."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from epfsdp2.rollout.remote.signed_store import SignedStore, connect_store, serve_store
 from epfsdp2.rollout.transport.watched_sockets import CHECK_SECONDS, WeightSyncError, wait_for_work
-from tests.support import ranks  # noqa: F401 (what processes are forked from has imported torch)
+from tests.support import ranks  # noqa: F401 (the server that forks processes has imported torch)
 
 SECONDS = 3.0
 MEMBERS = Members(2, 3)

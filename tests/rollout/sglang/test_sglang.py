@@ -1,4 +1,4 @@
-"""SGLang's update of weights on a machine without a GPU: what it does by itself, with the shim, and by slices."""
+"""SGLang's update of weights without a GPU: stock, with the shim, and by slices."""
 
 import json
 import os
@@ -42,7 +42,7 @@ if __name__ == "__main__":
 
 
 def _runs_with_shim_alone(folder, script, how, *more):
-    """Run a script with the shim or without; return what it prints as errors."""
+    """Run a script with the shim or without; return its errors."""
     path = folder / "script.py"
     path.write_text(script)
     environment = os.environ | sglang_environment() | {"VERL_PLATFORM": "cpu"}
@@ -96,35 +96,24 @@ def _run(folders, tp, *options):
     return json.loads(line.removeprefix("RESULT"))
 
 
-def _compared(tmp_path, family, tp, *options):
-    """Three syncs against a fresh engine; returns what both hold, and why some updates failed."""
-    folders = [save(family, tmp_path / str(seed), seed, **SIZES[family]) for seed in range(4)]
-    held, failures = _run(folders, tp, *options)
-    ((fresh,), _) = _run(folders[-1:], tp, *options)
-    assert held[2] == fresh and held[3] == fresh
-    assert held[0] != held[1] != held[2]
-    return fresh, failures
-
-
-ON_ONE_WORKER = ("qwen3_moe", "deepseek_v3")
+# The family, the workers, and whether experts are whole, with which SGLang can't compute on a CPU.
 CASES = [
-    *((family, 2) for family in SIZES),
-    *(pytest.param(f, 1, marks=[] if f in ON_ONE_WORKER else pytest.mark.long) for f in SIZES),
+    *((family, 2, False) for family in SIZES),
+    *((family, 1, False) for family in ("qwen3_moe", "deepseek_v3")),
+    ("qwen3_moe", 2, True),
+    *(pytest.param(f, 1, False, marks=pytest.mark.long) for f in SIZES if f not in ("qwen3_moe", "deepseek_v3")),
+    pytest.param("deepseek_v3", 2, True, marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize(("family", "tp"), CASES)
-def test_sglang_after_three_syncs_of_slices_equals_a_fresh_one(tmp_path, family, tp):
-    _, failures = _compared(tmp_path, family, tp)
-    incomplete, too_large, twice = failures
+@pytest.mark.parametrize(("family", "tp", "whole_experts"), CASES)
+def test_sglang_after_three_syncs_of_slices_equals_a_fresh_one(tmp_path, family, tp, whole_experts):
+    options = ["--ep"] if whole_experts else []
+    folders = [save(family, tmp_path / str(seed), seed, **SIZES[family]) for seed in range(4)]
+    held, (incomplete, too_large, twice) = _run(folders, tp, *options)
+    ((fresh,), _) = _run(folders[-1:], tp, *options)
+    assert held[2] == fresh and held[3] == fresh
+    assert held[0] != held[1] != held[2]
     assert "did not receive every element" in incomplete
     assert too_large
-    assert "was sent twice" in twice
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.long)])
-def test_sglang_after_three_syncs_of_whole_experts_equals_a_fresh_one(tmp_path, family):
-    """SGLang can't compute with them on a CPU."""
-    _, (incomplete, _, twice) = _compared(tmp_path, family, 2, "--ep")
-    assert "did not receive every element" in incomplete
     assert "was sent twice" in twice

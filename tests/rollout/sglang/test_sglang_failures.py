@@ -1,4 +1,4 @@
-"""A sync to SGLang that can't go on ends in time on all ranks of its replica; SGLang and its server are stand-ins."""
+"""A sync to SGLang that fails ends in time on all ranks of its replica; SGLang is a stand-in."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ class _Request:
 
 
 def _sglang():
-    """Return what the adapter imports of SGLang; a bucket is sent as its header alone."""
+    """Return the modules that the adapter imports of SGLang; a bucket is sent as its header alone."""
     serializer = SimpleNamespace(serialize=lambda tensors: tensors[0][0])
     modules = {
         "sglang.srt.managers.io_struct": {"UpdateWeightsFromTensorReqInput": _Request},
@@ -104,7 +104,7 @@ class _Stock:
 
     async def update_weights(self, weights, global_steps, wire_format, **kwargs):
         for _ in weights:
-            dist.barrier(self.device_mesh["infer_tp"].get_group())  # verl gathers what each rank has
+            dist.barrier(self.device_mesh["infer_tp"].get_group())  # verl gathers a bucket of each rank
             if self._engine is not None:
                 await self._engine.update_weights_from_tensor(SimpleNamespace(headers=[]))
 

@@ -18,7 +18,7 @@ RANK_ENTRY = rank_entry(0, Rollout())
 
 
 class Model(nn.Module):
-    """Two parameters, and what is computed from one of them."""
+    """Two parameters, and a tensor computed from one of them."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ def model(monkeypatch):
 
 
 def _send(model, tensors, *, verify=True, layout=LAYOUT, bucket=64):
-    """Load tensors in buckets of so many bytes; return the first answer that says something."""
+    """Load tensors in buckets of so many bytes; return the first answer that is not empty."""
 
     def allocate(nbytes):
         return torch.zeros(nbytes, dtype=torch.uint8)

@@ -99,7 +99,7 @@ def test_tensor_larger_than_shared_memory_is_refused_with_the_setting_to_raise()
 
 
 def test_tensor_larger_than_device_memory_of_a_bucket_is_sent_alone_by_verls_method(monkeypatch):
-    """After those before it, and with the bucket empty behind it."""
+    """The tensors before it are sent first, and the next bucket begins empty."""
     sent = []
     cls = sender.sender_class()
     for method in ("_init_socket", "_init_buffer", "_cleanup"):

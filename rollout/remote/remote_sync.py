@@ -72,8 +72,8 @@ class Endpoint:
     def _send(self, mode: str, weights: Any, layout: TrainerLayout, requests: Sequence[WorkerRequest]) -> int:
         if mode == "sliced":
             exchange, rollout = self.exchange(layout, requests), requests[0].rollout
-            for _ in exchange.run(weights.sync.values(weights.adapters, rollout, self.group.finish)):
-                raise AssertionError("a trainer rank receives no parameters")
+            # A trainer rank receives no parameters.
+            assert not list(exchange.run(weights.sync.values(weights.adapters, rollout, self.group.finish)))
             return exchange.plan.most_sent
         if self.group.rank == 0:
             return send_buckets(self.group, mode, weights, round_bytes(layout.settings.memory_bytes))

@@ -67,9 +67,7 @@ class _Update:
         self._model = model
         layers = [(name, layer, dict(layer.named_parameters(recurse=False))) for name, layer in model.named_modules()]
         if layouts is not None:
-            rank, size, entry = rank_of()
-            if len(layouts) != size:
-                raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; SGLang has {size}")
+            rank, entry = rank_of()
             held = actual_layout(layers, entry, lambda name, own, is_parameter: True)
             if wrong := changed_layout(model) or difference(layouts[rank], held):
                 works = "engine.rollout_sync=full works without a plan."
@@ -140,10 +138,10 @@ def changed_layout(model: Any) -> str:
     return ""
 
 
-def rank_of() -> tuple[int, int, str]:
-    """Return this worker's tensor-parallel rank, the size, and its ``rank_entry``."""
+def rank_of() -> tuple[int, str]:
+    """Return this worker's tensor-parallel rank and its ``rank_entry``."""
     from sglang.srt import distributed
 
     rank, size = distributed.get_tensor_model_parallel_rank(), distributed.get_tensor_model_parallel_world_size()
     experts_are_whole = distributed.get_moe_expert_parallel_world_size() > 1
-    return rank, size, rank_entry(rank, Rollout(size, expert_parallel=experts_are_whole))
+    return rank, rank_entry(rank, Rollout(size, expert_parallel=experts_are_whole))

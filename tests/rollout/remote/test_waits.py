@@ -57,9 +57,9 @@ def test_group_of_processes_of_which_one_does_not_end_its_set_up_raises_in_time_
     served, token = serve_store("127.0.0.1", SECONDS), secrets.token_hex(32)
     context = multiprocessing.get_context("forkserver")
     errors, first = context.SimpleQueue(), {"is killed": _is_killed, "hangs": _blocks}
+    firsts = [None, None, first[case]]
     processes = [
-        context.Process(target=_member, args=(rank, served.port, token, first.get(case) if rank == 2 else None, errors))
-        for rank in range(3)
+        context.Process(target=_member, args=(rank, served.port, token, firsts[rank], errors)) for rank in range(3)
     ]
     for process in processes:
         process.start()

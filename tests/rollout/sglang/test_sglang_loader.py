@@ -37,7 +37,7 @@ LAYOUT = {RANK: RANK_ENTRY, FUSED: entry((5, 3)), "bias": entry((4,))}
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr(loader, "rank_of", lambda: (0, 1, RANK_ENTRY))
+    monkeypatch.setattr(loader, "rank_of", lambda: (0, RANK_ENTRY))
     monkeypatch.setattr(loader, "changed_layout", lambda model: "")
     return Model()
 

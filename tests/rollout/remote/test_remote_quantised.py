@@ -43,7 +43,7 @@ def _sent(folder):
     for settings, quantise in ((FP8, _of_vllm), (INT8, partial(compressed, kind="int8"))):
         config = member.config(**settings)
         rollout = server_of(config).rollout_of(config)
-        for _ in range(3):
+        for _ in range(2):
             got = member.sync(lambda: exporter.weights(), **settings)
             if not member.is_trainer:
                 wanted = member.parameters(member.index, rollout=rollout, quantise=quantise)

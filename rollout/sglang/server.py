@@ -82,7 +82,7 @@ class _SGLang(Server):
     def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:
         tp, dp = size_of(config, "tensor_model_parallel_size"), size_of(config, "data_parallel_size")
         # SGLang uses its own arguments, while verl finds each rank's worker by verl's sizes.
-        for name, own, size in (
+        for name, key, size in (
             ("tp_size", "tensor_model_parallel_size", tp * dp),
             ("dp_size", "data_parallel_size", dp),
             ("pp_size", "pipeline_model_parallel_size", size_of(config, "pipeline_model_parallel_size")),
@@ -90,8 +90,8 @@ class _SGLang(Server):
         ):
             given = server_arguments(config, self.name).get(name)
             if given is not None and given != size:
-                rule = f"verl finds each rank's worker by its own sizes, and {ROLLOUT}.{own}={size_of(config, own)}."
-                raise SettingError(f"{_SGLANG}.{name}", given, rule, f"{ROLLOUT}.{own}, and no {_SGLANG}.{name}")
+                rule = f"verl finds each rank's worker by its own sizes, and {ROLLOUT}.{key}={size_of(config, key)}."
+                raise SettingError(f"{_SGLANG}.{name}", given, rule, f"{ROLLOUT}.{key}, and no {_SGLANG}.{name}")
         if not config.get("enable_rollout_routing_replay"):
             return
         own: Any = None if model is None else model.config

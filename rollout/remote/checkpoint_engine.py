@@ -34,7 +34,8 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
     _endpoint: Endpoint | None = None
     _store: dist.TCPStore | None = None
     _store_address: tuple[str, int, str] | None = None
-    _identity, _identities = "", ()
+    _identity = ""
+    _identities: tuple[str, ...] = ()
 
     def __init__(self, bucket_size: int, is_master: bool | None = None, timeout_seconds: float = 300.0):
         self.bucket_size, self.is_master, self.timeout_seconds = bucket_size, is_master, timeout_seconds

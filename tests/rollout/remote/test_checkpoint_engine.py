@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 from tests.support.rollout.remote.member import Member, check_equal, taken
 
 TRAINERS, TP = Member.trainers, Member.tp
-SECONDS = 10.0
+SECONDS = 15.0
 OTHER = "theirs.Extension"  # loads no slices
 
 

@@ -1,8 +1,6 @@
 """verl's checkpoint engine ``epfsdp2_p2p``: weights for rollout replicas in processes of their own.
 
-Select it with ``actor_rollout_ref.rollout.checkpoint_engine.backend=epfsdp2_p2p``.
-
-One sync of verl's ``CheckpointEngineManager``: ``prepare`` on every member, ``build_topology`` on the driver,
+In a sync verl's ``CheckpointEngineManager`` calls ``prepare`` on every member, ``build_topology`` on the driver,
 ``init_process_group`` on every member, then ``send_weights`` and ``receive_weights``, then ``finalize``.
 """
 
@@ -30,18 +28,17 @@ __all__ = ["PeerToPeerCheckpointEngine"]
 class PeerToPeerCheckpointEngine(CheckpointEngine):
     """The checkpoint engine of a trainer or rollout rank; members keep their group until one fails or changes.
 
-    Args:
-        bucket_size: bytes of a bucket, for full tensors of other engines.
-        is_master: whether this is trainer rank 0; verl passes None on a rollout rank.
-        timeout_seconds: longest wait for another member.
+    ``bucket_size`` are bytes, for full tensors of other engines. verl passes ``is_master=None`` on a rollout rank.
     """
+
+    _endpoint: Endpoint | None = None
+    _store: dist.TCPStore | None = None
+    _store_address: tuple[str, int, str] | None = None
+    _identity = ""
+    _identities: tuple[str, ...] = ()
 
     def __init__(self, bucket_size: int, is_master: bool | None = None, timeout_seconds: float = 300.0):
         self.bucket_size, self.is_master, self.timeout_seconds = bucket_size, is_master, timeout_seconds
-        self._endpoint: Endpoint | None = None
-        self._store: dist.TCPStore | None = None
-        self._store_address: tuple[str, int, str] | None = None
-        self._identity, self._identities = "", tuple[str, ...]()
         if is_master is None:
             servers.install(timeout_seconds)  # verl builds this rank's server adapter next
 
@@ -87,7 +84,6 @@ class PeerToPeerCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
-        """Send the weights of one sync; return metrics for verl's step."""
         assert self._endpoint is not None, "init_process_group comes first"
         return self._endpoint.send(weights, self.bucket_size)
 

@@ -50,14 +50,10 @@ class Members:
 class SyncGroup:
     """A member's handle on the group; constructing it is collective.
 
-    Every wait raises ``WeightSyncError`` with the cause if a member fails, or if it times out.
+    Every wait raises ``WeightSyncError`` with the cause if a member fails, or after ``timeout_seconds``.
 
     The set-up runs a collective in a thread that may never return, because NCCL opens connections in a blocking call
     without a time limit. (torch's non-blocking communicators hang with NCCL 2.26, pytorch/pytorch#153960.)
-
-    Args:
-        store: served by trainer rank 0, under the run's token (``signed_store.py``).
-        timeout_seconds: longest wait for another member, in a collective or for a message.
 
     Attributes:
         failed: whether the next sync needs another group.
@@ -130,7 +126,6 @@ class SyncGroup:
         return group
 
     def finish(self, work: dist.Work) -> None:
-        """Wait until a collective has ended on this rank."""
         wait_for_work(work, self.timeout_seconds, self._check)
 
     def begin_sync(self) -> None:
@@ -146,7 +141,7 @@ class SyncGroup:
         self._store.set(self._published[-1], encode(message))
 
     def wait_for(self, name: str, failure: _Text | None = None) -> Any:
-        """Wait for a message of this sync, and return it."""
+        """Return a message of this sync, once it is published."""
         key = f"{self.syncs}/{name}"
         self._wait([key], failure or (lambda: f"no other rank published {name!r} {self._in_time}"))
         return decode(self._store.get(key))
@@ -155,9 +150,9 @@ class SyncGroup:
         """Return the messages of ``from_ranks``; collective. Ranks other than trainer rank 0 read one entry."""
 
         def unpublished() -> str:
-            if missing := self._first_missing(name, from_ranks):
-                return f"{missing} did not publish its {name!r} {self._in_time}"
-            return f"trainer rank 0 did not publish all {name!r} {self._in_time}"
+            missing = self._first_missing(name, from_ranks)
+            late = f"{missing} did not publish its" if missing else "trainer rank 0 did not publish all"
+            return f"{late} {name!r} {self._in_time}"
 
         if self.rank in from_ranks:
             self.publish(f"{name} {self.rank}", message)
@@ -260,10 +255,9 @@ class SyncGroup:
 
 
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
-    """Make a backend whose waits raise NCCL's errors. Never run.
+    """Make a backend whose waits raise NCCL's errors, without torch's watchdog, which ends the process. Never run.
 
-    By default torch's watchdog ends the process. A backend constructed with blocking waits has none
-    (``ProcessGroupNCCL.cpp``: "no watchdog thread is created").
+    ``ProcessGroupNCCL.cpp`` says of blocking waits: "no watchdog thread is created".
     """
     options = dist.ProcessGroupNCCL.Options()
     # The time-out counts from the launch of a collective, which may be long before the other members launch theirs.

@@ -1,11 +1,8 @@
 """Sends a trainer's weights to rollout ranks in other processes, possibly on other nodes.
 
 Trainer rank 0 publishes a ``TrainerLayout``, and every rollout rank a ``WorkerRequest``. From these every member makes
-the same plan, and runs its part of the exchange that colocated ranks run (``transport/exchange.py``). Full tensors are
-broadcast from trainer rank 0, in buckets.
-
-If vLLM computes with adapters, every sync broadcasts the adapters. The weights without adapters are sent before them
-if a rollout rank lacks the weights.
+the same plan for the exchange (``transport/exchange.py``). Trainer rank 0 broadcasts full tensors in buckets, and
+adapters that vLLM computes with. The weights below adapters are sent before them if a rollout rank lacks them.
 """
 
 import itertools
@@ -37,10 +34,7 @@ logger = logging.getLogger("epfsdp2")
 
 
 class Endpoint:
-    """Sends the weights of a trainer rank, or receives them on a rollout rank, sync after sync.
-
-    All members raise ``WeightSyncError`` if one fails or times out.
-    """
+    """Sends or receives a rank's weights, sync after sync; all members raise ``WeightSyncError`` if one fails."""
 
     has_base: bool | None = None  # whether the worker has the weights below its adapters; None before the first sync
     _planned: tuple[object, Exchange, str] | None = None
@@ -51,12 +45,8 @@ class Endpoint:
     def send(self, weights: Any, bucket_bytes: int) -> dict[str, float]:
         """Send the weights of one sync; collective over all members.
 
-        Args:
-            weights: ``RolloutWeights``, or full tensors of another engine, which every trainer rank iterates.
-            bucket_bytes: bound of a bucket for the latter.
-
-        Returns:
-            On rank 0 the metrics of this sync: the most megabytes of any trainer rank, and seconds.
+        ``weights`` are ``RolloutWeights``, or full tensors of another engine, sent in buckets of ``bucket_bytes``.
+        Rank 0 returns metrics: the most megabytes of any trainer rank, and seconds.
         """
         started, sent = time.monotonic(), 0
         with self.group.abort_on_error():
@@ -82,8 +72,8 @@ class Endpoint:
     def _send(self, mode: str, weights: Any, layout: TrainerLayout, requests: Sequence[WorkerRequest]) -> int:
         if mode == "sliced":
             exchange, rollout = self.exchange(layout, requests), requests[0].rollout
-            for _ in exchange.run(weights.sync.values(weights.adapters, rollout, self.group.finish)):
-                raise AssertionError("a trainer rank receives no parameters")
+            # A trainer rank receives no parameters.
+            assert not list(exchange.run(weights.sync.values(weights.adapters, rollout, self.group.finish)))
             return exchange.plan.most_sent
         if self.group.rank == 0:
             return send_buckets(self.group, mode, weights, round_bytes(layout.settings.memory_bytes))
@@ -92,13 +82,12 @@ class Endpoint:
         return 0
 
     def receive(self) -> "ReceivedWeights":
-        """Begin a sync."""
         with self.group.abort_on_error():
             self.group.begin_sync()
             return ReceivedWeights(self, self.group.wait_for("layout"))
 
     def requests(self, own: WorkerRequest | None = None) -> list[WorkerRequest]:
-        """Return the requests of all rollout ranks, which need one config and release; collective."""
+        """Return the requests of all rollout ranks; collective. Raises if configs or releases differ."""
         found = self.group.gather("request", own, self.group.members.rollouts)
         kinds = list(dict.fromkeys(f"{request.mode} for {request.rollout}" for request in found))
         if len(kinds) > 1:
@@ -109,8 +98,8 @@ class Endpoint:
         """Return this member's exchange, planned again if layout or requests have changed; plans have to be equal."""
         facts = layout, requests[0].rollout, [request.worker for request in requests]
         if self._planned is None or self._planned[0] != facts:
-            exchange = self._plan(*facts)
-            self._planned = facts, exchange, exchange.plan.digest()
+            planned = self._plan(*facts)
+            self._planned = facts, planned, planned.plan.digest()
         _, exchange, digest = self._planned
         if self.group.rank == 0:
             self.group.publish("plan", digest)
@@ -199,12 +188,9 @@ class ReceivedWeights:
 
 def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> int:
     """Broadcast tensors from trainer rank 0 in buckets with entries published under ``name``; return the bytes."""
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        return torch.empty(max(limit, nbytes), dtype=torch.uint8, device=group.device)
-
     sent, pending = 0, deque[dist.Work]()
-    for number, (entries, bucket, is_last) in enumerate(buckets_of(weights, allocate)):
+    buckets = buckets_of(weights, lambda n: torch.empty(max(limit, n), dtype=torch.uint8, device=group.device))
+    for number, (entries, bucket, is_last) in enumerate(buckets):
         group.publish(f"{name} bucket {number}", (entries, bucket.numel(), is_last))
         pending.append(group.broadcast(bucket))
         sent += bucket.numel()
@@ -214,7 +200,7 @@ def send_buckets(group: SyncGroup, name: str, weights: Iterable[tuple[str, torch
 
 
 def receive_buckets(group: SyncGroup, name: str, traffic: Traffic) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors on a rollout rank while the next bucket is in flight."""
+    """Yield a bucket's tensors on a rollout rank while the next one is in flight."""
     arriving = deque[tuple[list[Entry], torch.Tensor, dist.Work]]()
     for number in itertools.count():
         entries, nbytes, is_last = group.wait_for(f"{name} bucket {number}")

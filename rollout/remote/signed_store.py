@@ -1,8 +1,8 @@
 """The store of a sync's process group: it listens on one address, and accepts only entries signed by the run.
 
 torch's ``TCPStore`` listens on every interface and accepts entries of anybody. Here each entry has an HMAC (SHA-256) of
-key and value under a token that members receive through Ray. The addresses of gloo and NCCL are entries too. Others
-can still remove entries, which ends a sync with an error.
+key and value under a token that members receive through Ray. This includes addresses of gloo and NCCL. Others can still
+remove entries, which ends a sync with an error.
 """
 
 import hashlib

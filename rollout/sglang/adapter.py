@@ -47,11 +47,9 @@ class Updates:
     async def update_weights(
         self: Any, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:
-        """Send ``weights`` to SGLang's workers. Arguments as in verl's method.
+        """Send ``weights`` to SGLang's workers, as verl's method does.
 
-        Raises:
-            WeightSyncError: on all ranks of the replica, if a worker failed or did not answer in time, or a rank failed
-                to send. The message has the worker's rank and the cause.
+        If a worker or rank fails or is late, all ranks of the replica raise ``WeightSyncError`` with rank and cause.
         """
         selected = weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None
         stock = super().update_weights  # type: ignore[misc]
@@ -63,8 +61,7 @@ class Updates:
         if selected.mode != self._checked_mode:
             failure: Exception | None = None
             try:
-                failed = "SGLang's server did not say where it is"
-                await await_result(self._init_server_adapter(), self.timeout_seconds, failed)
+                await self._answered(self._init_server_adapter(), "SGLang's server did not say where it is")
             except Exception as error:  # check_plans raises it on all ranks; raising here would hang the others
                 failure = error
             selected.check_plans(failure)
@@ -74,10 +71,13 @@ class Updates:
         if dist.get_rank() == 0:
             print(f"[epfsdp2] {report}", flush=True)
         if self._engine is not None:
-            failed, limit = "SGLang's server did not answer after the update", self.timeout_seconds
-            await await_result(self._engine.flush_cache(), limit, failed)
+            failed = "SGLang's server did not answer after the update"
+            await self._answered(self._engine.flush_cache(), failed)
             if global_steps is not None:
-                await await_result(self.server_actor.set_global_steps.remote(global_steps), limit, failed)
+                await self._answered(self.server_actor.set_global_steps.remote(global_steps), failed)
+
+    async def _answered(self, call: Any, failed: str) -> None:
+        await await_result(call, self.timeout_seconds, failed)
 
     async def _send(self, selected: Any) -> TransferStats:
         started = time.monotonic()
@@ -135,21 +135,15 @@ class Updates:
             serialized_named_tensors=packed, load_format=SGLANG_LOADER, flush_cache=False
         )
         # Run the request in a thread while this one fills the next bucket; verl opens a session per request.
-        call = self._engine.update_weights_from_tensor(update)
-        answer = await_result(call, self.timeout_seconds, "it did not answer")
+        answer = self._answered(self._engine.update_weights_from_tensor(update), "it did not answer")
         return asyncio.get_running_loop().run_in_executor(None, asyncio.run, answer)
 
     async def _finish(
         self, request: "asyncio.Future[Any] | None", memory: torch.Tensor | None, failure: Exception | None
     ) -> None:
-        """Wait until the workers have loaded their buckets.
+        """Wait until the workers have loaded their buckets; raise on all ranks if a worker or a rank has failed.
 
-        Args:
-            memory: this worker's bucket, which begins with its answer.
-            failure: this rank's error while filling the next bucket.
-
-        Raises:
-            WeightSyncError: on all ranks of the replica, if a worker or a rank has failed.
+        ``memory`` is this worker's bucket. ``failure`` is this rank's error while filling the next one.
         """
         text = ""
         try:
@@ -162,16 +156,15 @@ class Updates:
             self._agree(answer_of(memory))
 
     def _agreed(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
-        """Yield full tensors for verl's own update in batches, each after all ranks of the replica have produced it.
+        """Yield full tensors in batches that all ranks of the replica have produced.
 
-        verl gathers a bucket from every rank, so a rank that failed alone would hang the others.
+        verl's own update gathers a bucket from every rank, so a rank that failed alone would hang the others.
         """
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 4
         with contextlib.closing(iter(weights)) as tensors:  # type: ignore[type-var]
             while True:
                 failure: Exception | None = None
-                some: list[tuple[str, torch.Tensor]] = []
-                nbytes = 0
+                some, nbytes = list[tuple[str, torch.Tensor]](), 0
                 try:
                     while nbytes < size and (each := next(tensors, None)):
                         some.append(each)

@@ -20,7 +20,7 @@ ANSWER_BYTES = 4096
 
 @dataclass
 class Header:
-    """Contents of a bucket; sent as JSON in place of the tensor's name."""
+    """A bucket's contents, sent as JSON in the place of the tensor's name."""
 
     entries: list[Entry] = field(default_factory=list)
     is_first: bool = False  # first bucket of a sync
@@ -39,10 +39,7 @@ class Header:
 def fill(
     tensors: Iterable[tuple[str, torch.Tensor]], buffers: list[torch.Tensor], allocate: Callable[[int], torch.Tensor]
 ) -> Iterator[tuple[Header, torch.Tensor]]:
-    """Copy tensors into two alternating buffers, and yield each full one with its header.
-
-    Replace a buffer that is too small for a tensor by ``allocate(nbytes)``.
-    """
+    """Copy tensors into two alternating ``buffers``, enlarged for large tensors; yield each full one with a header."""
     turns = itertools.cycle((0, 1))
 
     def following(nbytes: int) -> torch.Tensor:

@@ -10,17 +10,25 @@ from typing import Any
 
 import torch
 
-from ..layout.layout_check import actual_layout, difference, prefix_of, unpadded_shape
+from ..layout.layout_check import actual_layout, difference, prefix_of, rank_entry, unpadded_shape
 from ..layout.slice_names import parse_slice
+from ..layout.specs import Rollout
 from ..transport.buckets import tensors_of
 from ..transport.checksums import PlacedChecksums, ReceivedChecksums
 from ..transport.watched_sockets import WeightSyncError
 from .bucket import Header, synchronize, write_answer
-from .compat import changed_layout, rank_of
 
-__all__ = ["load"]
+__all__ = ["changed_layout", "load"]
 
 _STATE = "_epfsdp2_update"
+# Flags of ``UnquantizedFusedMoEMethod``: backends that reorder experts' elements, often without a change of shape.
+_BACKENDS = {
+    "use_flashinfer_cutlass": "flashinfer_cutlass (up projections come first)",
+    "use_flashinfer_trtllm_moe": "flashinfer_trtllm (rows are shuffled)",
+    "use_triton_kernels": "triton_kernel (inputs are rows)",
+    "_aiter_runner": "aiter (rows are shuffled)",
+}
+_RUNNER = "actor_rollout_ref.rollout.engine_kwargs.sglang.moe_runner_backend"
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -52,15 +60,6 @@ def _load(model: Any, header: Header, memory: torch.Tensor) -> None:
         setattr(model, _STATE, update)
 
 
-def _check(model: Any, layers: list[tuple[str, Any, dict[str, Any]]], layouts: list[dict[str, str]]) -> None:
-    rank, size, entry = rank_of()
-    if len(layouts) != size:
-        raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; SGLang has {size}")
-    held = actual_layout(layers, entry, lambda name, own, is_parameter: True)
-    if wrong := changed_layout(model) or difference(layouts[rank], held):
-        raise WeightSyncError(f"worker {rank} of a replica: {wrong}. engine.rollout_sync=full works without a plan.")
-
-
 class _Update:
     """One update of a worker's model; ``layouts`` are the planned ones, None after the first sync."""
 
@@ -68,7 +67,11 @@ class _Update:
         self._model = model
         layers = [(name, layer, dict(layer.named_parameters(recurse=False))) for name, layer in model.named_modules()]
         if layouts is not None:
-            _check(model, layers, layouts)
+            rank, entry = rank_of()
+            held = actual_layout(layers, entry, lambda name, own, is_parameter: True)
+            if wrong := changed_layout(model) or difference(layouts[rank], held):
+                works = "engine.rollout_sync=full works without a plan."
+                raise WeightSyncError(f"worker {rank} of a replica: {wrong}. {works}")
         self._parameters = {
             prefix_of(name) + own: (layer, tensor) for name, layer, tensors in layers for own, tensor in tensors.items()
         }
@@ -114,3 +117,31 @@ class _Update:
         held = ((name, tensor.detach()) for name, (_, tensor) in self._parameters.items())
         if wrong := self._received.difference() or self._placed.difference(held):
             raise WeightSyncError(wrong)
+
+
+def changed_layout(model: Any) -> str:
+    """Describe the first layer with another layout than slices assume, and a setting to change; empty if none."""
+    from sglang.srt.layers.quantization import unquant
+
+    plain = (unquant.UnquantizedEmbeddingMethod, unquant.UnquantizedFusedMoEMethod, unquant.UnquantizedLinearMethod)
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if method is None:
+            continue
+        if not isinstance(method, plain):
+            return f"{name} is quantised by {type(method).__name__}"
+        if getattr(layer, "use_intel_amx_backend", False):
+            return f"{name} is packed for AMX"
+        for flag, backend in _BACKENDS.items():
+            if getattr(method, flag, None):
+                return f"{name} runs on {backend}; set {_RUNNER}=triton"
+    return ""
+
+
+def rank_of() -> tuple[int, str]:
+    """Return this worker's tensor-parallel rank and its ``rank_entry``."""
+    from sglang.srt import distributed
+
+    rank, size = distributed.get_tensor_model_parallel_rank(), distributed.get_tensor_model_parallel_world_size()
+    experts_are_whole = distributed.get_moe_expert_parallel_world_size() > 1
+    return rank, rank_entry(rank, Rollout(size, expert_parallel=experts_are_whole))

@@ -80,7 +80,18 @@ class _SGLang(Server):
         return None
 
     def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:
-        _check_sizes(config)
+        tp, dp = size_of(config, "tensor_model_parallel_size"), size_of(config, "data_parallel_size")
+        # SGLang uses its own arguments, while verl finds each rank's worker by verl's sizes.
+        for name, key, size in (
+            ("tp_size", "tensor_model_parallel_size", tp * dp),
+            ("dp_size", "data_parallel_size", dp),
+            ("pp_size", "pipeline_model_parallel_size", size_of(config, "pipeline_model_parallel_size")),
+            ("ep_size", "expert_parallel_size", size_of(config, "expert_parallel_size")),
+        ):
+            given = server_arguments(config, self.name).get(name)
+            if given is not None and given != size:
+                rule = f"verl finds each rank's worker by its own sizes, and {ROLLOUT}.{key}={size_of(config, key)}."
+                raise SettingError(f"{_SGLANG}.{name}", given, rule, f"{ROLLOUT}.{key}, and no {_SGLANG}.{name}")
         if not config.get("enable_rollout_routing_replay"):
             return
         own: Any = None if model is None else model.config
@@ -92,10 +103,9 @@ class _SGLang(Server):
             raise SettingError(_NO_TOKENIZER, True, rule, f"{_NO_TOKENIZER}=False")
 
     def check_rotations(self, kind: str, parameters: Mapping[str, Any], most: int, config: Any) -> int:
-        """See ``Server``.
+        """See ``Server``; SGLang 0.5 chooses longrope's frequencies by the longest running sequence.
 
-        SGLang 0.5 chooses longrope's frequencies by the longest running sequence. For dynamic NTK it always uses the
-        frequencies of the longest possible one.
+        For dynamic NTK it always uses the frequencies of the longest possible one.
         """
         limit = config.get("max_model_len") or most
         if kind == "dynamic":
@@ -110,24 +120,6 @@ class _SGLang(Server):
             rule = f"SGLang has longrope's long frequencies for all sequences while one is over {original} tokens."
             raise SettingError(_LENGTH, limit, rule, f"{_LENGTH}={original}, or {_NAME}=vllm")
         return limit
-
-
-def _check_sizes(config: Any) -> None:
-    """Reject sizes among SGLang's arguments that differ from verl's.
-
-    SGLang's win, but verl finds each rank's worker by its own.
-    """
-    tp, dp = size_of(config, "tensor_model_parallel_size"), size_of(config, "data_parallel_size")
-    for name, own, size in (
-        ("tp_size", "tensor_model_parallel_size", tp * dp),
-        ("dp_size", "data_parallel_size", dp),
-        ("pp_size", "pipeline_model_parallel_size", size_of(config, "pipeline_model_parallel_size")),
-        ("ep_size", "expert_parallel_size", size_of(config, "expert_parallel_size")),
-    ):
-        given = server_arguments(config, "sglang").get(name)
-        if given is not None and given != size:
-            rule = f"verl finds each rank's worker by its own sizes, and {ROLLOUT}.{own}={size_of(config, own)}."
-            raise SettingError(f"{_SGLANG}.{name}", given, rule, f"{ROLLOUT}.{own}, and no {_SGLANG}.{name}")
 
 
 SGLANG = _SGLang("sglang", "SGLang")

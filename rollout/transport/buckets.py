@@ -16,9 +16,7 @@ def buckets_of(
 ) -> Iterator[tuple[list[Entry], torch.Tensor, bool]]:
     """Copy tensors in order into buckets; yield the entries, the memory, and whether the bucket is the last.
 
-    Args:
-        allocate: returns a uint8 tensor of at least so many bytes. A larger tensor has a bucket of its own.
-        start: free bytes at the beginning of a bucket.
+    ``allocate`` returns a uint8 tensor of at least so many bytes. The first ``start`` bytes of a bucket stay free.
     """
     entries: list[Entry] = []
     bucket, at = allocate(start), start

@@ -1,11 +1,9 @@
 """Executes a transfer plan: ranks exchange shards, and each rank assembles the parameters of its worker.
 
 A round is one all-to-all of bytes, or one all-gather if every worker keeps the whole model. A rank copies its values to
-a flat buffer, and gathers the rows of its messages from there. From the received messages it gathers the rows of its
-worker's parameters. ``plan/routes.py`` computes the rows once. A sync has a few operations per round and one view per
-parameter, for any number of ranks, experts and blocks.
-
-While the consumer uses the parameters of a round, the next round is in flight.
+a flat buffer and gathers its messages from rows of that. From the received messages it gathers the rows of its worker's
+parameters, while the next round is in flight. ``plan/routes.py`` computes the rows once. A sync has a few operations
+per round and one view per parameter, for any number of ranks, experts and blocks.
 """
 
 import contextlib
@@ -44,16 +42,12 @@ class Received(NamedTuple):
 
 
 class Exchange:
-    """Executes one rank's part of a plan, once per sync.
+    """Executes one rank's part of a plan, which is equal on all ranks, once per sync.
 
     Args:
-        plan: equal on all ranks.
-        rank, group: see ``Member.of``; the group has its ranks in their order.
-        slices_of: of ``make_transfer_plan``.
+        rank: see ``Member.of``; ``group`` has its ranks in their order.
         dtypes: returns the dtype in which a tensor is sent, by its name.
-        device: of all buffers and yielded values.
         head_dim: rows of an attention head, for slices in ``halves``.
-        finish: waits for a collective.
     """
 
     def __init__(
@@ -80,11 +74,8 @@ class Exchange:
     def run(self, values: Values | None, traffic: Traffic | None = None) -> Generator[Received, None, None]:
         """Yield the parameters of this rank's worker, layer by layer in the model's order; collective.
 
-        Closing the iterator receives and drops the rest.
-
-        Args:
-            values: may be collective; None on a rank that sends nothing.
-            traffic: counts the bytes that this run sends, receives and holds.
+        Closing the iterator receives and drops the rest. ``values`` may be collective, and is None on a rank that sends
+        nothing.
         """
         self.traffic = traffic = traffic or Traffic()
         buffers = self._allocate()
@@ -121,8 +112,7 @@ class Exchange:
 
     def _allocate(self) -> list[torch.Tensor]:
         """Allocate buffers of the largest round: flat values, sent and received messages, worker's parameters."""
-        routes = self._routes.values()
-        sizes = [[r.flat_bytes, r.sent_bytes, r.received_bytes, r.nbytes] for r in routes]
+        sizes = [(r.flat_bytes, r.sent_bytes, r.received_bytes, r.nbytes) for r in self._routes.values()]
         most = [max(each) for each in zip(*sizes, strict=True)] or [0] * 4
         flat, sent, out = (torch.empty(most[i], dtype=torch.uint8, device=self.device) for i in (0, 1, 3))
         return [flat, sent, sent if self._is_alone else sent.new_empty(most[2]), out]
@@ -130,7 +120,6 @@ class Exchange:
     def _pack(
         self, prefix: str, round_: Round, local: dict[str, torch.Tensor], flat: torch.Tensor, sent: torch.Tensor
     ) -> None:
-        """Fill the messages of a round."""
         into, sources = [], []
         for copy in self._routes[round_].copies:
             name = prefix + round_.specs[copy.tensor].name

@@ -7,7 +7,6 @@ verl's class is unknown, it is used unchanged.
 import hashlib
 import inspect
 import logging
-from collections.abc import AsyncIterator
 from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ __all__ = ["sender_class"]
 
 logger = logging.getLogger("epfsdp2")
 
-_Weights = AsyncIterator[tuple[str, torch.Tensor]]
 _KNOWN = {"3248c2d221eb5828"}  # fingerprints of sources of verl's sender
 
 
@@ -29,8 +27,7 @@ def sender_class() -> Any:
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     if fingerprint() not in _KNOWN:
-        said = "epfsdp2: verl's BucketedWeightSender is not that of verl 0.9.1; weights are sent by it, without overlap"
-        logger.warning(said)
+        logger.warning("epfsdp2: verl's BucketedWeightSender is not that of verl 0.9.1; it sends without overlap")
         return BucketedWeightSender
 
     def wait() -> None:
@@ -38,20 +35,9 @@ def sender_class() -> Any:
 
     # verl's own method uses the device for its waits alone, so another device replaces them.
     stock, device = BucketedWeightSender.async_send_weights, SimpleNamespace(synchronize=wait)
-    send = FunctionType(stock.__code__, {**stock.__globals__, "get_torch_device": lambda: device})
 
     class StreamSender(BucketedWeightSender):
-        async def async_send_weights(self, weights: _Weights) -> None:
-            await send(self, self._fitting(weights))
-
-        async def _fitting(self, weights: _Weights) -> _Weights:
-            async for name, tensor in weights:
-                if self.use_shm and tensor.nbytes > self.bucket_size:
-                    raise ValueError(
-                        f"{name} has {tensor.nbytes} bytes and the bucket {self.bucket_size}; raise "
-                        "rollout.checkpoint_engine.update_weights_bucket_megabytes."
-                    )
-                yield name, tensor.detach()
+        async_send_weights = FunctionType(stock.__code__, {**stock.__globals__, "get_torch_device": lambda: device})
 
         def _direct_send_large_weight(self, name: str, weight: torch.Tensor) -> None:
             wait()

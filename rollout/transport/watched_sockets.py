@@ -52,9 +52,7 @@ async def await_result(future: Any, timeout_seconds: float, failure: str) -> Any
 def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], None] = lambda: None) -> None:
     """Wait on the host until a collective has ended on this rank; NCCL's own ``wait`` waits on the stream alone.
 
-    Raises:
-        WeightSyncError: after the time limit.
-        Exception: an error of ``check``, which is called every ``CHECK_SECONDS``.
+    Raises ``WeightSyncError`` after the time limit, and any error of ``check``, called every ``CHECK_SECONDS``.
     """
     now = time.monotonic()
     deadline, next_check = now + timeout_seconds, now + CHECK_SECONDS
@@ -71,7 +69,7 @@ def wait_for_work(work: dist.Work, timeout_seconds: float, check: Callable[[], N
 
 @contextlib.contextmanager
 def taking_part(tensors: Generator[Any, None, None]) -> Iterator[None]:
-    """Close ``tensors`` after the block; if it raises, join the rest of their exchange, which other ranks wait for."""
+    """Close ``tensors`` after the block; if it raises, join the rest of their exchange for the other ranks."""
     with contextlib.closing(tensors):
         try:
             yield
@@ -152,7 +150,7 @@ class _WatchedSocket:
                     raise WeightSyncError(f"the socket {self._address} belongs to another user, {owner}")
         try:
             return _Unpickler(io.BytesIO(message)).load()
-        except Exception as error:  # what pickle raises for damaged data is not bounded
+        except Exception as error:  # damaged data can make pickle raise anything
             cause = f"{type(error).__name__}: {error}"
             raise WeightSyncError(f"{self._address} sent what is no metadata of a weight sync: {cause}") from error
 

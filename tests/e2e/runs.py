@@ -1,4 +1,4 @@
-"""One quickstart process, everything that descends from it, and what it leaves on the machine."""
+"""A quickstart process, its descendants, and its leftovers on the machine."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from types import MappingProxyType
 import psutil
 import pytest
 
-__all__ = ["EXTENSION", "SERVER", "Run", "finished", "leftovers", "overrides", "running", "unused"]
+__all__ = ["EXTENSION", "SERVER", "Run", "differences", "finished", "leftovers", "overrides", "running", "unused"]
 
 HOOKS, ROOT = Path(__file__).parent / "hooks", Path(__file__).parents[2]
 ANOTHER = ("epfsdp2.recipes.resilient", "verl.trainer.main_ppo")
@@ -25,13 +25,12 @@ EXTENSION = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
 
 
 class Run:
-    """One quickstart process and everything that ever descended from it.
+    """One process and everything that ever descended from it.
 
     Args:
-        program: the module to run and its first arguments: the quickstart, one of ``hooks`` that changes it, or another
-            program, which is not given ``--output``.
-        environment: variables beside the test's own; ``PYTHONPATH`` is added to it.
-        before: words of a command that runs the program, elsewhere or otherwise.
+        program: the module and its first arguments: the quickstart, one of ``hooks`` that changes it, or another.
+        environment: variables beside the test's own.
+        before: words of a command that runs the program, for example on another host.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Run:
         return self.log.read_text(errors="replace")
 
     def wait(self, until=lambda: False) -> None:
-        """Until the process has ended or ``until`` says so."""
+        """Wait until the process has ended, or until ``until()``."""
         deadline = time.monotonic() + SECONDS
         while self.process.poll() is None and not until():
             if time.monotonic() > deadline:
@@ -82,7 +81,7 @@ class Run:
         return alive
 
     def listening_beyond_loopback(self) -> set[str]:
-        """Names of the processes, up to the first dot or blank, that other machines can connect to."""
+        """Return the names, up to a dot or blank, of the processes that other machines can connect to."""
         found = set()
         for process in self.family:
             try:
@@ -122,17 +121,22 @@ def running(*arguments, **keywords):
 
 
 def finished(output: Path, steps: int, *options: str, **keywords) -> Run:
-    """Return a run of so many steps, which has to log all of them."""
+    """Return a run of so many steps; fail if it does not log all of them."""
     with running(output, "--steps", str(steps), *options, **keywords) as run:
         run.wait()
     assert len(run.steps()) == steps, run.text()[-3000:]
     return run
 
 
-def leftovers() -> set[str]:
-    """Segments that a weight sync, or vLLM and Python beside it, make, and sockets in /tmp.
+def differences(steps: list[dict]) -> list[float]:
+    """Return each step's mean difference of a token's probability between trainer and rollout."""
+    return [step["training/rollout_probs_diff_mean"] for step in steps]
 
-    Not those with names of Python's ``tempfile``: SGLang leaves them, of another run on the same machine, too.
+
+def leftovers() -> set[str]:
+    """Return segments in shared memory of weight syncs, vLLM and Python, and sockets in /tmp.
+
+    Sockets with names of Python's ``tempfile`` are left out, because SGLang leaves them.
     """
     segments = {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("verl_weights_", "psm_"))}
     sockets = (p for p in Path("/tmp").iterdir() if not re.fullmatch(r"tmp[a-z0-9_]{8}", p.name))
@@ -140,7 +144,7 @@ def leftovers() -> set[str]:
 
 
 def unused(names: set[str]) -> set[str]:
-    """Those that no process uses; another run's on the same machine are not ours."""
+    """Return the names that no process uses, so that those of another run are left out."""
     mapped = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:

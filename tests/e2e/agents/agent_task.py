@@ -2,9 +2,8 @@
 
 The right answer to ``37=`` is the last two digits of the tool's answer for ``37``. A call has one token before its
 key and one behind it, so that a tiny model can write calls for verl's Hermes parser. Every eighth answer of the tool is
-so long that the policy's answer is cut off at ``RESPONSE`` tokens, after its first digit.
-
-verl's agent loop loads this file for the tool (``function_tool_path``), and the reward for its function.
+so long that the policy's answer is cut off at ``RESPONSE`` tokens, after its first digit. verl loads this file for the
+tool (``function_tool_path``), and for the reward.
 """
 
 import random
@@ -33,16 +32,12 @@ _TEMPLATE = (
 )
 
 
-def _table() -> dict[str, str]:
-    rng = random.Random(1)
-    return {f"{key:02}": (_FILLING if key % 8 == 7 else "") + _digits(rng) for key in range(100)}
-
-
 def _digits(rng: random.Random) -> str:
     return f"{rng.randrange(100):02}"
 
 
-TABLE = _table()
+_rng = random.Random(1)
+TABLE = {f"{key:02}": (_FILLING if key % 8 == 7 else "") + _digits(_rng) for key in range(100)}
 
 
 @function_tool
@@ -65,13 +60,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_s
 
 
 def write_task(folder: Path, steps: int) -> tuple[Path, Path]:
-    """Write a model that calls the tool, and repeats its answer, about every second time, and questions.
+    """Write questions, and a model that calls the tool and repeats its answer about every second time.
 
-    Args:
-        steps: of supervised training.
-
-    Returns:
-        the model's folder, and the file of the questions.
+    Return the model's folder, and the file of the questions.
     """
     tokenizer = _tokenizer()
     model = build_model(tokenizer, seed=1)

@@ -67,14 +67,14 @@ def test_agent_loop_with_a_tool_records_routes_of_its_answers_and_masks_them_in_
     for batch in run.batches:
         for i, response in enumerate(batch["responses"]):
             mask, routes = batch["response_mask"][i].bool(), batch["routed_experts"][i]
-            # The rollout has computed all tokens but the last, and that one too where verl cut what it had generated.
+            # The rollout has computed all tokens but the last, and that one too where verl cut the answer.
             chosen = routes[: len(batch["input_ids"][i]) - 1].sort(-1).values
             assert (chosen[..., 1:] != chosen[..., :-1]).all()
             assert mask[0] and mask[-1] and len(response) <= agent_task.RESPONSE
             # The loop writes the tokens after a policy's turn. A policy can write the opening of a tool's turn, too.
             turns = [int(at) for at in (response == answer).nonzero() if at > 1 and response[at - 2] == end]
             wanted = torch.ones_like(mask)
-            for first in turns:  # the newline after a call, the tool's turn, and what opens the next
+            for first in turns:  # the newline after a call, the tool's turn, and the opening of the next
                 length = int((response[first:] == end).nonzero()[0]) + 3
                 wanted[first - 1 : first + length] = False
             assert torch.equal(mask, wanted), (response, mask)

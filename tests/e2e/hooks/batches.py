@@ -1,4 +1,4 @@
-"""A test hook: each trainer rank writes down what every mini-batch of an update has, by sequence.
+"""A test hook: each trainer rank saves every mini-batch of an update, by sequence.
 
 verl's workers take this module as ``model.external_lib``. ``EPFSDP2_TEST_BATCHES`` names the folder.
 """

@@ -1,4 +1,4 @@
-"""A test hook: after each weight sync the vLLM worker writes down what its model really holds."""
+"""A test hook: after each weight sync the vLLM worker writes digests of its model."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A test hook: vLLM takes part in every weight sync and drops what it receives."""
+"""A test hook: vLLM joins every weight sync and drops the weights."""
 
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 

@@ -1,4 +1,4 @@
-"""A test hook: something fails in the second weight sync, as ``EPFSDP2_TEST_FAULT=<who> <what>`` says.
+"""A test hook: the second weight sync fails as in ``EPFSDP2_TEST_FAULT=<who> <what>``.
 
 A vLLM worker is ``killed`` or ``raises`` while it loads a bucket, or a trainer ``raises`` after some tensors. When it
 happened goes into the file ``EPFSDP2_TEST_FAULT_TIME``. vLLM's workers take this module as their extension; trainer

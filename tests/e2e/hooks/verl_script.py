@@ -46,7 +46,7 @@ def _command(values: dict, extra: list[str]) -> list[str]:
     if any(word.startswith("engine.ep_size=") for word in facts["arguments"]):
         small.append("engine.ep_size=2")
     words = [*map(_on_two_ranks, facts["arguments"]), *small, *extra]
-    # Hydra's own options come first, each once: between overrides its parser would end the list of them.
+    # Hydra's own options come first, each once, because one between overrides would end their list.
     options = {word.partition("=")[0]: word for word in words if word.startswith("--")}
     overrides = [word for word in words if not word.startswith("--")]
     return [sys.executable, "-m", facts["module"], *options.values(), *overrides]

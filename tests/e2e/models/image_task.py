@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from epfsdp2.recipes.quickstart.model import SPECIAL, build_tokenizer
+from tests.rollout.served.served_family import MROPE
 from tests.support.models.tiny import publish, save_random
 from tests.support.models.vlm import VLMS, processor_config
 
@@ -53,7 +54,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_task(folder: Path, rows: int) -> tuple[Path, Path]:
-    """Write a model with its processor, and data of which every fifth row has no image; the folder and the file."""
+    """Write a model with its processor, and data in which every fifth row has no image; return folder and file."""
     model, tokenizer = folder / "model", _tokenizer()
     kind, sizes = VLMS["qwen3_vl_moe"]
     start, end, image, video = tokenizer.convert_tokens_to_ids(_VISION)
@@ -62,12 +63,7 @@ def write_task(folder: Path, rows: int) -> tuple[Path, Path]:
         **{"vocab_size": len(tokenizer), "hidden_size": 96, "moe_intermediate_size": 64, "head_dim": 32},
         "norm_topk_prob": True,  # transformers always does; vLLM asks
         **{"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id},
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [8, 4, 4],
-            "mrope_interleaved": True,
-        },
+        "rope_parameters": MROPE,
     }
     vision = {**sizes["vision_config"], "patch_size": PATCH, "hidden_size": 64, "out_hidden_size": 96}
     config = getattr(transformers, f"{kind}Config")(

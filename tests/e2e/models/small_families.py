@@ -51,7 +51,7 @@ def write_model(name: str, folder: Path, seed: int) -> None:
 
 
 def settings(name: str) -> list[str]:
-    """Return overrides of a run: the dtype of vLLM and of the trainer's forward, and what vLLM's CPU build needs."""
+    """Return overrides of a run: the dtype of vLLM and of the trainer's forward, and settings for vLLM's CPU build."""
     served = SERVED[name]
     short = {"float32": "fp32", "bfloat16": "bf16"}[served.dtype]
     kept = "actor_rollout_ref.rollout.engine_kwargs.vllm"

@@ -19,11 +19,6 @@ def __getattr__(name: str) -> Any:
     # Made on first use: SGLang's processes have no agents.
     if name != "SeededAgentLoop":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _agent_loop()
-
-
-@functools.cache
-def _agent_loop() -> type:
     from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
     class SeededAgentLoop(SingleTurnAgentLoop):
@@ -34,7 +29,7 @@ def _agent_loop() -> type:
             seeded = sampling_params | {"sampling_seed": zlib.crc32(words.encode())}
             return await super().run(seeded, priority, **kwargs)
 
-    return SeededAgentLoop
+    return globals().setdefault(name, SeededAgentLoop)
 
 
 def gumbel_argmax(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

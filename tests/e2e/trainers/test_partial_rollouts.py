@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from epfsdp2.recipes.quickstart.model import write_model
 from tests.e2e.runs import overrides, running
-from tests.e2e.trainers.trainers import CHANGES, SEPARATE
+from tests.e2e.trainers.trainers import CHANGES, FULLY_ASYNC, SEPARATE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -16,13 +16,13 @@ SETTINGS = [
     *SEPARATE,
     "algorithm.rollout_correction.bypass_mode=True",  # old log-probs are those of the rollout
     "async_training.partial_rollout=True",
-    "async_training.staleness_threshold=1",  # generation goes on while weights are sent
+    "async_training.staleness_threshold=1",  # generation continues while weights are sent
     "async_training.trigger_parameter_sync_step=1",
     f"rollout.total_rollout_steps={(UPDATES + 1) * 8}",
     "rollout.n=8",
     "data.train_batch_size=0",
     "data.gen_batch_size=1",
-    # Long answers, so that most are being written when a sync comes.
+    # Long answers, so that a sync interrupts most of them.
     "data.max_response_length=100",
     "actor_rollout_ref.rollout.max_model_len=120",
     "actor_rollout_ref.rollout.ignore_eos=True",
@@ -33,7 +33,6 @@ SETTINGS = [
     "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
     "actor_rollout_ref.model.external_lib=batches",
 ]
-PROGRAM = ("other_trainer", "verl.experimental.fully_async_policy.fully_async_main")
 SAME = 1e-4  # of a log-prob in float32; an update changes it by 0.3 on average
 
 
@@ -52,7 +51,7 @@ def test_partial_rollout_keeps_the_log_prob_of_the_weights_that_wrote_each_token
     write_model(tmp_path / "model", 1)
     options = ["--model", str(tmp_path / "model"), "--steps", str(UPDATES), "--batch-size", "8", *overrides(*SETTINGS)]
     environment = {"EPFSDP2_TEST_BATCHES": str(tmp_path / "batches")}
-    with running(tmp_path / "run", *options, program=PROGRAM, environment=environment) as run:
+    with running(tmp_path / "run", *options, program=FULLY_ASYNC, environment=environment) as run:
         run.wait()
     saved = sorted((tmp_path / "run/checkpoints").glob("global_step_*"), key=lambda path: int(path.name.split("_")[-1]))
     versions = [tmp_path / "model", *(path / "actor/huggingface" for path in saved)]

@@ -1,12 +1,24 @@
 """Members of one group that tests share."""
 
-import pytest
+from concurrent.futures import ThreadPoolExecutor
 
-from tests.support.rollout.remote.peers import three_members
+import pytest
+import torch.distributed as dist
+
+from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 
 
 @pytest.fixture
-def together():
-    """The members in threads, with a time-out of 3 s, and a ``map`` over them."""
-    with three_members(3.0) as members:
-        yield members
+def together(monkeypatch):
+    """Two trainer ranks and a rollout rank in threads, with a time-out of 3 s, and a ``map`` over them."""
+    store = dist.HashStore()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with ThreadPoolExecutor(3) as pool:
+
+        def each(function, *arguments):
+            return list(pool.map(function, *arguments))
+
+        members = each(lambda rank: SyncGroup(store, rank, Members(2, 3), "cpu", 3.0), range(3))
+        yield members, each
+        for member in members:
+            member.close()

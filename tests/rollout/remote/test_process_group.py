@@ -61,29 +61,17 @@ class _Runs:
         return setattr, (_Runs, "ran", True)
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        pickle.dumps(_Runs()),
-        b"{",
-        b'{"__kind__": "Popen", "args": ["true"]}',
-        b'{"__kind__": "Rollout", "no_such_field": 1}',
-        b'{"__dtype__": "load"}',
-        b'{"a": 1}',
-    ],
-)
-def test_wait_for_refuses_foreign_entries_and_never_unpickles(together, written):
-    (first, second, _), _ = together
-    first.begin_sync(), second.begin_sync()
-    first._store.set("1/a", written)
-    with pytest.raises(WeightSyncError, match="the store holds an entry that is not a message"):
-        second.wait_for("a")
-    assert not _Runs.ran
-    with pytest.raises(TypeError, match="Event is not a message type"):
-        first.publish("b", threading.Event())
+FOREIGN = [
+    pickle.dumps(_Runs()),
+    b"{",
+    b'{"__kind__": "Popen", "args": ["true"]}',
+    b'{"__dtype__": "load"}',
+    b'{"a": 1}',
+]
+FOREIGN.append(b'{"__kind__": "Rollout", "no_such_field": 1}')
 
 
-def test_published_messages_are_received_unchanged(together):
+def test_published_messages_are_received_unchanged_and_foreign_entries_refused(together):
     (first, second, _), _ = together
     first.begin_sync(), second.begin_sync()
     cut = ShardStep(0, "ep", 2)
@@ -103,6 +91,14 @@ def test_published_messages_are_received_unchanged(together):
         received = second.wait_for(name)
         assert received == message and repr(received) == repr(message)
     assert hash(second.wait_for("layout")) == hash(messages["layout"])
+
+    with pytest.raises(TypeError, match="Event is not a message type"):
+        first.publish("another", threading.Event())
+    for written in FOREIGN:
+        first._store.set("1/a", written)
+        with pytest.raises(WeightSyncError, match="the store holds an entry that is not a message"):
+            second.wait_for("a")
+    assert not _Runs.ran
 
 
 @pytest.mark.parametrize("is_like_nccl", [False, True])

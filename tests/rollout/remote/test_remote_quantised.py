@@ -22,7 +22,7 @@ INT8 = {"vllm": {"hf_overrides": {"quantization_config": COMPRESSED["int8"]}}}
 
 
 class _Hsdp(Member):
-    """Two replicas of two trainer ranks, each of which sends to one worker of a rollout's replica."""
+    """Two replicas of two trainer ranks; each replica sends to one worker."""
 
     trainers, mesh = 4, (2, 2)
 
@@ -43,7 +43,7 @@ def _sent(folder):
     for settings, quantise in ((FP8, _of_vllm), (INT8, partial(compressed, kind="int8"))):
         config = member.config(**settings)
         rollout = server_of(config).rollout_of(config)
-        for _ in range(3):
+        for _ in range(2):
             got = member.sync(lambda: exporter.weights(), **settings)
             if not member.is_trainer:
                 wanted = member.parameters(member.index, rollout=rollout, quantise=quantise)

@@ -1,4 +1,4 @@
-"""Full tensors in buckets, and what members have to agree about, among three of them in threads."""
+"""Full tensors in buckets, and plans on which members have to agree, among three of them in threads."""
 
 from types import SimpleNamespace
 
@@ -52,53 +52,29 @@ def test_full_tensors_are_broadcast_in_order_in_buckets_of_bounded_size(together
 
 
 class _Fixed(Endpoint):
-    """Makes a plan with the digest that it is given."""
+    """Makes plans with a fixed digest."""
 
-    planned = 0
+    planned, digest = 0, "a"
 
     def _plan(self, layout, rollout, workers):
         self.planned += 1
         return SimpleNamespace(plan=SimpleNamespace(digest=lambda: self.digest))
 
 
-def test_endpoint_raises_on_a_differing_plan_and_caches_equal_ones(together):
+def test_endpoint_raises_on_a_differing_plan_and_plans_again_for_another_layout_or_rollout(together):
     members, each = together
     endpoints = [_Fixed(group) for group in members]
-    layouts = [TrainerLayout(SyncSettings("auto", n)) for n in (1, 1, 2)]
-    requests = [WorkerRequest("sliced", Rollout(2), 0)]
-    for endpoint, digest in zip(endpoints, "aab", strict=True):
-        endpoint.digest = digest
+    endpoints[2].digest = "b"
 
-    def part(endpoint, layout):
+    def part(endpoint):
         endpoint.group.begin_sync()
         if endpoint.digest == "a":
             return endpoint.exchange(layout, requests)
         with pytest.raises(WeightSyncError, match="this rank's plan is b, that of trainer rank 0 is a"):
             endpoint.exchange(layout, requests)
 
-    for layout in layouts:
-        each(lambda endpoint, layout=layout: part(endpoint, layout), endpoints)
-    assert [endpoint.planned for endpoint in endpoints] == [2, 2, 2]
-
-
-def test_endpoint_plans_again_for_another_rollout_and_not_for_missing_weights(together):
-    (first, *_), _ = together
-    endpoint, layout = _Fixed(first), TrainerLayout(SyncSettings("auto", 1))
-    endpoint.digest = "a"
-    first.begin_sync()
-    for rollout, needs_base, planned in ((1, True, 1), (1, False, 1), (2, False, 2)):
-        endpoint.exchange(layout, [WorkerRequest("sliced", Rollout(rollout), 0, needs_base)])
-        assert endpoint.planned == planned
-
-
-OTHERS = [WorkerRequest("full", Rollout(2), 1), WorkerRequest("sliced", Rollout(2, block=128), 1)]
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_rollout_ranks_that_differ_in_config_are_refused(together, other):
-    (first, *_), _ = together
-    first.gather = lambda *args: [WorkerRequest("sliced", Rollout(2), 0), other]
-    with pytest.raises(WeightSyncError, match="the rollout's ranks differ in config or release: sliced for Rollout"):
-        Endpoint(first).requests()
-    first.gather = lambda *args: [WorkerRequest("sliced", Rollout(2), 0), WorkerRequest("sliced", Rollout(2), 1, False)]
-    assert len(Endpoint(first).requests()) == 2
+    for limit, tp, needs_base, planned in ((1, 2, True, 1), (1, 2, False, 1), (2, 2, False, 2), (2, 1, False, 3)):
+        layout = TrainerLayout(SyncSettings("auto", limit))
+        requests = [WorkerRequest("sliced", Rollout(tp), 0, needs_base)]
+        each(part, endpoints)
+        assert [endpoint.planned for endpoint in endpoints] == [planned] * 3

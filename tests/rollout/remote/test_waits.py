@@ -1,4 +1,4 @@
-"""Waits of a process group's members: what ends them, how soon, and how many requests they cost the one store."""
+"""Waits of a process group's members: their ends, their delay, and their requests to the store."""
 
 import multiprocessing
 import os
@@ -9,7 +9,6 @@ import statistics
 import threading
 import time
 from collections import Counter
-from unittest import mock
 
 import psutil
 import pytest
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from epfsdp2.rollout.remote.signed_store import SignedStore, connect_store, serve_store
 from epfsdp2.rollout.transport.watched_sockets import CHECK_SECONDS, WeightSyncError, wait_for_work
-from tests.support import ranks  # noqa: F401 (what processes are forked from has imported torch)
+from tests.support import ranks  # noqa: F401 (the server that forks processes has imported torch)
 
 SECONDS = 3.0
 MEMBERS = Members(2, 3)
@@ -50,7 +49,6 @@ def _member(rank, port, token, first, errors):
 @pytest.mark.parametrize(
     ("case", "cause"),
     [
-        ("is absent", "rollout rank 0 did not come to the group's set-up within 3 s: it was killed, raised or hangs"),
         ("is killed", "another rank is gone: killed or unreachable|one was killed or hangs since then"),
         ("hangs", "all members came to the group's set-up, which did not end within 3 s: one was killed or hangs"),
     ],
@@ -59,9 +57,9 @@ def test_group_of_processes_of_which_one_does_not_end_its_set_up_raises_in_time_
     served, token = serve_store("127.0.0.1", SECONDS), secrets.token_hex(32)
     context = multiprocessing.get_context("forkserver")
     errors, first = context.SimpleQueue(), {"is killed": _is_killed, "hangs": _blocks}
+    firsts = [None, None, first[case]]
     processes = [
-        context.Process(target=_member, args=(rank, served.port, token, first.get(case) if rank == 2 else None, errors))
-        for rank in range(2 if case == "is absent" else 3)
+        context.Process(target=_member, args=(rank, served.port, token, firsts[rank], errors)) for rank in range(3)
     ]
     for process in processes:
         process.start()
@@ -134,7 +132,7 @@ class _Pending:
 
 def test_waits_ask_the_store_some_times_a_second(together):
     (first, second, _), _ = together
-    requests, waited = _count(first), 1.0
+    requests, waited = _count(first), 2.5 * CHECK_SECONDS
     work = _Pending()
     timer = threading.Timer(waited, work.end)
     timer.start()
@@ -156,13 +154,12 @@ def test_waits_ask_the_store_some_times_a_second(together):
 def test_end_of_work_and_of_a_wait_is_seen_within_two_milliseconds(together):
     (first, second, _), _ = together
     of_work, of_messages = [], []
-    for _ in range(30):
+    for _ in range(15):
         work = _Pending()
         threading.Timer(0.03, work.end).start()
         wait_for_work(work, SECONDS)
         of_work.append(time.perf_counter() - work.ended)
 
-    for _ in range(30):
         first.begin_sync(), second.begin_sync()
         sent = []
         timer = threading.Timer(0.03, lambda sent=sent: (second.publish("a", 1), sent.append(time.perf_counter())))
@@ -197,10 +194,9 @@ def _like(group, rank, members):
     return made
 
 
-@pytest.mark.parametrize("world", [8, 1024])
-def test_gather_costs_a_member_as_many_requests_for_any_number_of_members(together, world):
+def test_gather_among_1024_members_costs_each_three_requests(together):
     (first, *_), _ = together
-    members = Members(world // 2, world)
+    members = Members(512, 1024)
     trainers = [_like(first, rank, members) for rank in (0, 1)]
     rollouts = [_like(first, rank, members) for rank in members.rollouts]
     for rollout in rollouts[1:]:
@@ -236,15 +232,3 @@ def test_gather_names_the_first_member_that_did_not_publish(together):
     with pytest.raises(WeightSyncError, match="trainer rank 0 did not publish all 'request'"):
         group.gather("request", None, members.rollouts)
     group.close()
-
-
-def test_nccls_group_makes_its_communicator_in_the_thread_of_the_set_up(together):
-    """A backend whose first collective blocks for ever, as NCCL's does when a member never comes to it."""
-    (first, *_), _ = together
-    made = []
-
-    group = _like(first, 0, Members(1, 1))
-    group.timeout_seconds, group._make_group = 0.3, lambda *args: made.append(threading.current_thread()) or mock.Mock()
-    with pytest.raises(WeightSyncError, match="all members came to the group's set-up, which did not end within 0.3 s"):
-        group._set_up("another", range(1), _blocks)
-    assert made[0] is not threading.main_thread() and made[0].daemon and made[0].is_alive()

@@ -1,4 +1,4 @@
-"""A worker extension for PhiMoE, whose routes of 64 bits the kernel of vLLM's CPU build does not take."""
+"""A worker extension for PhiMoE, whose 64-bit routes vLLM's CPU kernel refuses."""
 
 from vllm.model_executor.models import phimoe
 

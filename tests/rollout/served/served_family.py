@@ -13,42 +13,19 @@ from epfsdp2.engine.compat import versions
 from tests.parity.families import Family
 from tests.support.models.vlm import IMAGE_TOKENS
 
-__all__ = [
-    "DEEPSEEK",
-    "DENSE",
-    "GEMMA",
-    "HALF_MROPE",
-    "LINEAR",
-    "LOCAL",
-    "MAMBA2",
-    "MAMBA2_LAYER",
-    "MLA",
-    "MROPE",
-    "PLAIN_ROTARY",
-    "QWEN",
-    "STATE",
-    "Served",
-    "TEXT_ALONE",
-    "THREE_HEADS",
-    "TORCHVISION",
-    "TWO_HEADS",
-    "VOCAB",
-    "of",
-    "seeing",
-    "text_sizes",
-]
+__all__ = ["DEEPSEEK", "DENSE", "GEMMA", "HALF_MROPE", "LINEAR", "LOCAL", "MAMBA2", "MAMBA2_LAYER", "MLA", "MROPE"]
+__all__ += ["PLAIN_ROTARY", "QWEN", "STATE", "Served", "TEXT_ALONE", "THREE_HEADS", "TORCHVISION", "TWO_HEADS", "VOCAB"]
+__all__ += ["of", "seeing", "text_sizes"]
 
 
 @dataclass(frozen=True)
 class Served:
-    """A family's tiny model and vLLM's settings for it.
+    """A family's tiny model, and the settings and environment variables that vLLM's CPU build needs for it.
+
+    No matrix is square: hidden is neither the experts' size nor twice it. vLLM pads its vocabulary. The sizes of its
+    experts are multiples of 32, the CPU kernel's rows.
 
     Args:
-        family: the model. No matrix is square: hidden is neither the experts' size nor twice it. vLLM pads its
-            vocabulary. The sizes of its experts are multiples of 32, the CPU kernel's rows.
-        dtype: vLLM's.
-        settings: vLLM's engine settings that its CPU build needs for this family.
-        environment: environment variables, likewise.
         broken: release of vLLM -> why it can't run this family by itself, without any sync.
         mute: release of vLLM whose CPU build loads the family and can't compute with it -> why. Parameters alone are
             compared then, and in every release with the engine that never computes.
@@ -62,7 +39,6 @@ class Served:
     mute: dict[str, str] = field(default_factory=dict)
 
     def skip_where_broken(self) -> None:
-        """Skip the running test, with the reason, where the installed vLLM can't run the family."""
         if _release() in self.broken:
             pytest.skip(f"vLLM {_release()}: {self.broken[_release()]}")
 
@@ -151,7 +127,7 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 64,
 }
-# Without AMX vLLM's CPU kernel takes a state in float32 alone; by default it has the model's dtype.
+# Without AMX vLLM's CPU kernel needs a state in float32; by default it has the model's dtype.
 STATE = {} if torch.cpu._is_amx_tile_supported() else {"mamba_ssm_cache_dtype": "float32"}
 GEMMA = {
     **QWEN,
@@ -166,14 +142,14 @@ GEMMA = {
     "tie_word_embeddings": True,
 }
 TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
-# The head size of these configs is hidden / heads, and vLLM's CPU attention takes 32.
+# The head size of these configs is hidden / heads, and vLLM's CPU attention needs 32.
 THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 # vLLM's operator for rotary embeddings works in place, which the CPU build gets wrong on strided views.
 PLAIN_ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 # vLLM's classes of these families import torchvision, whose builds on PyPI do not load beside a CPU build of torch.
 TORCHVISION = {} if find_spec("torchvision") else {"PYTHONPATH": str(Path(__file__).parents[1] / "stubs")}
 
-# transformers interleaves whatever this says; vLLM does if it does.
+# transformers ignores the last entry and always interleaves; vLLM reads it.
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
 HALF_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
 TEXT_ALONE = {"limit_mm_per_prompt": {"image": 0, "video": 0}}

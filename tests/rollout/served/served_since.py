@@ -62,7 +62,7 @@ SINCE: dict[str, Served] = {
             shared_intermediate_size=96,
             layer_types=[MAMBA2_LAYER, "attention"],
         ),
-        dtype="bfloat16",  # with AMX the CPU kernel takes nothing else
+        dtype="bfloat16",  # with AMX the CPU kernel supports no other
         mute={"0.24": "its CPU build computes the state with Triton"},
     ),
     "phimoe": Served(
@@ -92,10 +92,10 @@ SINCE: dict[str, Served] = {
             **THREE_HEADS,
             num_dense_layers=1,
             layer_types=["conv", "full_attention"],
-            conv_L_cache=4,  # vLLM's CPU kernel takes no other width
+            conv_L_cache=4,  # vLLM's CPU kernel supports no other width
             tie_word_embeddings=True,
         ),
-        dtype="bfloat16",  # the CPU kernel takes nothing else
+        dtype="bfloat16",  # the CPU kernel supports no other
         settings={"extension": "idle_extension.NeverComputes"},
         mute={"0.27": "its CPU build packs the weights of a convolution that it then reads unpacked"},
     ),
@@ -105,7 +105,7 @@ SINCE: dict[str, Served] = {
             **QWEN,
             num_shared_experts=1,
             mlp_layer_types=["dense", "sparse"],
-            # As vLLM calls what transformers has above.
+            # vLLM's names of the settings above.
             first_k_dense_replace=1,
             expert_hidden_dim=64,
             route_norm=True,
@@ -146,7 +146,7 @@ SINCE: dict[str, Served] = {
             mamba_d_state=16,
             mamba_dt_rank=8,
         ),
-        dtype="bfloat16",  # the CPU kernel takes nothing else
+        dtype="bfloat16",  # the CPU kernel supports no other
         settings={"extension": "idle_extension.NeverComputes"},
         mute={"0.27": "its CPU build has no selective scan of Mamba's first kind"},
     ),

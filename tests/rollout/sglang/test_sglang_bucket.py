@@ -1,4 +1,4 @@
-"""The memory that a trainer rank shares with its SGLang worker: what is put in comes out, and so does the answer."""
+"""The memory that a trainer rank shares with its SGLang worker holds tensors and answers."""
 
 import torch
 

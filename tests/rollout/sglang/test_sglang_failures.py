@@ -1,4 +1,4 @@
-"""A sync to SGLang that can't go on ends in time on all ranks of its replica; SGLang and its server are stand-ins."""
+"""A sync to SGLang that fails ends in time on all ranks of its replica; SGLang is a stand-in."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ class _Request:
 
 
 def _sglang():
-    """Return what the adapter imports of SGLang; a bucket is sent as its header alone."""
+    """Return the modules that the adapter imports of SGLang; a bucket is sent as its header alone."""
     serializer = SimpleNamespace(serialize=lambda tensors: tensors[0][0])
     modules = {
         "sglang.srt.managers.io_struct": {"UpdateWeightsFromTensorReqInput": _Request},
@@ -60,11 +60,7 @@ class _Server:
 
 
 class _Weights:
-    """One worker's tensors, a bucket each; the generator records that it was closed.
-
-    Args:
-        fails_at: number of the tensor that this rank can't make; None for none.
-    """
+    """One worker's tensors, a bucket each; making number ``fails_at`` raises. Records that the generator was closed."""
 
     def __init__(self, mode="sliced", fails_at=None):
         self.mode, self.has_checksums, self._fails_at, self.closed = mode, False, fails_at, False
@@ -108,7 +104,7 @@ class _Stock:
 
     async def update_weights(self, weights, global_steps, wire_format, **kwargs):
         for _ in weights:
-            dist.barrier(self.device_mesh["infer_tp"].get_group())  # verl gathers what each rank has
+            dist.barrier(self.device_mesh["infer_tp"].get_group())  # verl gathers a bucket of each rank
             if self._engine is not None:
                 await self._engine.update_weights_from_tensor(SimpleNamespace(headers=[]))
 
@@ -130,141 +126,94 @@ def _replica(server, timeout=LONG):
 def _sends_all():
     server = _Server()
     with _replica(server) as replica:
-        asyncio.run(replica.update_weights(_Weights()))
-        asyncio.run(replica.update_weights(_Weights()))
+        for _ in range(2):
+            asyncio.run(replica.update_weights(_Weights()))
     if dist.get_rank() > 0:
         return
-    syncs = server.requests[:TENSORS], server.requests[TENSORS:]
-    for number, requests in enumerate(syncs):
+    for number, requests in enumerate((server.requests[:TENSORS], server.requests[TENSORS:])):
         for headers in zip(*requests, strict=True):  # those of one worker
-            assert [entry[0] for header in headers for entry in header["entries"]] == [
-                f"tensor.{i}" for i in range(TENSORS)
-            ]
+            names = [entry[0] for header in headers for entry in header["entries"]]
+            assert names == [f"tensor.{i}" for i in range(TENSORS)]
             assert [header["is_last"] for header in headers] == [False] * (TENSORS - 1) + [True]
-            assert [header["layouts"] for header in headers] == [[{}, {}] if number == 0 else None] + [None] * (
-                TENSORS - 1
-            )
+            layouts = [header["layouts"] for header in headers]
+            assert layouts == [None if number else [{}, {}]] + [None] * (TENSORS - 1)
 
 
-def test_sglang_adapter_sends_every_bucket_of_each_rank_once():
-    run_ranks(_sends_all, 2)
+def _fails(replica, weights, error, cause, within=LONG / 2):
+    """Every rank raises the cause in time, after it took part in the rest of the exchange."""
+    started = time.monotonic()
+    with pytest.raises(error, match=cause):
+        asyncio.run(replica.update_weights(weights))
+    assert time.monotonic() - started < within and weights.closed
 
 
-def _ends(cases):
-    """Every rank raises the cause, and before its time; what is left of the exchange was taken part in."""
-    for failing, at, mode in cases:
+def _failing_ranks():
+    for failing, at, mode in itertools.product((0, 1), (0, 2, TENSORS - 1), ("sliced", "full")):
         weights = _Weights(mode, at if dist.get_rank() == failing else None)
         with _replica(_Server()) as replica:
-            started = time.monotonic()
             cause = f"worker {failing}: its trainer rank failed: ValueError: no memory left"
-            with pytest.raises(WeightSyncError, match=cause):
-                asyncio.run(replica.update_weights(weights))
-            assert time.monotonic() - started < LONG / 2 and weights.closed
+            _fails(replica, weights, WeightSyncError, cause)
 
-
-def test_sglang_sync_of_a_rank_whose_weights_fail_ends_on_all_ranks_with_the_cause():
-    run_ranks(_ends, 2, list(itertools.product((0, 1), (0, 2, TENSORS - 1), ("sliced", "full"))))
-
-
-def _begins_to_drain():
-    """A rank without memory for its buckets takes part in the exchange nevertheless."""
-    weights = _Weights()
     with _replica(_Server()) as replica, pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 1:  # a rank without memory for its buckets
             patch.setattr(adapter, "shared_memory", lambda nbytes: torch.empty(-nbytes))
-        with pytest.raises(WeightSyncError, match="worker 1: its trainer rank failed: RuntimeError: "):
-            asyncio.run(replica.update_weights(weights))
-        assert weights.closed
+        _fails(replica, _Weights(), WeightSyncError, "worker 1: its trainer rank failed: RuntimeError: ")
+
+
+async def _raises(*arguments):
+    raise ConnectionError("nobody listens")
+
+
+async def _slow(request):
+    await asyncio.sleep(0.4 * TIMEOUT)
 
 
 def _unreachable():
-    async def unknown():
-        raise ValueError("no such actor")
-
-    with _replica(_Server()) as replica, pytest.MonkeyPatch.context() as patch:
+    with _replica(_Server()) as replica:
         if dist.get_rank() == 0:
-            patch.setattr(replica, "_init_server_adapter", unknown)
-        with pytest.raises(RankMismatchError, match="no such actor"):
+            replica._init_server_adapter = _raises
+        with pytest.raises(RankMismatchError, match="nobody listens"):
             asyncio.run(replica.update_weights(_Weights()))
 
-
-def test_sglang_server_that_is_unknown_ends_the_first_sync_on_all_ranks():
-    run_ranks(_unreachable, 2)
-
-
-def test_sglang_sync_of_a_rank_without_memory_for_buckets_ends_on_all_ranks():
-    run_ranks(_begins_to_drain, 2)
+    server, cause = _Server(), "worker 0: SGLang did not take the update: ConnectionError: nobody listens"
+    server.update_weights_from_tensor = _raises
+    with _replica(server) as replica:
+        _fails(replica, _Weights(), WeightSyncError, cause)
 
 
-def _times_out(cases):
-    for method, failure in cases:
-        server, weights = _Server(), _Weights()
-        setattr(server, method, _never)
-        with _replica(server, TIMEOUT) as replica:
-            started = time.monotonic()
-            if dist.get_rank() == 0 or failure.startswith("worker 0"):
-                with pytest.raises(WeightSyncError, match=failure):
-                    asyncio.run(replica.update_weights(weights))
-                assert TIMEOUT <= time.monotonic() - started < LONG / 2
-            else:
-                asyncio.run(replica.update_weights(weights))
-            assert weights.closed
-
-
-def test_sglang_server_that_does_not_answer_ends_the_sync_in_time():
-    update = "worker 0: SGLang did not take the update: .*it did not answer within 1.5 s"
-    flush = "SGLang's server did not answer after the update within 1.5 s"
-    run_ranks(_times_out, 2, [("update_weights_from_tensor", update), ("flush_cache", flush)])
-
-
-def _full_times_out():
-    server, weights = _Server(), _Weights("full")
+def _times_out():
+    server = _Server()
     server.update_weights_from_tensor = _never
-    failure = "SGLang did not take the update within 1.5 s, after 1 tensors"
-    if dist.get_rank() > 0:
-        failure = "another rank took no part in a collective within 3 s"
+    cause = "worker 0: SGLang did not take the update: .*it did not answer within 1.5 s"
     with _replica(server, TIMEOUT) as replica:
-        with pytest.raises(WeightSyncError, match=failure):
-            asyncio.run(replica.update_weights(weights))
-        assert weights.closed
-        if dist.get_rank() == 0:
-            _is_too_late(replica)
-
-
-def _is_too_late(replica):
-    """Take part in what another rank has stopped waiting for, so that the group can be used again."""
-    time.sleep(3 * TIMEOUT)
-    dist.all_reduce(torch.zeros(1), group=replica.device_mesh["infer_tp"].get_group())
-
-
-def test_sglang_server_that_does_not_answer_to_full_tensors_ends_the_sync_in_time():
-    run_ranks(_full_times_out, 2)
-
-
-def _waits_for_each_tensor():
-    async def slow(request):
-        await asyncio.sleep(0.4 * TIMEOUT)
+        _fails(replica, _Weights(), WeightSyncError, cause)
 
     server = _Server()
-    server.update_weights_from_tensor = slow
+    server.flush_cache = _never
     with _replica(server, TIMEOUT) as replica:
+        if dist.get_rank() == 0:
+            cause = "SGLang's server did not answer after the update within 1.5 s"
+            _fails(replica, _Weights(), WeightSyncError, cause)
+        else:
+            asyncio.run(replica.update_weights(_Weights()))
+
+    server = _Server()
+    server.update_weights_from_tensor = _slow
+    with _replica(server, TIMEOUT) as replica:  # each tensor has the time-out for itself
         asyncio.run(replica.update_weights(_Weights("full")))
 
-
-def test_sglang_server_that_takes_full_tensors_slowly_is_waited_for():
-    run_ranks(_waits_for_each_tensor, 2)
-
-
-def _absent():
-    if dist.get_rank() == 1:
-        replica = _Stock(None)
-        check_agreement({})
-        _is_too_late(replica)
-        return
-    refused = pytest.raises(WeightSyncError, match="another rank took no part in a collective within 3 s")
-    with _replica(_Server(), TIMEOUT) as replica, refused:
-        asyncio.run(replica.update_weights(_Weights()))
+    server = _Server()
+    server.update_weights_from_tensor = _never
+    cause = "SGLang did not take the update within 1.5 s, after 1 tensors"
+    if dist.get_rank() > 0:
+        cause = "another rank took no part in a collective within 3 s"
+    with _replica(server, TIMEOUT) as replica:
+        _fails(replica, _Weights("full"), WeightSyncError, cause)
+        if dist.get_rank() == 0:  # take part in the collective that the other rank has left, to use the group again
+            time.sleep(3 * TIMEOUT)
+            dist.all_reduce(torch.zeros(1), group=replica.device_mesh["infer_tp"].get_group())
 
 
-def test_sglang_sync_without_another_rank_of_the_replica_ends_in_time():
-    run_ranks(_absent, 2)
+@pytest.mark.parametrize("function", [_sends_all, _failing_ranks, _unreachable, _times_out])
+def test_sglang_sync_sends_every_bucket_once_or_ends_in_time_on_all_ranks_with_the_cause(function):
+    run_ranks(function, 2)

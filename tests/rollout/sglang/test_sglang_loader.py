@@ -10,7 +10,7 @@ from torch import nn
 from epfsdp2.rollout.layout.layout_check import RANK, entry, rank_entry
 from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.sglang import compat, loader
+from epfsdp2.rollout.sglang import loader
 from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, answer_of, fill
 from epfsdp2.rollout.transport.checksums import with_checksums
 
@@ -18,7 +18,7 @@ RANK_ENTRY = rank_entry(0, Rollout())
 
 
 class Model(nn.Module):
-    """Two parameters, and what is computed from one of them."""
+    """Two parameters, and a tensor computed from one of them."""
 
     def __init__(self):
         super().__init__()
@@ -37,13 +37,13 @@ LAYOUT = {RANK: RANK_ENTRY, FUSED: entry((5, 3)), "bias": entry((4,))}
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr(loader, "rank_of", lambda: (0, 1, RANK_ENTRY))
+    monkeypatch.setattr(loader, "rank_of", lambda: (0, RANK_ENTRY))
     monkeypatch.setattr(loader, "changed_layout", lambda model: "")
     return Model()
 
 
 def _send(model, tensors, *, verify=True, layout=LAYOUT, bucket=64):
-    """Load tensors in buckets of so many bytes; return the first answer that says something."""
+    """Load tensors in buckets of so many bytes; return the first answer that is not empty."""
 
     def allocate(nbytes):
         return torch.zeros(nbytes, dtype=torch.uint8)
@@ -119,13 +119,13 @@ def test_sglang_loader_names_kernels_that_store_weights_otherwise(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang.srt.layers", ModuleType("sglang.srt.layers"))
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization", quantization)
     model = Model()
-    assert compat.changed_layout(model) == ""
+    assert loader.changed_layout(model) == ""
     model.attention.quant_method = Plain()
-    assert compat.changed_layout(model) == ""
+    assert loader.changed_layout(model) == ""
     model.attention.use_intel_amx_backend = True
-    assert compat.changed_layout(model) == "attention is packed for AMX"
+    assert loader.changed_layout(model) == "attention is packed for AMX"
     model.attention.use_intel_amx_backend = False
     model.attention.quant_method.use_flashinfer_cutlass = True
-    assert "flashinfer_cutlass (up projections come first)" in compat.changed_layout(model)
+    assert "flashinfer_cutlass (up projections come first)" in loader.changed_layout(model)
     model.attention.quant_method = object()
-    assert compat.changed_layout(model) == "attention is quantised by object"
+    assert loader.changed_layout(model) == "attention is quantised by object"

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -68,7 +69,13 @@ def _shards(whole, specs, plan):
     return lambda name: shard_of(whole[name], specs[name], plan, dist.get_rank())
 
 
-def test_exchange_brings_workers_the_parameters_of_every_family():
-    families = [family for family in FAMILIES if _rollouts(family)]
-    assert len(families) > 30
-    run_ranks(_compare, WORLD, families, timeout=600)
+# One for each form of slices, and for each kind of server's layout.
+SOME = ("qwen3_moe", "mixtral", "gpt_oss", "gemma4", "deepseek_v3", "qwen3_next", "jamba", "nemotron_h", "llama4")
+OTHERS = tuple(family for family in FAMILIES if family not in SOME)
+
+
+@pytest.mark.parametrize("families", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["some", "others"])
+def test_exchange_brings_workers_the_parameters_of_every_family(families):
+    known = [family for family in families if _rollouts(family)]
+    assert len(known) > len(families) / 2
+    run_ranks(_compare, WORLD, known, timeout=600)

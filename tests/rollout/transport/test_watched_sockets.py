@@ -36,21 +36,19 @@ def _connect(path, address):
     return noted.connected
 
 
-def test_watched_socket_connects_once_the_other_end_binds(tmp_path, monkeypatch):
-    monkeypatch.setattr(watched_sockets, "_LISTENING_SECONDS", 60.0)
-    path = tmp_path / "socket"
-    listener = threading.Timer(0.1, path.touch)
-    listener.start()
-    assert _connect(path, f"ipc://{path}") == [(f"ipc://{path}", True)]
-    listener.join()
-
-
-@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-def test_watched_socket_without_a_listener_leaves_retries_to_zmq(tmp_path, monkeypatch, scheme):
-    monkeypatch.setattr(watched_sockets, "_LISTENING_SECONDS", 0.05 if scheme == "ipc" else 60.0)
+@pytest.mark.parametrize(
+    ("scheme", "seconds", "binds"), [("ipc", 60.0, True), ("ipc", 0.05, False), ("tcp", 60.0, False)]
+)
+def test_watched_socket_connects_once_the_other_end_binds_or_leaves_retries_to_zmq(
+    tmp_path, monkeypatch, scheme, seconds, binds
+):
+    monkeypatch.setattr(watched_sockets, "_LISTENING_SECONDS", seconds)
     path, started = tmp_path / "socket", time.monotonic()
-    assert _connect(path, f"{scheme}://{path}") == [(f"{scheme}://{path}", False)]
+    listener = threading.Timer(0.1, path.touch if binds else lambda: None)
+    listener.start()
+    assert _connect(path, f"{scheme}://{path}") == [(f"{scheme}://{path}", binds)]
     assert time.monotonic() - started < 30, "only a file is waited for"
+    listener.join()
 
 
 def test_watched_socket_times_out_when_the_other_end_leaves_after_the_poll():
@@ -63,18 +61,11 @@ def test_watched_socket_times_out_when_the_other_end_leaves_after_the_poll():
             time.sleep(0.01)
             return event
 
-        def send(self, message, flags=0):
+        def send(self, *message, flags=0):
             assert flags & zmq.NOBLOCK, "this blocks for ever"
             raise zmq.Again
 
-        def send_pyobj(self, message, flags=0):
-            self.send(message, flags)
-
-        def recv(self, flags=0):
-            self.send(None, flags)
-
-        def recv_pyobj(self, flags=0):
-            self.send(None, flags)
+        send_pyobj = recv = recv_pyobj = send
 
     for call in ("send", "send_pyobj", "recv", "recv_pyobj"):
         socket = WatchedContext(Context(Left()), 0.1, "a test").socket(zmq.REQ)

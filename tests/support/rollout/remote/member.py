@@ -32,12 +32,11 @@ class Member:
     """One process: the first ``trainers`` ranks of a test are a trainer's, the others a rollout's.
 
     Args:
-        folder: has the model in ``model``.
         seconds: longest wait for another member.
         limit: bytes of a round.
 
     Attributes:
-        whole: by name, the weights that the trainer starts with.
+        whole: the weights that the trainer starts with.
         crossed: bytes that each all-to-all carried from this trainer rank to the rollout.
     """
 
@@ -142,11 +141,7 @@ class Member:
         rollout: Rollout | None = None,
         quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Compute a worker's parameters from whole weights times ``factor``.
-
-        Args:
-            quantise: for a quantised rollout, which gets all weights in bfloat16.
-        """
+        """Compute a worker's parameters from whole weights times ``factor``; in bfloat16 with ``quantise``."""
         heads = Heads.of(reference_model(self.folder / "model").config)
         whole = {name: (t * factor).detach() for name, t in self.whole.items()}
         if quantise is not None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from tests.e2e.models import test_families as test_other_families
 from tests.engine.fsdp import test_ulysses
-from tests.engine.lora import test_lora_families
 from tests.engine.moe.router import test_router_replay
 from tests.engine.packing import test_packing
 from tests.parity import families, page
@@ -70,7 +69,7 @@ def families_page() -> str:
             ),
             _sequence_parallel(name),
             _yes(kinds[name] in images),
-            _yes(_is_run("lora_families", name, test_lora_families.ADAPTED)),
+            _yes(_is_run("lora_families", name, families.ALL)),
             "refused"
             if name in test_router_replay.NOT_REPLAYED
             else _yes(_is_run("router_replay", name, test_router_replay.REPLAYED)),
@@ -145,12 +144,11 @@ def _kind(model: str) -> str:
     return model
 
 
-def _images() -> Iterator[str]:
-    """The kinds of model that the tests of updates on images save."""
+def _images() -> list[str]:
+    """The kinds of model that the tests of updates on images name."""
     (file,) = (ROOT / "tests/engine").rglob("test_vision.py")
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "save_vlm":
-            yield VLMS[ast.literal_eval(node.args[0])][0]
+    text = file.read_text()
+    return [kind for name, (kind, _) in VLMS.items() if f'"{name}"' in text]
 
 
 def _end_to_end() -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.checksums import with_checksums
-from epfsdp2.rollout.vllm.adapter import send_weights
+from epfsdp2.rollout.vllm.adapter import WeightSyncError, send_weights
+from epfsdp2.rollout.vllm.adapters import load_adapters
 from epfsdp2.rollout.vllm.names import ADAPTED_AS_STACKS
 from tests.rollout.served_families import build
 from tests.support.engine.sharded import sharded_model
@@ -94,16 +97,6 @@ def _base_and_adapters(folder, targets, adapters, handles, mode, tp):
         assert sent == sum(p.nbytes for name, p in model.named_parameters() if is_adapter(name))
 
 
-def _adapters_alone(folder, handle):
-    _, sync = _syncing(folder, 1)
-    _send(sync.weights("alone").tensors(), handle)
-
-
-def _receive(engine, config, base_sync_done, **arguments):
-    settings = {"use_shm": True, "sync_timeout_seconds": 150.0, "peft_config": config, **arguments}
-    return engine.call("update_weights_from_ipc", timeout=200.0, base_sync_done=base_sync_done, **settings)
-
-
 @pytest.mark.parametrize(
     ("mode", "tp", "targets"),
     [
@@ -126,7 +119,8 @@ def test_adapters_alone_equal_those_that_vllm_loads_from_a_file(start_engine, ch
     engine = start_engine(str(served), **settings)
     handles, found = [engine.handle(rank) for rank in range(tp)], []
     for is_base in (True, False, False):
-        _receive(engine, config, not is_base, verify=True)
+        arguments = {"use_shm": True, "sync_timeout_seconds": 150.0, "peft_config": config, "verify": True}
+        engine.call("update_weights_from_ipc", timeout=200.0, base_sync_done=not is_base, **arguments)
         found.append(_state(engine, None if is_base else NAME))
     adapters = [str(tmp_path / str(seed)) for seed in SEEDS]
     run_ranks(_base_and_adapters, tp, str(trained), targets, adapters, handles, mode, tp)
@@ -227,11 +221,11 @@ def _same(name, module):
     return name.split(".")[:3] == module.split(".")[:3]
 
 
-def test_adapters_without_a_layer_end_the_sync_with_their_name(start_engine, checkpoints, tmp_path):
-    served = checkpoints[0]
-    settings = {"distributed_executor_backend": "uni", "again": True, "enable_lora": True, "max_lora_rank": RANK}
-    engine = start_engine(served.path, **settings, lora_target_modules=["q_proj"])
-    failing = _receive(engine, _config(served.path), True, verify=True)
-    run_ranks(_adapters_alone, 1, served.path, engine.handle())
-    with pytest.raises(RuntimeError, match=r"adapters were sent that vLLM's model has no layers for.*o_proj"):
-        failing.result()
+def test_adapters_without_a_layer_end_the_sync_with_their_name():
+    manager = SimpleNamespace(modules={"layers.0.q_proj"})
+    held = dict.fromkeys(("layers.0.q_proj.base_layer", "layers.0.o_proj"))
+    manager.get_adapter = lambda number: SimpleNamespace(loras=held)
+    worker = mock.Mock(model_runner=SimpleNamespace(model=SimpleNamespace(lora_manager=manager)))
+    with pytest.raises(WeightSyncError, match=r"^1 adapters were sent that vLLM's model has no layers for: layers.0.o"):
+        load_adapters(worker, {}, {})
+    worker.remove_lora.assert_called_once_with(NAME[1])

@@ -22,7 +22,6 @@ import pytest
 
 from epfsdp2.engine.cleanup import held_by, remove_unused
 from epfsdp2.engine.compat import versions
-from epfsdp2.rollout.transport.report import TransferStats
 from epfsdp2.rollout.vllm import names
 from tests.support.rollout import verify
 
@@ -194,18 +193,12 @@ class Engine:
     def handle(self, rank: int = 0) -> str:
         return f"ipc:///tmp/rl-colocate-zmq-{self.job}-replica-0-rank-{rank}.sock"
 
-    def sync(
-        self, weights, timeout_seconds: float = 30.0, watched: bool = True, verify: bool = False
-    ) -> list[TransferStats]:
-        """One weight sync: a sender per worker, the first of which also watches the receiving call.
+    def sync(self, weights, timeout_seconds: float = 30.0, verify: bool = False) -> None:
+        """Send weights by a thread for each worker; the first thread also watches the receiving call.
 
         Args:
-            weights: returns what a rank sends; called with the rank in the sender's thread.
-            watched: whether the first sender watches the receiving call; the others never do.
+            weights: returns the tensors of a rank.
             verify: whether the workers compare checksums.
-
-        Returns:
-            The statistics of each rank's transfer.
         """
         from epfsdp2.rollout.vllm import adapter
 
@@ -214,11 +207,10 @@ class Engine:
         )
 
         async def send(rank: int):
-            watches = rank == 0 and watched
-            future = asyncio.wrap_future(receiving) if watches else None
+            future = asyncio.wrap_future(receiving) if rank == 0 else None
             if future is not None:  # nobody may wait for it once the sender has failed
                 future.add_done_callback(lambda done: done.cancelled() or done.exception())
-            return await adapter.send_weights(
+            await adapter.send_weights(
                 as_taken(weights(rank)),
                 zmq_handle=self.handle(rank),
                 bucket_megabytes=1,
@@ -234,7 +226,8 @@ class Engine:
         patched = mock.patch.object(adapter, "_failure_of_call", failure)
         with patched, concurrent.futures.ThreadPoolExecutor(self.tp_size) as senders:
             results = [senders.submit(asyncio.run, send(rank)) for rank in range(self.tp_size)]
-        return [result.result() for result in results]
+        for result in results:
+            result.result()
 
     def leftovers(self) -> list[str]:
         buckets = set(glob.glob("/dev/shm/verl_weights_*")) - self._buckets_before

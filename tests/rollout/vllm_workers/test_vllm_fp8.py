@@ -43,35 +43,17 @@ def _send(folders, handles, held, wrong):
                     values = values * 2
                 yield name, values
 
+        settings = {"bucket_megabytes": 4, "use_shm": True, "timeout_seconds": 120, "rank": rank}
         try:
-            asyncio.run(
-                send_weights(
-                    tensors(),
-                    zmq_handle=handles[rank],
-                    bucket_megabytes=4,
-                    use_shm=True,
-                    timeout_seconds=120,
-                    rank=rank,
-                )
-            )
+            asyncio.run(send_weights(tensors(), zmq_handle=handles[rank], **settings))
         except WeightSyncError:
             assert wrong
 
 
 def _synced(engine, folders, held, wrong=""):
     """Return the tensors of each worker after the syncs, by name."""
-    calls = []
-    for _ in folders:
-        calls.append(
-            engine.call(
-                "update_weights_from_ipc",
-                timeout=200.0,
-                use_shm=True,
-                sync_timeout_seconds=180.0,
-                verify=True,
-                is_quantised=True,
-            )
-        )
+    arguments = {"use_shm": True, "sync_timeout_seconds": 180.0, "verify": True, "is_quantised": True}
+    calls = [engine.call("update_weights_from_ipc", timeout=200.0, **arguments) for _ in folders]
     handles = [engine.handle(rank) for rank in range(engine.tp_size)]
     run_ranks(_send, engine.tp_size, [str(folder) for folder in folders], handles, held, wrong, timeout=400)
     for call in calls:

@@ -40,15 +40,9 @@ def _train_and_send(folder: str, export: str, handles: list[str], mode: str) -> 
     describe = AutoConfig.from_pretrained(folder).save_pretrained
     checkpoint.save_checkpoint(Path(export).parent, worker.engine.module, None, None, {"hf_model"}, 1, describe)
     weights, _ = worker.engine.get_per_tensor_param()
-    sending = send_weights(
-        weights.sync.weights().for_worker(mode, Rollout(2)).tensors(),
-        zmq_handle=handles[rank],
-        bucket_megabytes=1,
-        use_shm=True,
-        timeout_seconds=60,
-        rank=rank,
-    )
-    asyncio.run(sending)
+    tensors = weights.sync.weights().for_worker(mode, Rollout(2)).tensors()
+    settings = {"bucket_megabytes": 1, "use_shm": True, "timeout_seconds": 60, "rank": rank}
+    asyncio.run(send_weights(tensors, zmq_handle=handles[rank], **settings))
 
 
 def _prompts() -> list[dict]:

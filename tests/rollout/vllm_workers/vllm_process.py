@@ -86,8 +86,6 @@ def serve(socket: str, settings: dict) -> None:
                 return
             try:
                 if command == "generate":
-                    answer = generate(arguments)
-                elif command == "generate_adapted":
                     answer = generate(**arguments)
                 elif command == "clear":  # what verl's server does after a sync (clear_kv_cache)
                     answer = engine.reset_prefix_cache()

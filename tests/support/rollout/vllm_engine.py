@@ -172,9 +172,9 @@ class Engine:
     def generate(self):
         return self.generating().result()
 
-    def generating(self, prompts: list | None = None) -> concurrent.futures.Future:
-        """Start to generate; ``prompts`` are ids or any other prompts of vLLM."""
-        return self._calls.submit(self._ask, "generate", prompts or PROMPTS, 60.0)
+    def generating(self, prompts: list | None = None, adapter: tuple | None = None) -> concurrent.futures.Future:
+        """Start to generate from ids or other prompts of vLLM, with an adapter's name, number and folder."""
+        return self.call("generate", prompts=prompts or PROMPTS, adapter=adapter)
 
     def digests(self) -> list[dict]:
         return [answer["digests"] for answer in self.call("epfsdp2_digests").result()]

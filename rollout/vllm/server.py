@@ -168,12 +168,8 @@ def _arguments(config: Any) -> Mapping[str, Any]:
 
 
 def check_graphs(config: Any, model: Any, device: str) -> None:
-    """Check that CUDA graphs compute with the weights of the last sync.
-
-    Raises:
-        SettingError: the installed vLLM puts the matrices of this model's latent attention elsewhere in every sync.
-    """
-    is_latent = model is not None and getattr(model.get_text_config(), "kv_lora_rank", None)
+    """Check that no sync moves the matrices of latent attention in memory, which CUDA graphs would not notice."""
+    is_latent = getattr(model.get_text_config(), "kv_lora_rank", None)
     if device == "cuda" and is_latent and not (config.get("enforce_eager") or versions.vllm_in(_KEEPS_LATENT_MATRICES)):
         rule = (
             f"vllm {versions.installed('vllm')} allocates the matrices of latent attention anew in every weight sync, "
@@ -187,11 +183,8 @@ def check_parallelism(config: Any, ranks: int, model: Any) -> None:
     """Reject parallel sizes that vLLM would refuse after its start, or that no sync mode could serve.
 
     Args:
-        ranks: number of trainer ranks, each of which feeds one vLLM worker; 0 where the workers are separate processes.
+        ranks: number of trainer ranks, each beside a vLLM worker; 0 for separate workers.
         model: the model's text config; None skips the checks that need it.
-
-    Raises:
-        SettingError: names the first such setting and a value that works.
     """
     vllm, rollout = _arguments(config), VLLM.rollout_of(config)
     pipeline, experts = (size_of(config, f"{kind}_parallel_size") for kind in ("pipeline_model", "expert"))

@@ -27,9 +27,9 @@ def test_memory_for_units_is_the_running_parameter_if_that_has_the_layout_for_it
     reload = pytest.importorskip("epfsdp2.rollout.vllm.reload")
     layer, target = torch.nn.Module(), torch.empty(4, 6, dtype=torch.bfloat16, device="meta")
     layer.weight = torch.nn.Parameter(target, requires_grad=False)
-    record = reload.LayerRecord("", layer)
-    record.info.kernel_tensors, record.info.restore_device = (running, {}), torch.device("cpu")
-    memory = reload._memory_for_units(record, "weight")
+    info = reload.get_layerwise_info(layer)
+    info.kernel_tensors, info.restore_device = (running, {}), torch.device("cpu")
+    memory = reload._memory_for_units(reload.LayerRecord("", layer), "weight")
     assert (memory.shape, memory.dtype, memory.device.type) == (target.shape, target.dtype, "cpu")
     assert (memory.data_ptr() in {tensor.data_ptr() for tensor in running.values()}) == is_shared
 

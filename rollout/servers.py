@@ -24,7 +24,7 @@ _SETTING = "engine.rollout_sync"
 
 
 def server_named(name: str | None) -> Server:
-    """Return the server of verl's name; without a folder here, one that takes full tensors only."""
+    """Return the server of verl's name; without a folder here, one that accepts full tensors only."""
     return SERVERS.get(name or DEFAULT.name) or Server(name or "")
 
 
@@ -63,7 +63,7 @@ def choose_mode(requested: str, config: Any, family: str | None, *, backend: str
 
 def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> Obstacle | None:
     if server.name not in SERVERS:
-        return Obstacle(f"{ROLLOUT}.name", server.name, "it takes full tensors alone.", DEFAULT.name)
+        return Obstacle(f"{ROLLOUT}.name", server.name, "it accepts full tensors alone.", DEFAULT.name)
     if backend not in ("naive", BACKEND):
         setting = f"{ROLLOUT}.checkpoint_engine.backend"
         return Obstacle(setting, backend, "this backend sends full tensors.", "naive")

@@ -76,7 +76,7 @@ class RolloutSync:
         self.numbers = itertools.count(1)  # of syncs
 
     def weights(self, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None) -> "RolloutWeights":
-        """Return the next sync's weights; ``peft_config`` goes with adapters to rollout ranks in other processes."""
+        """Return the next sync's weights; ``peft_config`` describes adapters to rollout ranks in other processes."""
         return RolloutWeights(self, adapters, peft_config)
 
     def choose_mode(self, config: Any) -> SyncMode:
@@ -225,7 +225,7 @@ class RolloutWeights:
     def for_rollout(self, config: Any, worker: int) -> "RolloutWeights":
         """Choose the mode for the worker beside this rank by verl's rollout config.
 
-        Raises ``SettingError`` if the rollout does not support the mode of ``engine.rollout_sync``, and
+        Raises ``SettingError`` if the rollout does not support the mode of ``engine.rollout_sync``. Raises
         ``BaseChangedError`` if adapters are sent alone after a change of the weights below them.
         """
         if self.adapters == "alone":

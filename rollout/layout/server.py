@@ -82,8 +82,8 @@ class Server:
     def quantisation_settings(self, config: Any) -> list[tuple[str, object]]:
         """Return the settings, with values, that make the server quantise received weights."""
         qat = config.get("qat")
-        asked = {"quantization": config.get("quantization"), "qat.enable": qat is not None and qat.get("enable")}
-        return [(f"{ROLLOUT}.{setting}", value) for setting, value in asked.items() if value]
+        settings = {"quantization": config.get("quantization"), "qat.enable": qat is not None and qat.get("enable")}
+        return [(f"{ROLLOUT}.{setting}", value) for setting, value in settings.items() if value]
 
     def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
         """Return the first setting that rules out ``sliced``; ``family`` is None if not known yet."""

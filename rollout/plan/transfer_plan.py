@@ -300,7 +300,7 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
 
 
 def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
-    """Return the fewest parts of a bundle of which no rank moves more than ``limit`` bytes, or the smallest parts."""
+    """Return the fewest parts of a bundle with at most ``limit`` bytes on every rank, or the smallest parts."""
 
     def most(parts: int) -> int:
         # Parts differ by at most one row, so a sample of many parts is enough.

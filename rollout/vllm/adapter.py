@@ -63,7 +63,7 @@ class Updates:
         """Send one stage, while the worker receives and loads it."""
         kwargs["use_shm"] = self.use_shm
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
-        is_ours = has_our_extension(self.config)  # verl's takes neither of these arguments
+        is_ours = has_our_extension(self.config)  # verl's extension has neither of these arguments
         if is_ours:
             kwargs["sync_timeout_seconds"] = self.timeout_seconds
         if selected is not None:
@@ -161,7 +161,7 @@ async def send_weights(
 
 
 class _Progress:
-    """Counts the weights that the sender takes, times the gathers and records whether the source raised."""
+    """Counts the sent weights, times the gathers and records whether the source raised."""
 
     sent = nbytes = 0
     gather_seconds, last, failed_in_source = 0.0, "", False

@@ -161,7 +161,7 @@ class Reload:
         record, own = self._owners[parameter]
         shape, received = record.shapes[own], record.received[own] + values.numel()
         if values.shape != torch.empty(shape, device="meta")[part].shape:
-            raise WeightSyncError(f"{name} {list(values.shape)} was sent for what is {shape} on this worker")
+            raise WeightSyncError(f"{name} {list(values.shape)} was sent, and has shape {shape} on this worker")
         if received > record.expected.get(own, received):
             raise WeightSyncError(f"elements of {parameter} were sent twice in one weight sync")
         if own not in record.units:
@@ -263,7 +263,7 @@ class Reload:
             # Other ranks' experts are ignored once this rank's are complete.
             or (self._parallel.enable_expert_parallel and ".experts." in name)
             or any(f".{module}." in f".{name}" for module in self._excluded_modules)
-            # Multi-token-prediction layers follow the model's own; without a draft model no parameter takes them.
+            # Multi-token-prediction layers follow the model's own; without a draft model no parameter has their names.
             or name.startswith("mtp.")
             or any(int(n) >= config.num_hidden_layers for n in re.findall(r"(?:^|\.)layers\.(\d+)\.", name))
         )

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -31,17 +33,12 @@ def handle():
 
 
 class Weights:
-    """An iterator of tensors that records whether it was closed."""
+    """Four tensors, which record whether they were closed."""
 
-    def __init__(self, count: int = 4):
-        self.closed = False
-        self._items = iter([(f"tensor.{i}", torch.full((200_000,), float(i))) for i in range(count)])
+    closed = False
 
     def __iter__(self):
-        return self
-
-    def __next__(self):
-        return next(self._items)
+        return ((f"tensor.{i}", torch.full((200_000,), float(i))) for i in range(4))
 
     def close(self):
         self.closed = True
@@ -130,14 +127,8 @@ def test_send_weights_without_memory_for_a_bucket_takes_part_in_the_exchange(han
         finally:
             done.append("ended")
 
-    class Fails:
-        def __init__(self, *args, **kwargs):
-            pass
-
-        async def async_send_weights(self, weights):
-            raise OSError("no space left")
-
-    monkeypatch.setattr(server_adapter, "sender_class", lambda: Fails)
+    sender = mock.Mock(async_send_weights=mock.AsyncMock(side_effect=OSError("no space left")))
+    monkeypatch.setattr(server_adapter, "sender_class", lambda: lambda *args, **kwargs: sender)
     with pytest.raises(WeightSyncError, match="after 0 tensors .*no space left"):
         send(handle, exchange())
     assert done == ["begun", "ended"]
@@ -153,15 +144,13 @@ class StockAdapter:
         self.config.checkpoint_engine = SimpleNamespace(update_weights_bucket_megabytes=1)
         self.calls = []
 
-        def remote(name):
-            async def call(*arguments):
-                self.calls.append((name, *arguments))
-
-            return SimpleNamespace(remote=call)
-
+        names = ("clear_kv_cache", "set_global_steps")
         self.server_handle = SimpleNamespace(
-            clear_kv_cache=remote("clear_kv_cache"), set_global_steps=remote("set_global_steps")
+            **{name: SimpleNamespace(remote=partial(self._call, name)) for name in names}
         )
+
+    async def _call(self, *call):
+        self.calls.append(call)
 
     async def _execute_method(self, method, non_block, kwargs):
         self.calls.append((method, kwargs))

@@ -74,7 +74,7 @@ def _sglang(**arguments):
         ("auto", "qwen3_moe", FP8, "sliced", ""),
         ("auto", "phimoe", FP8, "full", "rollout.quantization=fp8: which weights of a phimoe vLLM"),
         ("auto", "qwen3_moe", {**FP8, "quantization": "torchao"}, "full", "quantization=torchao: vLLM quantises"),
-        ("auto", "qwen3_moe", ONLINE, "full", "quantization=fp8_per_tensor: each worker quantises what it has"),
+        ("auto", "qwen3_moe", ONLINE, "full", "quantization=fp8_per_tensor: each worker quantises its fused"),
         ("auto", "qwen3_moe", _compressed("int8"), "sliced", ""),
         ("auto", "qwen3_moe", _compressed("fp8"), "sliced", ""),
         ("auto", "phimoe", _compressed("fp8"), "full", "which weights of a phimoe vLLM"),
@@ -106,7 +106,7 @@ def _sglang(**arguments):
         ("auto", "qwen3_moe", _sglang(moe_runner_backend="flashinfer_cutlass"), "full", "this kernel stores experts"),
         ("auto", "qwen3_moe", _sglang(custom_weight_loader=["my.loader"]), "full", "only this package's loader"),
         ("auto", "qwen3_moe", _sglang(custom_weight_loader=["my.loader", SGLANG_LOADER]), "sliced", ""),
-        ("auto", "qwen3_moe", {**SGLANG, "name": "trtllm"}, "full", "rollout.name=trtllm: it takes full tensors"),
+        ("auto", "qwen3_moe", {**SGLANG, "name": "trtllm"}, "full", "rollout.name=trtllm: it accepts full tensors"),
     ],
 )
 def test_choose_mode_returns_mode_and_reason(requested, family, config, mode, reason):

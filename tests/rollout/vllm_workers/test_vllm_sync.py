@@ -177,7 +177,7 @@ def test_reload_of_wrong_units_raises_and_the_next_sync_is_exact(engine, checkpo
             [unit for unit in halves if unit[0] != slice_name(W13, 1, 2)],
         ),
         (
-            r"model.norm.weight/0/3/0 \[48\] was sent for what is \[96\] on",
+            r"model.norm.weight/0/3/0 \[48\] was sent, and has shape \[96\] on",
             renamed("model.norm.weight/0/2", "model.norm.weight/0/3"),
         ),
         (f"elements of {W13} were sent twice", [*halves, (slice_name(W13), whole[slice_name(W13)])]),

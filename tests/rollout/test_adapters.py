@@ -1,4 +1,4 @@
-"""Adapters alone, from trainer ranks to vLLM, and what vLLM's own adapter loader makes of their names and shapes."""
+"""Adapters alone, from trainer ranks to vLLM; vLLM's own adapter loader accepts their names and shapes."""
 
 import asyncio
 from pathlib import Path
@@ -39,7 +39,7 @@ SEEDS = (5, 6)
 NAME = ("123", 123, "simon_lora_path")
 
 
-def _settings(targets=ATTENTION):
+def _settings(targets):
     return LoraSettings("model", RANK, 16, targets if isinstance(targets, str) else tuple(targets))
 
 
@@ -51,20 +51,6 @@ def _drawn(model, seed):
         return torch.randn(model.get_parameter(name).shape, generator=generator) * 0.3
 
     return read
-
-
-def _syncing(folder, tp, targets=ATTENTION, mode="full"):
-    """Return a sharded model with adapters, and its exporter."""
-    model, meshes = sharded_model(
-        Path(folder),
-        tp,
-        ep=tp if targets == ATTENTION else 1,
-        attention="eager",
-        before=lambda model: Lora(model, _settings(targets)),
-        initialize=lambda name, tensor, fits: is_adapter(name),
-        finish=lambda model: lora_of(model).initialize(model, 0),
-    )
-    return model, RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 1 << 20))
 
 
 def _send(tensors, handle):
@@ -84,7 +70,16 @@ def _send(tensors, handle):
 def _base_and_adapters(folder, targets, adapters, handles, mode, tp):
     """Send the base without adapters, then two adapters one after the other."""
     rank = dist.get_rank()
-    model, sync = _syncing(folder, tp, targets, mode)
+    model, meshes = sharded_model(
+        Path(folder),
+        tp,
+        ep=tp if targets == ATTENTION else 1,
+        attention="eager",
+        before=lambda model: Lora(model, _settings(targets)),
+        initialize=lambda name, tensor, fits: is_adapter(name),
+        finish=lambda model: lora_of(model).initialize(model, 0),
+    )
+    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 1 << 20))
     lora = lora_of(model)
     lora.initialize(model, 0, _drawn(model, 1))  # values that must not reach the base
     _send(weights_for(sync, Rollout(tp), rank, "left out").tensors(), handles[rank])
@@ -115,7 +110,8 @@ def test_adapters_alone_equal_those_that_vllm_loads_from_a_file(start_engine, ch
     settings = {"tp_size": tp, "enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": targets}
     if tp == 1:
         settings |= {"distributed_executor_backend": "uni", "again": True}
-    config = _config(trained, targets)
+    on_meta = build_on_meta(AutoModelForCausalLM, AutoConfig.from_pretrained(trained), torch.float32)
+    config = adapter_config(Lora(on_meta, _settings(targets)), str(trained))
     engine = start_engine(str(served), **settings)
     handles, found = [engine.handle(rank) for rank in range(tp)], []
     for is_base in (True, False, False):
@@ -146,15 +142,10 @@ def _state(engine, adapter):
     )
 
 
-def _config(folder, targets=ATTENTION):
-    model = build_on_meta(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), torch.float32)
-    return adapter_config(Lora(model, _settings(targets)), str(folder))
-
-
-def _sent_of(family, targets="all-linear"):
+def _sent_of(family):
     """Return a family's model, its adapters with values, and all that is sent of them."""
     model = build(family)
-    lora = Lora(model, _settings(targets))
+    lora = Lora(model, _settings("all-linear"))
     lora.initialize(model, 0, _drawn(model, 7))
     names, values = RolloutNames(model, lora, ADAPTED_AS_STACKS), dict(model.named_parameters())
     tensors = {}
@@ -175,7 +166,8 @@ def test_adapters_of_experts_are_packed_by_vllm_into_the_stacks_of_the_trainer(f
     modules = {name.partition(".experts.")[0] for name in loaded if ".experts." in name}
     assert modules
     for module in modules:
-        own = next(name for name in lora.targets if name.endswith("experts.gate_up_proj") and _same(name, module))
+        layer = module.split(".")[:3]  # the rest is a name of checkpoints
+        own = next(n for n in lora.targets if n.endswith("experts.gate_up_proj") and n.split(".")[:3] == layer)
         experts = lora.targets[own].experts
         each = [loaded[f"{module}.experts.{e}.{part}"] for e in range(experts) for part in parts]
         packed = PackedLoRALayerWeights.pack_moe(each, module)
@@ -196,7 +188,7 @@ def test_adapters_of_experts_that_checkpoints_stack_have_the_form_that_vllm_resh
             continue
         module = name.rpartition(".")[0] + (".base_layer" if name.endswith("gate_up_proj") else "")
         found, a, b = loaded[module], model.get_parameter(name + A), model.get_parameter(name + B)
-        # As vLLM's LoRAModelManager._stack_moe_lora_weights takes them apart.
+        # As vLLM's LoRAModelManager._stack_moe_lora_weights splits them.
         assert torch.equal(found.lora_a.reshape(target.experts, -1, a.shape[-1]), a)
         assert torch.equal(found.lora_b.reshape(b.shape[1], -1, target.experts).permute(2, 0, 1), b)
 
@@ -211,11 +203,6 @@ def _loaded(model, lora, tensors):
     assert len(loaded) * 2 == len(tensors)
     assert all(each.lora_a is not None and each.lora_b is not None for each in loaded.values())
     return loaded
-
-
-def _same(name, module):
-    """Whether a stack of the model is of a module under its checkpoint's name."""
-    return name.split(".")[:3] == module.split(".")[:3]
 
 
 def test_adapters_without_a_layer_end_the_sync_with_their_name():

@@ -72,7 +72,7 @@ def _entry(name, spec, place, lidx, lval):
 
 
 def _verls_backend():
-    """verl's delta engine, of which only the import needs cupy; it sends with CUDA."""
+    """verl's delta engine. Only its import needs cupy; it sends with CUDA."""
     sys.modules.setdefault("cupy", types.ModuleType("cupy"))
     sys.modules["cupy"].ndarray = object
     from verl.checkpoint_engine import delta_checkpoint_engine

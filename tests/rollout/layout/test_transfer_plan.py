@@ -42,7 +42,7 @@ def test_plan_brings_every_worker_its_parameters_within_the_limit(problem):
         check_stored(found, wanted)
         assert sum(int(is_filled.sum()) * 2 for _, is_filled in wanted.values()) == plan.needed[kind]
     for moved, (_, round_) in zip(emulated.moved, [*plan.rounds] * topology.dp_replicate, strict=False):
-        # Messages with what is short are padded to the runs of what is not.
+        # Short tensors in a message are padded to the runs of the others.
         padding = max(len(targets.kinds), topology.fsdp) * round_.alignment
         assert max(most for pair in moved for most in pair) <= limit + padding
 

@@ -90,7 +90,7 @@ def _compare(folder, cases, data_parallel=(), tower="sharded"):
 
 
 def _loader(engine):
-    """The parameters and buffers of vLLM's model, and what loads them."""
+    """The parameters and buffers of vLLM's model, and its loader."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
     theirs = initialize_model(engine)

@@ -1,4 +1,4 @@
-"""The memory that collects a parameter's units while vLLM reloads a layer, and what a kernel's layout makes of it."""
+"""The memory that collects a parameter's units while vLLM reloads a layer, and layouts of kernels."""
 
 from types import SimpleNamespace
 

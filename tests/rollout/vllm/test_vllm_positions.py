@@ -70,7 +70,7 @@ def test_positions_of_an_actor_beside_vllm_follow_its_max_model_len(
     served = SERVED[name]
     served.skip_where_broken()
     save_random(with_rope(served.family, kind, original).build(), tmp_path, 0)
-    prompts = _prompts(limit - 8)  # which vLLM goes on from
+    prompts = _prompts(limit - 8)  # vLLM continues them
     settings = {"max_model_len": limit, "distributed_executor_backend": "uni", **served.settings}
     wanted = _of_vllm(start_engine(str(tmp_path), again=True, **settings), prompts)
     run_ranks(_check, 1, tmp_path, prompts, wanted, limit, kind)

@@ -1,4 +1,4 @@
-"""Real vLLM workers in FP8 and INT8 that ranks send values and scales hold and compute what vLLM loads itself."""
+"""Real vLLM workers that get values in FP8 or INT8 and scales equal workers that load a quantised checkpoint."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ def _synced(engine, folders, held, wrong=""):
 def _check(engine, first, second, held, wrong):
     loaded, generated = engine.digests(), engine.generate()
     changed = _synced(engine, [second], held)
-    # An underscore begins what vLLM has of its own, such as scales of its cache.
+    # A leading underscore marks vLLM's own state, such as scales of its cache.
     trained = [name for name in loaded[0] if "norm" not in name and "._" not in name]
     assert [name for name in trained if changed[0][name] == loaded[0][name]] == []
     assert engine.generate() != generated

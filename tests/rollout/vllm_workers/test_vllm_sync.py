@@ -1,4 +1,4 @@
-"""Full tensors and slices over verl's transport: real vLLM workers hold and compute what a fresh engine does.
+"""Full tensors and slices over verl's transport: real vLLM workers equal a fresh engine.
 
 The checkpoints of one worker are untied, those of two are tied. The last test of an engine kills its workers.
 """

@@ -274,22 +274,18 @@ def _forking(environment: tuple[tuple[str, str], ...]) -> subprocess.Popen:
 
 
 def _forked(request: dict, environment: dict) -> psutil.Process:
-    """Start an engine's process as ``vllm_process.py`` says.
-
-    Raises:
-        RuntimeError: vLLM can't be imported; it has said why.
-    """
+    """Start an engine's process by a request to ``vllm_process.py``."""
     forking = _forking(tuple(sorted(environment.items())))
     forking.stdin.write(json.dumps(request) + "\n")
     forking.stdin.flush()
     pid = forking.stdout.readline()
     if not pid:
-        raise RuntimeError("the process that engines are forked from has ended")
+        raise RuntimeError("the process that engines are forked from has ended, with its reason above")
     return psutil.Process(int(pid))
 
 
 def segments_identity(folder) -> str:
-    """Return what vLLM is to name its shared-memory segments by (``VLLM_DIST_IDENT``) in processes of a test."""
+    """Return the prefix of vLLM's shared-memory segments (``VLLM_DIST_IDENT``) in processes of a test."""
     return str(folder).replace("/", ".")
 
 

@@ -1,4 +1,4 @@
-"""The worker extension with calls that read back what a running vLLM worker holds.
+"""The worker extension with calls that read back the weights of a running vLLM worker.
 
 Tests name it as ``worker_extension_cls``; vLLM's processes find this package by their ``PYTHONPATH``.
 """
@@ -44,7 +44,7 @@ class ReadableWorker(WeightSyncExtension):
         return answer
 
     def epfsdp2_adapter_digests(self) -> dict[str, str]:
-        """Return digests of what this worker's layers hold of the one adapter that they compute with."""
+        """Return digests of the one adapter in this worker's layers."""
         layers = self.model_runner.model.lora_manager.modules
         return {
             f"{name}.{half}.{i}": digest(stack[0])

@@ -29,7 +29,6 @@ def server_named(name: str | None) -> Server:
 
 
 def server_of(config: Any) -> Server:
-    """Return the server of a rollout config."""
     return server_named(config.get("name"))
 
 

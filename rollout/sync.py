@@ -151,7 +151,6 @@ class RolloutSync:
         return of
 
     def sent_model(self) -> SentModel:
-        """Describe the model for plans."""
         tensors = tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
         dtypes, layers = tuple(self.dtypes.items()), tuple(self.layers)
         return SentModel(tuple(tensors), dtypes, layers, self.meshes.topology, self.heads)
@@ -276,9 +275,9 @@ class RolloutWeights:
 
     def report(self, transfer: TransferStats) -> SyncReport:
         """Return this sync's report and keep it as ``RolloutSync.last_report``."""
-        report = SyncReport(self._number, self.mode, self.traffic, self.min_received_bytes(), transfer)
-        self.sync.last_report = report
-        return report
+        least = self.min_received_bytes()
+        self.sync.last_report = SyncReport(self._number, self.mode, self.traffic, least, transfer)
+        return self.sync.last_report
 
 
 def _whole(tensor: TensorSpec, kind: int) -> list[TargetSlice]:

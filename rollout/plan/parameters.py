@@ -78,11 +78,10 @@ class Bundle:
 
     @cached_property
     def max_parts(self) -> int:
-        """The largest number of parts."""
         parameters = list(itertools.chain(*self.by_kind))
         if not self.may_split or not all(p.is_divisible for p in parameters):
             return 1
-        return max((p.shape[p.axis_of(self.part_dim)] for p in parameters), default=1)
+        return max(p.shape[p.axis_of(self.part_dim)] for p in parameters)
 
     @cached_property
     def run(self) -> Run:

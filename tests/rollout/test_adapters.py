@@ -1,6 +1,5 @@
 """Adapters alone, from trainer ranks to vLLM; vLLM's own adapter loader accepts their names and shapes."""
 
-import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,14 +19,14 @@ from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.checksums import with_checksums
-from epfsdp2.rollout.vllm.adapter import WeightSyncError, send_weights
-from epfsdp2.rollout.vllm.adapters import load_adapters
+from epfsdp2.rollout.vllm.adapter import WeightSyncError
 from epfsdp2.rollout.vllm.names import ADAPTED_AS_STACKS
 from tests.rollout.served_families import build
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import save_qwen3
 from tests.support.ranks import run_ranks
 from tests.support.rollout.sent_slices import weights_for
+from tests.support.rollout.verls_transport import send
 
 pytestmark = pytest.mark.e2e
 
@@ -53,7 +52,7 @@ def _drawn(model, seed):
     return read
 
 
-def _send(tensors, handle):
+def _send(tensors, handles):
     """Send tensors to the worker beside this rank; return their bytes."""
     counted = []
 
@@ -62,8 +61,7 @@ def _send(tensors, handle):
             counted.append(tensor.nbytes)
             yield name, tensor
 
-    settings = {"zmq_handle": handle, "bucket_megabytes": 1, "use_shm": True, "timeout_seconds": 100}
-    asyncio.run(send_weights(with_checksums(counting()), rank=dist.get_rank(), **settings))
+    send(with_checksums(counting()), handles)
     return sum(counted)
 
 
@@ -82,13 +80,13 @@ def _base_and_adapters(folder, targets, adapters, handles, mode, tp):
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 1 << 20))
     lora = lora_of(model)
     lora.initialize(model, 0, _drawn(model, 1))  # values that must not reach the base
-    _send(weights_for(sync, Rollout(tp), rank, "left out").tensors(), handles[rank])
+    _send(weights_for(sync, Rollout(tp), rank, "left out").tensors(), handles)
     for seed, out in zip(SEEDS, adapters, strict=True):
         read = _drawn(model, seed)
         lora.initialize(model, 0, read)
         if rank == 0:
             write_adapter(Path(out), lora, folder, read)
-        sent = _send(sync.weights("alone").for_rollout(None, rank).tensors(), handles[rank])
+        sent = _send(sync.weights("alone").for_rollout(None, rank).tensors(), handles)
         assert sent == sum(p.nbytes for name, p in model.named_parameters() if is_adapter(name))
 
 
@@ -206,6 +204,8 @@ def _loaded(model, lora, tensors):
 
 
 def test_adapters_without_a_layer_end_the_sync_with_their_name():
+    from epfsdp2.rollout.vllm.adapters import load_adapters
+
     manager = SimpleNamespace(modules={"layers.0.q_proj"})
     held = dict.fromkeys(("layers.0.q_proj.base_layer", "layers.0.o_proj"))
     manager.get_adapter = lambda number: SimpleNamespace(loras=held)

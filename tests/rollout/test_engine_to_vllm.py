@@ -1,6 +1,5 @@
 """A whole weight sync: experts sharded over two ranks, each sync mode, verl's transport, two real vLLM workers."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import reference_model, token_loss
 from tests.support.ranks import run_ranks
 from tests.support.rollout import verify
+from tests.support.rollout.verls_transport import send
 
 pytestmark = pytest.mark.e2e
 
@@ -24,22 +24,18 @@ def _train_and_sync(folder: str, syncs: dict[str, str], handles: list[str], etp:
     from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
     from epfsdp2.rollout.layout.specs import Rollout
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-    from epfsdp2.rollout.vllm.adapter import send_weights
 
-    rank = dist.get_rank()
     model, meshes = sharded_model(Path(folder), 2, ep=2 // etp, etp=etp)
     optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=0.05))
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", 5 << 18))
     for i, (export, mode) in enumerate(syncs.items()):
-        ids = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(2 * i + rank))
+        ids = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(2 * i + dist.get_rank()))
         optimizer.zero_grad()
         token_loss(model, ids).backward()
         optimizer.step()
         describe = AutoConfig.from_pretrained(folder).save_pretrained
         checkpoint.save_checkpoint(Path(export).parent, model, None, None, {"hf_model"}, i, describe)
-        settings = {"bucket_megabytes": 1, "use_shm": True, "timeout_seconds": 60, "rank": rank}
-        weights = sync.weights().for_worker(mode, Rollout(2)).tensors()
-        asyncio.run(send_weights(weights, zmq_handle=handles[rank], **settings))
+        send(sync.weights().for_worker(mode, Rollout(2)).tensors(), handles)
 
 
 @pytest.mark.parametrize("etp", [1, pytest.param(2, marks=pytest.mark.long)])

@@ -1,6 +1,5 @@
 """Slices from real trainer ranks to real vLLM workers, which equal a fresh engine after each of three syncs."""
 
-import asyncio
 import os
 import shutil
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.rollout.families import (
 from tests.rollout.served_families import SERVED
 from tests.support.engine.sharded import sharded_model
 from tests.support.ranks import run_ranks
+from tests.support.rollout.verls_transport import send
 
 pytestmark = pytest.mark.e2e
 
@@ -39,15 +39,13 @@ def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> No
     from epfsdp2.rollout.sent_tensors import tensor_specs
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
     from epfsdp2.rollout.transport.checksums import with_checksums
-    from epfsdp2.rollout.vllm.adapter import send_weights
 
     rank, workers = dist.get_rank(), dist.get_world_size()
     for folder in syncs:
         model, meshes = sharded_model(Path(folder), workers, ep=ep, attention="eager")
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("sliced", 5 << 18))
         weights = sync.weights().for_worker("sliced", rollout)
-        settings = {"bucket_megabytes": 2, "use_shm": True, "timeout_seconds": 100, "rank": rank}
-        asyncio.run(send_weights(with_checksums(weights.tensors()), zmq_handle=handles[rank], **settings))
+        send(with_checksums(weights.tensors()), handles, megabytes=2)
         heads, exchange = Heads.of(model.config), sync.exchange(rollout)
         kept = [(t, part) for t in tensor_specs(model) for part in target_slices(t, rollout, rank, heads)]
         needed = sum(part.block.numel * t.itemsize for t, part in kept if part.form != "zeros")

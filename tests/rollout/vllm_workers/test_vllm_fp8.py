@@ -1,6 +1,5 @@
 """Real vLLM workers that get values in FP8 or INT8 and scales equal workers that load a quantised checkpoint."""
 
-import asyncio
 import json
 
 import pytest
@@ -11,6 +10,7 @@ from tests.support.engine.sharded import sharded_model
 from tests.support.models.quantised import BLOCK, SIZES, save_compressed, save_quantised
 from tests.support.models.tiny import save_qwen3, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.rollout.verls_transport import send
 
 pytestmark = pytest.mark.e2e
 with_amx = pytest.mark.skipif(
@@ -26,9 +26,8 @@ def _send(syncs, handles, held):
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
     from epfsdp2.rollout.transport.checksums import with_checksums
     from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-    from epfsdp2.rollout.vllm.adapter import send_weights
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     for folder, wrong in syncs:
         has_experts = "moe" in json.loads((folder / "config.json").read_text())["model_type"]
         model, meshes = sharded_model(folder, world, ep=world if has_experts else 1)
@@ -38,9 +37,8 @@ def _send(syncs, handles, held):
         assert weights.has_checksums and weights.is_quantised_here
         sums = with_checksums(weights.tensors())
         tensors = ((name, values * 2 if wrong and wrong in name else values) for name, values in sums)
-        settings = {"bucket_megabytes": 4, "use_shm": True, "timeout_seconds": 120, "rank": rank}
         try:
-            asyncio.run(send_weights(tensors, zmq_handle=handles[rank], **settings))
+            send(tensors, handles, megabytes=4)
         except WeightSyncError:
             assert wrong
 

@@ -50,9 +50,11 @@ def send(tensors: Any, handles: Sequence[str], megabytes: int = 1) -> None:
 
     package = _TRANSPORT.rpartition(".")[0]
     if package not in sys.modules:
-        sys.modules[package] = importlib.util.module_from_spec(importlib.util.find_spec(package))
-    rank, settings = dist.get_rank(), {"bucket_megabytes": megabytes, "use_shm": True, "timeout_seconds": 120}
-    asyncio.run(send_weights(tensors, zmq_handle=handles[rank], rank=rank, **settings))
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+    settings: dict[str, Any] = {"bucket_megabytes": megabytes, "use_shm": True, "timeout_seconds": 120}
+    asyncio.run(send_weights(tensors, zmq_handle=handles[dist.get_rank()], rank=dist.get_rank(), **settings))
 
 
 def receive(handle: str, on_gpu: bool, results: Any) -> None:

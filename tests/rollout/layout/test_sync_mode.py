@@ -153,9 +153,8 @@ def test_choose_mode_reads_verls_dataclass_like_a_mapping():
         choose_mode("sliced", verls, "qwen3_moe")
 
 
-def _sliced_sends_float32_parameters_as_their_casts(folder):
+def _sliced_sends_float32_parameters_as_their_casts(folder, model, meshes):
     rank = dist.get_rank()
-    model, meshes = sharded_model(folder, 2, 2)
     layers, low = layer_names(model), torch.bfloat16
     dtypes = dict.fromkeys((name for name, p in model.named_parameters() if "norm" not in name), low)
 
@@ -172,8 +171,7 @@ def _sliced_sends_float32_parameters_as_their_casts(folder):
         assert torch.equal(values, wide[name].to(values.dtype)), name
 
 
-def _quantised_rollout_in_full_gets_checkpoint_tensors_without_checksums(folder):
-    model, meshes = sharded_model(folder, 2, 2)
+def _quantised_rollout_in_full_gets_checkpoint_tensors_without_checksums(folder, model, meshes):
     wanted = dict(hf_names.as_checkpoint(model, reference_model(folder).named_parameters()))
     assert max(tensor.dim() for tensor in wanted.values()) == 2  # which verl's quantization asserts
     for memory in (ROOMY, MEMORY):
@@ -191,14 +189,12 @@ def _quantised_rollout_in_full_gets_checkpoint_tensors_without_checksums(folder)
             assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def _auto_that_falls_back_warns_once_on_rank_0(folder):
-    model, meshes = sharded_model(folder, 2, 2)
+def _auto_that_falls_back_warns_once_on_rank_0(folder, model, meshes):
     sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", ROOMY))
     lines = []
     rollout_sync.logger.addFilter(lambda record: lines.append(record.getMessage()))
-    config = {**TP2, "quantization": "torchao"}
     for _ in range(3):
-        assert len(dict(sync.weights().for_rollout(config, dist.get_rank()).tensors())) > 0
+        sync.weights().for_rollout({**TP2, "quantization": "torchao"}, dist.get_rank())
     warning = "epfsdp2: engine.rollout_sync=auto falls back to full: actor_rollout_ref.rollout.quantization=torchao: "
     assert [line.startswith(warning) for line in lines] == [True] * (dist.get_rank() == 0)
 
@@ -251,9 +247,8 @@ def test_report_counts_bytes_and_buffers(tmp_path):
     run_ranks(_counted, WORLD, save_qwen3_moe(tmp_path))
 
 
-def _differing_plans_are_refused_on_every_rank(folder):
+def _differing_plans_are_refused_on_every_rank(folder, model, meshes):
     rank = dist.get_rank()
-    model, meshes = sharded_model(folder, 2, 2)
     layers = layer_names(model)
 
     def export(limit):
@@ -279,7 +274,8 @@ def _two_ranks(folder):
         _auto_that_falls_back_warns_once_on_rank_0,
         _differing_plans_are_refused_on_every_rank,
     )
-    each_case([(check.__name__, check) for check in checks], lambda name, check: check(folder))
+    model, meshes = sharded_model(folder, 2, 2)
+    each_case([(check.__name__, check) for check in checks], lambda name, check: check(folder, model, meshes))
 
 
 def test_modes_on_two_ranks_send_casts_or_checkpoints_warn_of_full_and_refuse_differing_plans(tmp_path):

@@ -92,12 +92,7 @@ class SentModel:
     ) -> Exchange:
         """Return a rank's part of the exchange that sends workers their parameters; not collective.
 
-        Args:
-            limit: bytes of a round.
-            rank, group, finish: see ``Exchange``.
-
-        Raises:
-            RoundTooSmallError: see ``make_transfer_plan``.
+        ``limit`` and errors are those of ``make_transfer_plan``, other arguments those of ``Exchange``.
         """
         tensors = with_scales(self.tensors, rollout, self.heads.family)
         slices_of = slices_of_workers(tensors, rollout, self.heads)

@@ -1,6 +1,6 @@
 """The rollout engines with known layouts, each in a folder of its own, and the choice of a run's engine and mode.
 
-The driver and the trainer's ranks call the same functions with verl's rollout config, a mapping or verl's dataclass.
+Functions accept verl's rollout config as a mapping or as verl's dataclass.
 """
 
 from collections.abc import Iterable
@@ -24,12 +24,11 @@ _SETTING = "engine.rollout_sync"
 
 
 def server_named(name: str | None) -> Server:
-    """Return the server of verl's name; without a folder here, one that takes full tensors only."""
+    """Return the server of verl's name; without a folder here, one that accepts full tensors only."""
     return SERVERS.get(name or DEFAULT.name) or Server(name or "")
 
 
 def server_of(config: Any) -> Server:
-    """Return the server of a rollout config."""
     return server_named(config.get("name"))
 
 
@@ -43,12 +42,9 @@ def choose_mode(requested: str, config: Any, family: str | None, *, backend: str
     """Return the sync mode for a rollout and, if ``auto`` falls back to ``full``, the reason.
 
     Args:
-        requested: ``engine.rollout_sync``.
+        requested: ``engine.rollout_sync``; ``SettingError`` if the rollout does not support it.
         family: ``model_type`` of the model; None skips its check.
-        backend: name of the checkpoint-engine backend.
-
-    Raises:
-        SettingError: ``requested`` is ``sliced``, which this rollout does not support.
+        backend: the checkpoint-engine backend.
     """
     if requested == "full":
         return "full", ""
@@ -66,7 +62,7 @@ def choose_mode(requested: str, config: Any, family: str | None, *, backend: str
 
 def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> Obstacle | None:
     if server.name not in SERVERS:
-        return Obstacle(f"{ROLLOUT}.name", server.name, "it takes full tensors alone.", DEFAULT.name)
+        return Obstacle(f"{ROLLOUT}.name", server.name, "it accepts full tensors alone.", DEFAULT.name)
     if backend not in ("naive", BACKEND):
         setting = f"{ROLLOUT}.checkpoint_engine.backend"
         return Obstacle(setting, backend, "this backend sends full tensors.", "naive")
@@ -98,12 +94,11 @@ def slices_of_scales(
 
 def planned_layout(tensors: Iterable[TensorSpec], rollout: Rollout, worker: int, heads: Heads) -> dict[str, str]:
     """Return the entry of each parameter that a worker keeps (``layout_check.py``); raises like ``kept_slices``."""
-    ends: dict[str, tuple[int, ...]] = {}
-    first: dict[str, int] = {}
+    held: dict[str, tuple[tuple[int, ...], int]] = {}  # by parameter, the ends of its slices, and its first row
     for tensor in tensors:
         slices = target_slices(tensor, rollout, worker, heads)
         for part in (*slices, *slices_of_scales(tensor, slices, rollout, heads.family)):
-            ends[part.parameter] = tuple(map(max, part.end, ends.get(part.parameter, part.end)))
-            first[part.parameter] = part.block.low[0] if has_known_rows(tensor.name) else 0
-    rank = rank_entry(worker % rollout.tp, rollout)
-    return {RANK: rank} | {parameter: entry(end, first[parameter]) for parameter, end in ends.items()}
+            before, _ = held.get(part.parameter, (part.end, 0))
+            first = part.block.low[0] if has_known_rows(tensor.name) else 0
+            held[part.parameter] = tuple(map(max, part.end, before)), first
+    return {RANK: rank_entry(worker % rollout.tp, rollout)} | {name: entry(*found) for name, found in held.items()}

@@ -50,17 +50,12 @@ class SyncSettings:
 
 
 class RolloutSync:
-    """Exports an engine's weights, sync after sync; keeps the plan of each kind of sync.
+    """Exports a sharded model's weights, sync after sync; keeps the plan of each kind of sync.
 
     Args:
-        model: sharded.
-        layers: FQNs of its layers.
-        dtypes: by name, a parameter's dtype in the forward (``engine/fsdp/wrap_plan.py``, ``compute_dtypes``); it is
-            sent in the narrower of this and its stored dtype.
-
-    Attributes:
-        base: the weights that the rollout has below its adapters.
-        last_report: of the last sync that ended.
+        layers: FQNs of the model's layers.
+        dtypes: by name, a parameter's dtype in the forward (``wrap_plan.compute_dtypes``). A parameter is sent in the
+            narrower of this and its stored dtype.
     """
 
     def __init__(
@@ -73,19 +68,15 @@ class RolloutSync:
         self.dtypes |= self._buffers
         self.heads, self._server = Heads.of(model.config), server_named(settings.server)
         self.device = meshes.dense.device_type
-        self.base = SentBase(model)
-        self.last_report: SyncReport | None = None
+        self.base = SentBase(model)  # the weights that the rollout has below its adapters
+        self.last_report: SyncReport | None = None  # of the last sync that ended
         self._exchanges: dict[object, Exchange] = {}
         self._adapter_names: RolloutNames | None = None
         self._last_warning = ""
         self.numbers = itertools.count(1)  # of syncs
 
     def weights(self, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None) -> "RolloutWeights":
-        """Return the next sync's weights, with adapters merged or left out, or the adapters alone.
-
-        Args:
-            peft_config: of adapters that are sent apart from the weights to rollout ranks in other processes.
-        """
+        """Return the next sync's weights; ``peft_config`` describes adapters to rollout ranks in other processes."""
         return RolloutWeights(self, adapters, peft_config)
 
     def choose_mode(self, config: Any) -> SyncMode:
@@ -102,10 +93,7 @@ class RolloutSync:
         """Yield all full tensors under names that loaders accept, each in its own memory; collective.
 
         A stack of experts above the memory bound is yielded expert by expert, if the family's checkpoints store experts
-        one by one.
-
-        Args:
-            as_checkpoint: use checkpoints' names only, which most families have for single experts.
+        one by one. With ``as_checkpoint`` all tensors are as checkpoints store them.
         """
         waiting: dict[str, torch.Tensor] = {}
         named = hf_names.as_singles if as_checkpoint else self._server.named
@@ -141,11 +129,9 @@ class RolloutSync:
     def values(
         self, adapters: AdapterUse = "merged", rollout: Rollout | None = None, wait: Any = dist.Work.wait
     ) -> Values:
-        """Return a function from a tensor's name to this rank's values to send; see ``local_values``.
+        """Return a function from a tensor's name to this rank's values, quantised as in ``rollout`` (``local_values``).
 
-        Args:
-            rollout: quantise weights as it does; None for no quantisation.
-            wait: waits for a collective.
+        ``wait`` waits for a collective.
         """
         # One dict per sync, because traversing the model takes longer than sending a small layer.
         state = {**dict(self.model.named_parameters()), **{name: self.model.get_buffer(name) for name in self._buffers}}
@@ -165,7 +151,6 @@ class RolloutSync:
         return of
 
     def sent_model(self) -> SentModel:
-        """Describe the model for plans."""
         tensors = tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
         dtypes, layers = tuple(self.dtypes.items()), tuple(self.layers)
         return SentModel(tuple(tensors), dtypes, layers, self.meshes.topology, self.heads)
@@ -202,16 +187,14 @@ class RolloutSync:
 
 
 class RolloutWeights:
-    """The weights of one sync; arguments of ``RolloutSync.weights``.
+    """The weights of one sync.
 
     Attributes:
-        mode: full tensors, the worker's parameters (``sliced``), or the adapters alone.
         has_checksums: whether checksums follow the tensors.
         is_quantised_here: whether weights are sent as values in FP8 or INT8 and scales.
-        traffic: bytes that this sync has moved so far.
     """
 
-    def __init__(self, sync: RolloutSync, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None):
+    def __init__(self, sync: RolloutSync, adapters: AdapterUse, peft_config: dict[str, Any] | None):
         self.sync, self.adapters, self.peft_config = sync, adapters, peft_config
         self.mode: SyncMode | Literal["adapters"] = "adapters" if adapters == "alone" else "full"
         self.has_checksums = self.is_quantised_here = False
@@ -241,9 +224,8 @@ class RolloutWeights:
     def for_rollout(self, config: Any, worker: int) -> "RolloutWeights":
         """Choose the mode for the worker beside this rank by verl's rollout config.
 
-        Raises:
-            SettingError: the rollout does not support the mode of ``engine.rollout_sync``.
-            BaseChangedError: adapters are sent alone, and the weights have changed since the rollout got them.
+        Raises ``SettingError`` if the rollout does not support the mode of ``engine.rollout_sync``. Raises
+        ``BaseChangedError`` if adapters are sent alone after a change of the weights below them.
         """
         if self.adapters == "alone":
             return self.for_worker("full", Rollout())
@@ -293,9 +275,9 @@ class RolloutWeights:
 
     def report(self, transfer: TransferStats) -> SyncReport:
         """Return this sync's report and keep it as ``RolloutSync.last_report``."""
-        report = SyncReport(self._number, self.mode, self.traffic, self.min_received_bytes(), transfer)
-        self.sync.last_report = report
-        return report
+        least = self.min_received_bytes()
+        self.sync.last_report = SyncReport(self._number, self.mode, self.traffic, least, transfer)
+        return self.sync.last_report
 
 
 def _whole(tensor: TensorSpec, kind: int) -> list[TargetSlice]:

@@ -32,11 +32,8 @@ class Server:
     """A rollout engine of verl's that loads full tensors under the names of checkpoints.
 
     A folder with a known layout has a subclass. Checks raise ``SettingError`` with the first setting that the server
-    would refuse, or that makes rollouts wrong, and a value that works.
-
-    Args:
-        name: of the server in verl, of its distribution, and of its folder here.
-        title: spelled for messages.
+    would refuse, or that makes rollouts wrong, and a value that works. verl, the server's distribution and its folder
+    here have the same ``name``.
     """
 
     install_hint = ""
@@ -85,8 +82,8 @@ class Server:
     def quantisation_settings(self, config: Any) -> list[tuple[str, object]]:
         """Return the settings, with values, that make the server quantise received weights."""
         qat = config.get("qat")
-        asked = {"quantization": config.get("quantization"), "qat.enable": qat is not None and qat.get("enable")}
-        return [(f"{ROLLOUT}.{setting}", value) for setting, value in asked.items() if value]
+        settings = {"quantization": config.get("quantization"), "qat.enable": qat is not None and qat.get("enable")}
+        return [(f"{ROLLOUT}.{setting}", value) for setting, value in settings.items() if value]
 
     def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
         """Return the first setting that rules out ``sliced``; ``family`` is None if not known yet."""
@@ -114,9 +111,7 @@ class Server:
     def check_rotations(self, kind: str, parameters: Mapping[str, Any], most: int, config: Any) -> int:
         """Check length-dependent rotary frequencies against the trainer's; return the sequence length they hold for.
 
-        Args:
-            kind: ``dynamic`` or ``longrope``.
-            most: the model's ``max_position_embeddings``.
+        ``kind`` is ``dynamic`` or ``longrope``, ``most`` the model's ``max_position_embeddings``.
         """
         return most
 

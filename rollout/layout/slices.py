@@ -41,12 +41,8 @@ def kept_slices(
 ) -> list[TargetSlice]:
     """Return the blocks of a tensor that a worker keeps: none is empty, and any two are equal or disjoint.
 
-    Args:
-        families: of the server (``Server.families``).
-        worker: index in its replica.
-
-    Raises:
-        ValueError: this tensor-parallel size does not divide the tensor.
+    Raises ``ValueError`` if this tensor-parallel size does not divide the tensor. ``families`` are the server's,
+    ``worker`` is an index in a replica.
     """
     if rollout.tower == "none" and tensor.name.startswith(TOWER):
         return []
@@ -90,11 +86,7 @@ def has_known_rows(name: str) -> bool:
 
 
 def scale_slices(tensor: TensorSpec, slices: Iterable[TargetSlice], rollout: Rollout) -> list[TargetSlice]:
-    """Return the slices of a weight's scales that belong to its ``slices``.
-
-    Raises:
-        ValueError: a slice begins or ends inside a block, so the block's scale has no single place.
-    """
+    """Return the slices of a weight's scales; ``ValueError`` if one of its ``slices`` begins or ends inside a block."""
     scheme, block, found = scheme_of(rollout.block, rollout.channels), rollout.block, []
     for part in slices:
         at = (*part.at[:-1], 0)

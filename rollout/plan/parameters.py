@@ -78,11 +78,10 @@ class Bundle:
 
     @cached_property
     def max_parts(self) -> int:
-        """The largest number of parts."""
         parameters = list(itertools.chain(*self.by_kind))
         if not self.may_split or not all(p.is_divisible for p in parameters):
             return 1
-        return max((p.shape[p.axis_of(self.part_dim)] for p in parameters), default=1)
+        return max(p.shape[p.axis_of(self.part_dim)] for p in parameters)
 
     @cached_property
     def run(self) -> Run:
@@ -157,9 +156,7 @@ def bundles_of(
 ) -> list[Bundle]:
     """Return the bundles of a group of tensors, in the order of their first tensors.
 
-    Args:
-        slices: that a worker keeps, by kind of worker and tensor.
-        may_split: by tensor, whether it may be sent in parts.
+    ``slices`` are by kind of worker and by tensor, ``may_split`` by tensor.
     """
     first_of: dict[str, int] = {}
     bundle = list(range(len(specs)))  # by tensor, the number of the first tensor of its bundle
@@ -186,9 +183,8 @@ def _parameters(
             placed.setdefault(part.parameter, []).append((i, part))
     found = []
     for name, parts in placed.items():
-        sizes = {specs[i].itemsize for i, _ in parts}
-        is_staged = len(sizes) > 1 or any(part.form for _, part in parts)
-        shape = tuple(max(ends) for ends in zip(*(part.end for _, part in parts), strict=True))
+        is_staged = len({specs[i].itemsize for i, _ in parts}) > 1 or any(part.form for _, part in parts)
+        shape = tuple(map(max, zip(*(part.end for _, part in parts), strict=True)))
         regions = tuple(_region(i, part, shape, is_staged) for i, part in parts)
         found.append(Parameter(name, shape, regions, is_staged))
     return tuple(found)

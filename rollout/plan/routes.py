@@ -167,9 +167,7 @@ def _arrivals(round_: Round, kind: int | None) -> tuple[tuple[Arrival, ...], int
 def _words(round_: Round, arrivals: Sequence[Arrival], starts: Ints, first: int, end: int) -> Ints:
     """Return the positions in the received messages of the words of tensors that are sent whole.
 
-    Args:
-        starts: of these tensors in each rank's message, bytes, ``[ranks]``.
-        first, end: bytes of the round's buffer that these words fill.
+    These words begin at byte ``starts[rank]`` of a message, and fill bytes ``first`` to ``end`` of the round's buffer.
     """
     if not arrivals:
         return _NONE

@@ -42,8 +42,7 @@ class RoundTooSmallError(ValueError):
 def round_bytes(memory_bytes: int, in_full: bool = False) -> int:
     """Return the bytes that a rank may send, and receive, per round so that all its buffers fit ``memory_bytes``.
 
-    Mode ``full`` also copies a tensor, and converts the copy to a checkpoint's layout. Its sent messages and own values
-    share the buffer of received messages.
+    Mode ``full`` also copies and converts a tensor; its messages and own values share a buffer.
     """
     return memory_bytes // (ROUND_BUFFERS + in_full)
 
@@ -209,7 +208,7 @@ def make_transfer_plan(
 
     Args:
         tensors: in the model's order.
-        layers: FQNs of the layers; layers with equal tensors are planned once.
+        layers: FQNs; layers with equal tensors are planned once.
         slices_of: returns the slices of a tensor that a worker of a kind keeps; equal in layers with equal tensors.
         limit: the most bytes that a rank sends, and the most that it receives, in one round.
         may_split: whether the tensor of a name may be sent in parts.
@@ -301,7 +300,7 @@ def _rounds(bundles: Sequence[Bundle], nothing: _Load, limit: int, must_fit: boo
 
 
 def _parts(bundle: Bundle, nothing: _Load, limit: int, must_fit: bool) -> int:
-    """Return the fewest parts of a bundle of which no rank moves more than ``limit`` bytes, or the smallest parts."""
+    """Return the fewest parts of a bundle with at most ``limit`` bytes on every rank, or the smallest parts."""
 
     def most(parts: int) -> int:
         # Parts differ by at most one row, so a sample of many parts is enough.

@@ -63,7 +63,7 @@ class Updates:
         """Send one stage, while the worker receives and loads it."""
         kwargs["use_shm"] = self.use_shm
         rank = int(os.environ.get("RANK", str(self.rollout_rank)))
-        is_ours = has_our_extension(self.config)  # verl's takes neither of these arguments
+        is_ours = has_our_extension(self.config)  # verl's extension has neither of these arguments
         if is_ours:
             kwargs["sync_timeout_seconds"] = self.timeout_seconds
         if selected is not None:
@@ -91,10 +91,8 @@ class Updates:
     async def _check_layout(self: Any, weights: Any) -> None:
         """Compare the planned layout with that of vLLM's workers before the first sync; collective.
 
-        verl builds the rollout before its server, so the first sync is the earliest call that can reach the workers.
-
-        Raises:
-            WeightSyncError: on all ranks, with the first difference.
+        verl builds the rollout before its server, so no earlier call can reach the workers. A difference raises
+        ``WeightSyncError`` on all ranks.
         """
         if weights.mode in ("adapters", "full", self._checked_mode):
             return
@@ -123,15 +121,13 @@ async def send_weights(
 ) -> TransferStats:
     """Send weights through verl's bucketed transport and wait until the receiving call has ended.
 
-    In any case the weights are closed and the socket file and the shared-memory segment are removed.
+    In any case the weights are closed and the socket file and the shared-memory segment are removed. Raises
+    ``WeightSyncError`` with the rank, its progress and the cause if the worker raised, died or stopped answering.
 
     Args:
         weights: named tensors, of a synchronous or asynchronous iterator.
         use_shm: whether the bucket is shared memory; otherwise CUDA IPC.
         future: Ray's reference of the receiving remote call; None on ranks that did not make the call.
-
-    Raises:
-        WeightSyncError: the worker raised, died or stopped answering; names this rank, its progress and the cause.
     """
     started, progress = time.monotonic(), _Progress()
 
@@ -165,7 +161,7 @@ async def send_weights(
 
 
 class _Progress:
-    """Counts the weights that the sender takes, times the gathers and records whether the source raised."""
+    """Counts the sent weights, times the gathers and records whether the source raised."""
 
     sent = nbytes = 0
     gather_seconds, last, failed_in_source = 0.0, "", False

@@ -17,10 +17,9 @@ __all__ = ["load_adapters", "without_adapters"]
 
 @contextlib.contextmanager
 def without_adapters(*models: torch.nn.Module) -> Iterator[None]:
-    """Run the block with every layer in the place of the one that adds an adapter to it.
+    """Put every layer in the place of its wrapper with adapters.
 
-    vLLM puts that one there after loading, which renames parameters (``<layer>.base_layer.weight``) and hides layers
-    from their models' loaders.
+    The wrappers rename parameters (``<layer>.base_layer.weight``) and hide layers from their models' loaders.
     """
     parents = [parent._modules for model in models for parent in model.modules()]
     children: list[tuple[Any, ...]] = [(modules, *child) for modules in parents for child in modules.items()]
@@ -41,14 +40,9 @@ def without_adapters(*models: torch.nn.Module) -> Iterator[None]:
 
 
 def load_adapters(worker: Any, config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace the adapters that a worker computes with.
+    """Replace the adapters that a worker computes with, and keep ``tensors`` (``engine/lora/rollout_names.py``).
 
-    Args:
-        config: peft's.
-        tensors: under the names of ``engine/lora/rollout_names.py``; kept.
-
-    Raises:
-        WeightSyncError: the model has no layer for some of them, which vLLM would drop without a word.
+    Raises ``WeightSyncError`` if the model has no layer for some of them, which vLLM drops silently.
     """
     worker.remove_lora(VLLM_LORA_INT_ID)
     own = {"peft_config": config, "lora_tensors": tensors}

@@ -28,9 +28,8 @@ def running_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     """Yield ``(name, tensor)`` of parameters and persistent buffers of this rank's part of the model.
 
     Names are vLLM's, with experts at ``<moe>.experts.w13_weight`` ``[E, 2 I / tp, D]`` and ``...w2_weight``
-    ``[E, D, I / tp]`` in every version, whatever module is in between. Weights that vLLM's CPU build packs are left
-    out. Weights of GPU kernels with an unknown layout, such as FlashInfer's TRT-LLM blocks, are left out with a
-    warning.
+    ``[E, D, I / tp]`` in every version. Weights that vLLM's CPU build packs are left out. A GPU kernel with an
+    unknown layout, such as FlashInfer's TRT-LLM blocks, is left out with a warning.
     """
     for name, layer in model.named_modules():
         is_packed = any(hasattr(layer, mark) for mark in _PACKED)
@@ -59,11 +58,9 @@ def _experts(layer: Any) -> dict[str, torch.Tensor]:
     is_quantised = w13.element_size() == 1  # FP8 or INT8
     if hasattr(method, "cpu_fused_moe") or hasattr(kernel, "isa") or (is_quantised and w13.device.type == "cpu"):
         return {}
-    backend = (
-        "FP8"
-        if w13.dtype == torch.float8_e4m3fn
-        else getattr(getattr(method, "unquantized_backend", None), "name", "NONE")
-    )
+    backend = getattr(getattr(method, "unquantized_backend", None), "name", "NONE")
+    if w13.dtype == torch.float8_e4m3fn:
+        backend = "FP8"
     if backend not in _PLAIN_EXPERT_BACKENDS + _SWAPPED_EXPERT_BACKENDS:
         _warn_of(backend)
         return {}
@@ -83,8 +80,8 @@ def expert_tensors(layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> dict[str,
 @functools.cache
 def _warn_of(backend: str) -> None:
     logger.warning(
-        "epfsdp2: weights of vLLM's %s backend can't be read back, because their layout is not known here; of these a "
-        "sync verifies what was received, and not what the model computes with. engine_kwargs.vllm.moe_backend=triton "
-        "has a known layout.",
+        "epfsdp2: weights of vLLM's %s backend can't be read back, because their layout is not known here. A sync "
+        "verifies their received values, but not the running ones. engine_kwargs.vllm.moe_backend=triton has a known "
+        "layout.",
         backend,
     )

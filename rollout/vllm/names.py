@@ -25,7 +25,7 @@ FUSED |= {"qwen3_5_moe_text": _OWN, "mixtral": _LETTERED, "minimax_m2": _LETTERE
 """Families whose stacked experts vLLM loads -> vLLM's names of the stacks."""
 
 ADAPTED_AS_STACKS = frozenset({"gpt_oss", "qwen3_vl_moe", "qwen3_5_moe", "qwen3_5_moe_text"})
-"""Families whose experts' adapters vLLM takes as peft's stacks (``is_3d_moe_weight``), and not one by one."""
+"""Families whose experts' adapters vLLM loads as peft's stacks (``is_3d_moe_weight``), not one by one."""
 
 # Running a converter takes over a millisecond per tensor, too long for a sync of gigabytes per second.
 _KNOWN: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()

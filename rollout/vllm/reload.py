@@ -144,9 +144,8 @@ class Reload:
         self._unused += [name for name, values in kept if not self.used & {name, values.untyped_storage().data_ptr()}]
 
     def _offer(self, weights: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            self.offered = name
-            yield name, tensor
+        for self.offered, tensor in weights:
+            yield self.offered, tensor
         self.offered = ""
 
     def _load_unit(self, name: str, values: torch.Tensor) -> None:
@@ -162,7 +161,7 @@ class Reload:
         record, own = self._owners[parameter]
         shape, received = record.shapes[own], record.received[own] + values.numel()
         if values.shape != torch.empty(shape, device="meta")[part].shape:
-            raise WeightSyncError(f"{name} {list(values.shape)} was sent for what is {shape} on this worker")
+            raise WeightSyncError(f"{name} {list(values.shape)} was sent, and has shape {shape} on this worker")
         if received > record.expected.get(own, received):
             raise WeightSyncError(f"elements of {parameter} were sent twice in one weight sync")
         if own not in record.units:
@@ -173,13 +172,17 @@ class Reload:
         if self._verify:
             self._checksums.add(parameter, part, values.to(memory.dtype))
         if own in record.expected and record.is_complete:
-            _process(record)
+            # By vLLM's function, because its loaders would count all layers in each call.
+            compat.materialize_layer(record.layer, record.info)
+            for name, memory in record.units.items():
+                getattr(record.layer, name).data = memory
+            record.units.clear()
+            compat.process_layer(record.layer, record.info)
 
     def finish(self) -> None:
         """Process the remaining layers and end the reload.
 
-        Raises:
-            WeightSyncError: a layer lacks elements, no parameter took a tensor, or a loaded slice is lost or changed.
+        Raises ``WeightSyncError`` if a layer lacks elements, no parameter took a tensor, or a loaded slice is wrong.
         """
         tied = self._check()
         self._finalize()
@@ -229,7 +232,7 @@ class Reload:
     def _check(self) -> list[LayerRecord]:
         """Raise unless layers are complete and tensors used; return layers tied to complete ones in all parameters."""
         complete = {p for record in self._layers if record.is_complete for p in record.kernel_parameters}
-        tied, missing = [], []
+        tied, missing, said = [], [], ""
         for record in self._layers:
             received, expected = record.counts()
             if received == expected:
@@ -238,8 +241,7 @@ class Reload:
                 tied.append(record)
             else:
                 missing.append(f"{record.name or type(record.layer).__name__} ({received} of {expected})")
-        ignored, said = [name for name in self._unused if not self._may_be_unused(name)], ""
-        if ignored:
+        if ignored := [name for name in self._unused if not self._may_be_unused(name)]:
             said = f"{len(ignored)} tensors were sent that vLLM's model silently ignored, because it does not know "
             said += f"their names: {listed(ignored)}."
         if missing:
@@ -261,7 +263,7 @@ class Reload:
             # Other ranks' experts are ignored once this rank's are complete.
             or (self._parallel.enable_expert_parallel and ".experts." in name)
             or any(f".{module}." in f".{name}" for module in self._excluded_modules)
-            # Multi-token-prediction layers follow the model's own; without a draft model no parameter takes them.
+            # Multi-token-prediction layers follow the model's own; without a draft model no parameter has their names.
             or name.startswith("mtp.")
             or any(int(n) >= config.num_hidden_layers for n in re.findall(r"(?:^|\.)layers\.(\d+)\.", name))
         )
@@ -289,12 +291,3 @@ def _memory_for_units(record: LayerRecord, own: str) -> torch.Tensor:
     if hasattr(record.layer, "shard_indices"):
         memory[record.shapes[own][0] :].zero_()
     return memory
-
-
-def _process(record: LayerRecord) -> None:
-    """Process a layer whose units are complete by vLLM's function; its loaders would count all layers in each call."""
-    compat.materialize_layer(record.layer, record.info)
-    for own, memory in record.units.items():
-        getattr(record.layer, own).data = memory
-    record.units.clear()
-    compat.process_layer(record.layer, record.info)

@@ -107,7 +107,7 @@ class _Vllm(Server):
             raise SettingError(_OVERRIDES, compressed, rule, f"{ROLLOUT}.quantization=fp8")
 
     def longest_start(self, config: Any) -> Any:
-        # 0 stands for the model's max_position_embeddings, which verl 0.9.1 takes where the setting is null.
+        # 0 stands for the model's max_position_embeddings, verl 0.9.1's choice for null.
         own = _arguments(config).get("max_model_len")
         return (config.get("max_model_len") if own is None else own) or 0
 
@@ -126,7 +126,7 @@ VLLM = _Vllm("vllm", "vLLM")
 def _compressed_kind(config: Any) -> tuple[Channels, str]:
     """Return the format of vLLM's ``quantization_config``, or "" and the reason why slices can't serve it."""
     if isinstance(config, str) and "_per_" in config:  # of vLLM's own
-        return "", "each worker quantises what it has fused and cut, in parameters that are in bfloat16 until then."
+        return "", "each worker quantises its fused and cut parameters, which are in bfloat16 until then."
     if not isinstance(config, Mapping) or config.get("quant_method") != _COMPRESSED:
         return "", "vLLM quantises the weights and needs full tensors for that."
     groups = list((config.get("config_groups") or {}).values())
@@ -168,16 +168,12 @@ def _arguments(config: Any) -> Mapping[str, Any]:
 
 
 def check_graphs(config: Any, model: Any, device: str) -> None:
-    """Check that CUDA graphs compute with the weights of the last sync.
-
-    Raises:
-        SettingError: the installed vLLM puts the matrices of this model's latent attention elsewhere in every sync.
-    """
-    is_latent = model is not None and getattr(model.get_text_config(), "kv_lora_rank", None)
+    """Check that no sync moves the matrices of latent attention in memory, which CUDA graphs would not notice."""
+    is_latent = getattr(model.get_text_config(), "kv_lora_rank", None)
     if device == "cuda" and is_latent and not (config.get("enforce_eager") or versions.vllm_in(_KEEPS_LATENT_MATRICES)):
         rule = (
             f"vllm {versions.installed('vllm')} allocates the matrices of latent attention anew in every weight sync, "
-            "and CUDA graphs go on with the old memory, so rollouts would be silently wrong."
+            "and CUDA graphs keep the old memory, so rollouts would be silently wrong."
         )
         setting = f"{ROLLOUT}.enforce_eager"
         raise SettingError(setting, False, rule, f"{setting}=True, or vllm{_KEEPS_LATENT_MATRICES}")
@@ -187,11 +183,8 @@ def check_parallelism(config: Any, ranks: int, model: Any) -> None:
     """Reject parallel sizes that vLLM would refuse after its start, or that no sync mode could serve.
 
     Args:
-        ranks: number of trainer ranks, each of which feeds one vLLM worker; 0 where the workers are separate processes.
+        ranks: number of trainer ranks, each beside a vLLM worker; 0 for separate workers.
         model: the model's text config; None skips the checks that need it.
-
-    Raises:
-        SettingError: names the first such setting and a value that works.
     """
     vllm, rollout = _arguments(config), VLLM.rollout_of(config)
     pipeline, experts = (size_of(config, f"{kind}_parallel_size") for kind in ("pipeline_model", "expert"))

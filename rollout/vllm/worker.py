@@ -58,16 +58,13 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
     ) -> None:
         """Receive all weights of the model from this worker's trainer rank and load them, or its adapters alone.
 
+        Raises ``WeightSyncError`` if the sender stopped, or ``Reload.finish`` or checksums find a fault.
+
         Args:
-            peft_config, base_sync_done, use_shm: as in verl's method.
             sync_timeout_seconds: longest wait for one message, longer than a gather between two buckets.
             verify: whether to compare the sender's checksums, which come last, with the received tensors, and slices
                 with the weights that the model then computes with.
             is_quantised: whether quantised values and scales are received, in the layout of the model's parameters.
-
-        Raises:
-            WeightSyncError: the sender stopped sending, a layer did not receive every element, no parameter took a
-                name, or values differ from those that were sent.
         """
         quantises = self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)
         if quantises and not is_quantised:

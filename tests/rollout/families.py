@@ -1,6 +1,5 @@
 """A tiny model of every family whose layout in vLLM is known, in sizes that two and four workers divide."""
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,8 @@ from tests.rollout.served_families import SERVED
 from tests.support.models.dbrx import plain_dbrx
 from tests.support.models.tiny import publish, save_random
 
-__all__ = ["DENSE", "FAMILIES", "Family", "config_of", "known", "model_of", "model_on_meta", "save"]
-
-
-@dataclass(frozen=True)
-class Family:
-    """Differences from the family's model in ``served_families.py``.
-
-    Args:
-        sizes: arguments of its config.
-        may_be_tied: whether vLLM's class supports a tied head.
-        is_tied: whether it supports only a tied head.
-    """
-
-    sizes: dict[str, Any] = field(default_factory=dict)
-    may_be_tied: bool = True
-    is_tied: bool = False
+__all__ = ["ALWAYS_TIED", "DENSE", "FAMILIES", "MAY_BE_TIED", "SIZES"]
+__all__ += ["config_of", "known", "model_of", "model_on_meta", "save"]
 
 
 # Heads that divide, of size hidden / heads = 32, which vLLM's CPU attention needs.
@@ -43,62 +28,37 @@ _DBRX = {
 }
 _FOUR_KEYS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
-FAMILIES: dict[str, Family] = {
-    "qwen3_moe": Family(),
-    "qwen2_moe": Family({**_WIDE, "moe_intermediate_size": 96}),
-    "olmoe": Family({**_WIDE, "intermediate_size": 96}, may_be_tied=False),
-    "glm4_moe": Family({"use_qk_norm": True, "attention_bias": True}, may_be_tied=False),
-    "glm4v_moe": Family({"attention_bias": True}, may_be_tied=False),
-    "dots1": Family(),
-    "mixtral": Family(),
-    "minimax_m2": Family(may_be_tied=False),
-    "deepseek_v3": Family(may_be_tied=False),
-    "deepseek_v3_latent": Family(may_be_tied=False),
-    "gemma4": Family(_SHARED_KEYS),
-    "gemma4_vl": Family(_SHARED_KEYS),
-    "deepseek_v2": Family(may_be_tied=False),
-    "glm4_moe_lite": Family(may_be_tied=False),
-    "glm_moe_dsa": Family(may_be_tied=False),
-    "flex_olmo": Family({**_WIDE, "intermediate_size": 96}, may_be_tied=False),
-    "afmoe": Family(may_be_tied=False),
-    "dbrx": Family({**_WIDE, **_DBRX}, may_be_tied=False),
-    "granitemoe": Family({**_WIDE, "intermediate_size": 96}),
-    "granitemoeshared": Family({**_WIDE, "intermediate_size": 96}),
-    "granitemoehybrid": Family({**_WIDE, "intermediate_size": 96, "mamba_d_head": 64}),
-    "phimoe": Family(may_be_tied=False),
-    "exaone_moe": Family(may_be_tied=False),
-    "lfm2_moe": Family(_WIDE, is_tied=True),
-    "hy_v3": Family(),
-    "cohere2_moe": Family(is_tied=True),
-    "solar_open": Family(may_be_tied=False),
-    "jamba": Family(_WIDE, may_be_tied=False),
-    "laguna": Family(),
-    "llama4": Family(),
-    "llama4_text": Family(),
-    "nemotron_h": Family({"mamba_head_dim": 64, "n_groups": 4}, may_be_tied=False),
+# Changes of the sizes in ``served_families.py``.
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {**_WIDE, "moe_intermediate_size": 96},
+    **dict.fromkeys(("olmoe", "flex_olmo", "granitemoe", "granitemoeshared"), {**_WIDE, "intermediate_size": 96}),
+    "granitemoehybrid": {**_WIDE, "intermediate_size": 96, "mamba_d_head": 64},
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
+    "glm4v_moe": {"attention_bias": True},
+    **dict.fromkeys(("gemma4", "gemma4_vl"), _SHARED_KEYS),
+    "dbrx": {**_WIDE, **_DBRX},
+    **dict.fromkeys(("lfm2_moe", "jamba", "qwen2"), _WIDE),
+    "nemotron_h": {"mamba_head_dim": 64, "n_groups": 4},
     # vLLM 0.29 does not pad experts whose gate and up are interleaved: four workers have 32 rows each.
-    "gpt_oss": Family({"num_key_value_heads": 4, "intermediate_size": 128}, may_be_tied=False),
-    "qwen3_next": Family(_FOUR_KEYS, may_be_tied=False),
-    "qwen3_5_moe": Family(_FOUR_KEYS),
-    "qwen3_5_moe_vl": Family(_FOUR_KEYS),
-    "qwen3_vl_moe": Family(),
-    "ernie4_5_moe": Family(),
-    "hunyuan_v1_moe": Family(_BY_LAYER),
-    "qwen3": Family(),
-    "qwen3_5_vl": Family(_FOUR_KEYS),
-    "qwen3_vl": Family(),
-    "qwen2": Family(_WIDE),
-    "llama": Family(),
-    "gemma3": Family(),
-    "mistral": Family(),
+    "gpt_oss": {"num_key_value_heads": 4, "intermediate_size": 128},
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vl", "qwen3_5_vl"), _FOUR_KEYS),
+    "hunyuan_v1_moe": _BY_LAYER,
 }
+FAMILIES = tuple(name for name in SERVED if name not in ("qwen3_moe_tied", "glm4_moe_bf16", "mistral4"))
 DENSE = ("qwen3", "qwen3_5_vl", "qwen3_vl", "qwen2", "llama", "gemma3", "mistral")
+# Families whose class in vLLM supports a tied head: only that, or that too.
+ALWAYS_TIED = ("lfm2_moe", "cohere2_moe")
+MAY_BE_TIED = (
+    *("qwen3_moe", "qwen2_moe", "dots1", "mixtral", "gemma4", "gemma4_vl", "granitemoe", "granitemoeshared"),
+    *("granitemoehybrid", "hy_v3", "laguna", "llama4", "llama4_text", "qwen3_5_moe", "qwen3_5_moe_vl", "qwen3_vl_moe"),
+    *("ernie4_5_moe", "hunyuan_v1_moe", *DENSE),
+)
 
 
 def config_of(family: str, **overrides: Any) -> Any:
     """Return the config of a family's tiny model."""
     served = SERVED[family].family
-    changes = {**FAMILIES[family].sizes, **overrides}
+    changes = {**SIZES.get(family, {}), **overrides}
     if "text_config" in served.sizes:
         tied = {"tie_word_embeddings": changes.get("tie_word_embeddings", False)}
         changes = {"text_config": {**served.sizes["text_config"], **changes}, **tied}

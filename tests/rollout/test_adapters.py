@@ -1,7 +1,8 @@
-"""Adapters alone, from trainer ranks to vLLM, and what vLLM's own adapter loader makes of their names and shapes."""
+"""Adapters alone, from trainer ranks to vLLM; vLLM's own adapter loader accepts their names and shapes."""
 
-import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.checksums import with_checksums
-from epfsdp2.rollout.vllm.adapter import send_weights
+from epfsdp2.rollout.vllm.adapter import WeightSyncError
 from epfsdp2.rollout.vllm.names import ADAPTED_AS_STACKS
 from tests.rollout.served_families import build
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import save_qwen3
 from tests.support.ranks import run_ranks
 from tests.support.rollout.sent_slices import weights_for
+from tests.support.rollout.verls_transport import send
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +38,7 @@ SEEDS = (5, 6)
 NAME = ("123", 123, "simon_lora_path")
 
 
-def _settings(targets=ATTENTION):
+def _settings(targets):
     return LoraSettings("model", RANK, 16, targets if isinstance(targets, str) else tuple(targets))
 
 
@@ -50,8 +52,22 @@ def _drawn(model, seed):
     return read
 
 
-def _syncing(folder, tp, targets=ATTENTION, mode="full"):
-    """Return a sharded model with adapters, and its exporter."""
+def _send(tensors, handles):
+    """Send tensors to the worker beside this rank; return their bytes."""
+    counted = []
+
+    def counting():
+        for name, tensor in tensors:
+            counted.append(tensor.nbytes)
+            yield name, tensor
+
+    send(with_checksums(counting()), handles)
+    return sum(counted)
+
+
+def _base_and_adapters(folder, targets, adapters, handles, mode, tp):
+    """Send the base without adapters, then two adapters one after the other."""
+    rank = dist.get_rank()
     model, meshes = sharded_model(
         Path(folder),
         tp,
@@ -61,47 +77,17 @@ def _syncing(folder, tp, targets=ATTENTION, mode="full"):
         initialize=lambda name, tensor, fits: is_adapter(name),
         finish=lambda model: lora_of(model).initialize(model, 0),
     )
-    return model, RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 1 << 20))
-
-
-def _send(tensors, handle):
-    """Send tensors to the worker beside this rank; return their bytes."""
-    counted = []
-
-    def counting():
-        for name, tensor in tensors:
-            counted.append(tensor.nbytes)
-            yield name, tensor
-
-    settings = {"zmq_handle": handle, "bucket_megabytes": 1, "use_shm": True, "timeout_seconds": 100}
-    asyncio.run(send_weights(with_checksums(counting()), rank=dist.get_rank(), **settings))
-    return sum(counted)
-
-
-def _base_and_adapters(folder, targets, adapters, handles, mode, tp):
-    """Send the base without adapters, then two adapters one after the other."""
-    rank = dist.get_rank()
-    model, sync = _syncing(folder, tp, targets, mode)
+    sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(mode, 1 << 20))
     lora = lora_of(model)
     lora.initialize(model, 0, _drawn(model, 1))  # values that must not reach the base
-    _send(weights_for(sync, Rollout(tp), rank, "left out").tensors(), handles[rank])
+    _send(weights_for(sync, Rollout(tp), rank, "left out").tensors(), handles)
     for seed, out in zip(SEEDS, adapters, strict=True):
         read = _drawn(model, seed)
         lora.initialize(model, 0, read)
         if rank == 0:
             write_adapter(Path(out), lora, folder, read)
-        sent = _send(sync.weights("alone").for_rollout(None, rank).tensors(), handles[rank])
+        sent = _send(sync.weights("alone").for_rollout(None, rank).tensors(), handles)
         assert sent == sum(p.nbytes for name, p in model.named_parameters() if is_adapter(name))
-
-
-def _adapters_alone(folder, handle):
-    _, sync = _syncing(folder, 1)
-    _send(sync.weights("alone").tensors(), handle)
-
-
-def _receive(engine, config, base_sync_done, **arguments):
-    settings = {"use_shm": True, "sync_timeout_seconds": 150.0, "peft_config": config, **arguments}
-    return engine.call("update_weights_from_ipc", timeout=200.0, base_sync_done=base_sync_done, **settings)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +108,13 @@ def test_adapters_alone_equal_those_that_vllm_loads_from_a_file(start_engine, ch
     settings = {"tp_size": tp, "enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": targets}
     if tp == 1:
         settings |= {"distributed_executor_backend": "uni", "again": True}
-    config = _config(trained, targets)
+    on_meta = build_on_meta(AutoModelForCausalLM, AutoConfig.from_pretrained(trained), torch.float32)
+    config = adapter_config(Lora(on_meta, _settings(targets)), str(trained))
     engine = start_engine(str(served), **settings)
     handles, found = [engine.handle(rank) for rank in range(tp)], []
     for is_base in (True, False, False):
-        _receive(engine, config, not is_base, verify=True)
+        arguments = {"use_shm": True, "sync_timeout_seconds": 150.0, "peft_config": config, "verify": True}
+        engine.call("update_weights_from_ipc", timeout=200.0, base_sync_done=not is_base, **arguments)
         found.append(_state(engine, None if is_base else NAME))
     adapters = [str(tmp_path / str(seed)) for seed in SEEDS]
     run_ranks(_base_and_adapters, tp, str(trained), targets, adapters, handles, mode, tp)
@@ -136,14 +124,11 @@ def test_adapters_alone_equal_those_that_vllm_loads_from_a_file(start_engine, ch
     wanted, _, plain = (part.result() for part in _state(fresh, None))
     assert (base, generated) == (wanted, plain)
     for number, folder in enumerate(adapters):
-        outputs = fresh.call("generate_adapted", prompts=PROMPTS, adapter=(str(number), number + 1, folder)).result()
+        outputs = fresh.generating(adapter=(str(number), number + 1, folder)).result()
         digests = fresh.call("epfsdp2_adapter_digests").result()
         assert synced[number] == [wanted, digests, outputs]
         assert outputs != plain
     assert synced[0][1] != synced[1][1]
-
-
-PROMPTS = [[5, 6, 7, 8], [9, 3, 100, 42, 17, 150], [199]]
 
 
 def _state(engine, adapter):
@@ -151,19 +136,14 @@ def _state(engine, adapter):
     return (
         engine.call("epfsdp2_digests"),
         engine.call("epfsdp2_adapter_digests"),
-        engine.call("generate_adapted", prompts=PROMPTS, adapter=adapter),
+        engine.generating(adapter=adapter),
     )
 
 
-def _config(folder, targets=ATTENTION):
-    model = build_on_meta(AutoModelForCausalLM, AutoConfig.from_pretrained(folder), torch.float32)
-    return adapter_config(Lora(model, _settings(targets)), str(folder))
-
-
-def _sent_of(family, targets="all-linear"):
+def _sent_of(family):
     """Return a family's model, its adapters with values, and all that is sent of them."""
     model = build(family)
-    lora = Lora(model, _settings(targets))
+    lora = Lora(model, _settings("all-linear"))
     lora.initialize(model, 0, _drawn(model, 7))
     names, values = RolloutNames(model, lora, ADAPTED_AS_STACKS), dict(model.named_parameters())
     tensors = {}
@@ -184,7 +164,8 @@ def test_adapters_of_experts_are_packed_by_vllm_into_the_stacks_of_the_trainer(f
     modules = {name.partition(".experts.")[0] for name in loaded if ".experts." in name}
     assert modules
     for module in modules:
-        own = next(name for name in lora.targets if name.endswith("experts.gate_up_proj") and _same(name, module))
+        layer = module.split(".")[:3]  # the rest is a name of checkpoints
+        own = next(n for n in lora.targets if n.endswith("experts.gate_up_proj") and n.split(".")[:3] == layer)
         experts = lora.targets[own].experts
         each = [loaded[f"{module}.experts.{e}.{part}"] for e in range(experts) for part in parts]
         packed = PackedLoRALayerWeights.pack_moe(each, module)
@@ -205,7 +186,7 @@ def test_adapters_of_experts_that_checkpoints_stack_have_the_form_that_vllm_resh
             continue
         module = name.rpartition(".")[0] + (".base_layer" if name.endswith("gate_up_proj") else "")
         found, a, b = loaded[module], model.get_parameter(name + A), model.get_parameter(name + B)
-        # As vLLM's LoRAModelManager._stack_moe_lora_weights takes them apart.
+        # As vLLM's LoRAModelManager._stack_moe_lora_weights splits them.
         assert torch.equal(found.lora_a.reshape(target.experts, -1, a.shape[-1]), a)
         assert torch.equal(found.lora_b.reshape(b.shape[1], -1, target.experts).permute(2, 0, 1), b)
 
@@ -222,16 +203,13 @@ def _loaded(model, lora, tensors):
     return loaded
 
 
-def _same(name, module):
-    """Whether a stack of the model is of a module under its checkpoint's name."""
-    return name.split(".")[:3] == module.split(".")[:3]
+def test_adapters_without_a_layer_end_the_sync_with_their_name():
+    from epfsdp2.rollout.vllm.adapters import load_adapters
 
-
-def test_adapters_without_a_layer_end_the_sync_with_their_name(start_engine, checkpoints, tmp_path):
-    served = checkpoints[0]
-    settings = {"distributed_executor_backend": "uni", "again": True, "enable_lora": True, "max_lora_rank": RANK}
-    engine = start_engine(served.path, **settings, lora_target_modules=["q_proj"])
-    failing = _receive(engine, _config(served.path), True, verify=True)
-    run_ranks(_adapters_alone, 1, served.path, engine.handle())
-    with pytest.raises(RuntimeError, match=r"adapters were sent that vLLM's model has no layers for.*o_proj"):
-        failing.result()
+    manager = SimpleNamespace(modules={"layers.0.q_proj"})
+    held = dict.fromkeys(("layers.0.q_proj.base_layer", "layers.0.o_proj"))
+    manager.get_adapter = lambda number: SimpleNamespace(loras=held)
+    worker = mock.Mock(model_runner=SimpleNamespace(model=SimpleNamespace(lora_manager=manager)))
+    with pytest.raises(WeightSyncError, match=r"^1 adapters were sent that vLLM's model has no layers for: layers.0.o"):
+        load_adapters(worker, {}, {})
+    worker.remove_lora.assert_called_once_with(NAME[1])

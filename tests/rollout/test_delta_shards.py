@@ -9,6 +9,7 @@ from verl.workers.engine.spec import derive_dtensor_placement
 from verl.workers.engine.utils import _hf_entry_identity, hf_delta_export, prime_delta_snapshots
 
 from epfsdp2.engine.integration.delta_shards import ExpertsSpec, ShardExport, experts_entry
+from epfsdp2.engine.topology.dtensor import local_range, local_tensor
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.published import stored_values
 from tests.support.models.tiny import save_glm4_moe, save_qwen3_moe
@@ -64,12 +65,6 @@ def _shards(meshes_of):
                 assert all(torch.equal(whole[name], wanted[name]) for name in wanted), (folder, ep, fsdp_size, dim)
 
 
-def test_shard_export_of_all_ranks_is_the_checkpoint_and_has_a_tied_parameter_once(tmp_path):
-    tied = save_qwen3_moe(tmp_path / "tied", tie_word_embeddings=True)
-    others = {save_glm4_moe(tmp_path / "glm4"): MESHES[:1], tied: MESHES[:1]}
-    run_ranks(_shards, WORLD, {save_qwen3_moe(tmp_path / "qwen3"): MESHES, **others})
-
-
 def _entry(name, spec, place, lidx, lval):
     if isinstance(spec, ExpertsSpec):
         return experts_entry(spec, lidx, lval)
@@ -77,7 +72,7 @@ def _entry(name, spec, place, lidx, lval):
 
 
 def _verls_backend():
-    """verl's delta engine, of which only the import needs cupy; it sends with CUDA."""
+    """verl's delta engine. Only its import needs cupy; it sends with CUDA."""
     sys.modules.setdefault("cupy", types.ModuleType("cupy"))
     sys.modules["cupy"].ndarray = object
     from verl.checkpoint_engine import delta_checkpoint_engine
@@ -87,7 +82,7 @@ def _verls_backend():
 
 def _deltas(folder):
     backend, seen = _verls_backend(), _checkpoint(folder, torch.bfloat16)
-    for ep, fsdp_size, dim in MESHES:
+    for ep, fsdp_size, dim in MESHES[0], MESHES[2]:
         model, meshes = sharded_model(folder, WORLD, ep, fsdp_size, expert_shard_dim=dim)
         export, snapshots, held = ShardExport(model, meshes), {}, {name: t.clone() for name, t in seen.items()}
         prime_delta_snapshots(export.shards(), snapshots, pin=False)
@@ -97,7 +92,7 @@ def _deltas(folder):
                 for param in model.parameters():
                     # All ranks draw the same whole tensor and apply their shards, so that replicas stay equal.
                     changed = torch.rand(param.shape, generator=generator) < (0.05 if step else 0.5)
-                    _local(param).add_(_mine(changed.float(), param))
+                    local_tensor(param).add_(changed.float()[local_range(param).slices])
             wanted = _assembled(export)
             counted, pieces = torch.zeros(1), []
 
@@ -137,15 +132,13 @@ def _apply(flush, held):
         held[param.name].view(-1)[positions] = flush.values_gpu[param.val_start : param.val_end]
 
 
-def _local(param):
-    return param.to_local() if hasattr(param, "to_local") else param
+def _shards_and_deltas(meshes_of, folder):
+    _shards(meshes_of)
+    _deltas(folder)
 
 
-def _mine(whole, param):
-    from epfsdp2.engine.topology.dtensor import local_range
-
-    return whole[local_range(param).slices]
-
-
-def test_shard_export_deltas_are_the_changes_of_the_checkpoint(tmp_path):
-    run_ranks(_deltas, WORLD, save_qwen3_moe(tmp_path))
+def test_shard_export_of_all_ranks_is_the_checkpoint_and_its_deltas_are_the_changes(tmp_path):
+    """A tied parameter is there once."""
+    plain, tied = save_qwen3_moe(tmp_path / "qwen3"), save_qwen3_moe(tmp_path / "tied", tie_word_embeddings=True)
+    others = {save_glm4_moe(tmp_path / "glm4"): MESHES[:1], tied: MESHES[:1]}
+    run_ranks(_shards_and_deltas, WORLD, {plain: MESHES, **others}, plain)

@@ -10,8 +10,8 @@ from tests.support.rollout import verify
 
 pytestmark = pytest.mark.e2e
 
-# A loader with a shim, renamed experts, tied embeddings; the others are long tests.
-QUICK = ("gpt_oss", "mixtral", "gemma4")
+# A loader with a shim, and renamed experts; the others are long tests.
+QUICK = ("gpt_oss", "mixtral")
 
 # vLLM's CPU kernels of these families compute in bfloat16 alone; Granite's only with AMX.
 PLAIN = "tests.rollout.served.plain_linear_attention.PlainLinearAttention"
@@ -64,10 +64,8 @@ def test_vllm_after_three_syncs_of_full_tensors_equals_a_fresh_engine(name, star
     assert engine.leftovers() == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n == "qwen3_next" else pytest.mark.long) for n in SERVED if n not in OTHER_MODELS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in SERVED if name not in OTHER_MODELS])
 def test_vllm_in_float32_computes_the_plain_models_log_probs(name, start_engine, tmp_path):
     """In bfloat16, the only dtype of some families' kernels, rounding would hide other differences."""
     served = SERVED[name]

@@ -34,36 +34,16 @@ _LOCAL = {"intermediate_size": 256, "num_local_experts": 4}
 _RANKS = {"q_lora_rank": 128, "kv_lora_rank": 128}
 _LATENT = {**_EXPERTS, **_RANKS, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
 _DENSE = {"intermediate_size": 512}
-# Families whose loaders accept a checkpoint with scales.
 CASES = {
-    "qwen3_moe": _MANY,
-    "qwen2_moe": _SHARED,
-    "olmoe": {"intermediate_size": 256, "num_experts": 4},
-    "mixtral": _LOCAL,
-    "glm4_moe": _EXPERTS,
-    "dots1": _EXPERTS,
-    "deepseek_v3": _LATENT,
-    "deepseek_v3_latent": _LATENT,
-    "qwen3": _DENSE,
-    "qwen2": _DENSE,
-    "llama": _DENSE,
-}
-# Each form of names: plain, renamed experts, shared experts and a routing bias, latent attention, no experts.
-QUICK = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3_latent", "qwen3")
-
-# Families whose parameters vLLM's loaders fill in bfloat16; vLLM's function then quantises them.
-OTHERS = {
-    "afmoe": _MANY,
-    "cohere2_moe": {"intermediate_size": 256, "num_experts": 4},
-    "deepseek_v2": _LATENT,
+    **dict.fromkeys(("qwen3_moe", "afmoe", "exaone_moe"), _MANY),
+    **dict.fromkeys(("qwen2_moe", "laguna", "qwen3_5_moe", "qwen3_next"), _SHARED),
+    **dict.fromkeys(("olmoe", "cohere2_moe", "flex_olmo", "jamba"), {"intermediate_size": 256, "num_experts": 4}),
+    **dict.fromkeys(("mixtral", "granitemoe", "minimax_m2"), _LOCAL),
+    **dict.fromkeys(("glm4_moe", "dots1", "solar_open"), _EXPERTS),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v3_latent", "deepseek_v2", "glm4_moe_lite", "glm_moe_dsa"), _LATENT),
+    **dict.fromkeys(("qwen3", "qwen2", "llama", "gemma3", "mistral"), _DENSE),
     "ernie4_5_moe": {**_EXPERTS, "moe_num_experts": 4},
-    "exaone_moe": _MANY,
-    "flex_olmo": {"intermediate_size": 256, "num_experts": 4},
-    "gemma3": _DENSE,
     "gemma4": {**_MANY, "global_head_dim": 64, "num_global_key_value_heads": 4},
-    "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": _LATENT,
-    "granitemoe": _LOCAL,
     "granitemoeshared": {**_LOCAL, "shared_intermediate_size": 256},
     "granitemoehybrid": {
         **_LOCAL,
@@ -72,14 +52,9 @@ OTHERS = {
     },
     "hunyuan_v1_moe": {"intermediate_size": 256, "moe_intermediate_size": [256, 256], "num_experts": 4},
     "hy_v3": {**_MANY, "expert_hidden_dim": 256},
-    "jamba": {"intermediate_size": 256, "num_experts": 4},
-    "laguna": _SHARED,
-    "minimax_m2": _LOCAL,
-    "mistral": _DENSE,
-    "qwen3_5_moe": _SHARED,
-    "qwen3_next": _SHARED,
-    "solar_open": _EXPERTS,
 }
+# Plain names, renamed experts, latent attention.
+QUICK = ("qwen3_moe", "mixtral", "deepseek_v3_latent")
 
 # On two workers a projection with a row per head begins inside a block, which vLLM refuses.
 _WHOLE_BLOCKS = {"granitemoehybrid", "laguna", "qwen3_next"}
@@ -88,8 +63,6 @@ _WITHOUT_BLOCKS = {"qwen3_5_moe"}
 
 # Arguments of ``Rollout`` by the name of a kind of quantisation.
 KINDS = {"blocks": {"block": BLOCK}, "fp8": {"channels": "fp8"}, "int8": {"channels": "int8"}}
-# Tensors that checkpoints have in bfloat16: those that their config names, and those that vLLM does not quantise.
-_STAYS = re.compile(r"embed_tokens|lm_head|gate\.weight$")
 _SCALE = re.compile(r"weight_scale(?:_inv)?$")
 
 
@@ -152,33 +125,18 @@ def _theirs(model, folder, kind):
         return initialize_model(engine)
 
 
-def _loaded(theirs, model, kind):
-    """The parameters that vLLM's loaders fill from a checkpoint with values and scales."""
-    tensors, suffix = [], "_scale_inv" if kind == "blocks" else "_scale"
-    for name, weight in hf_names.as_checkpoint(model, model.named_parameters()):
-        if weight.dim() == 2 and not _STAYS.search(name):
-            values, scales = _quantised(weight.detach(), kind)
-            tensors += [(name, values), (f"{name}{suffix}", scales)]
-        else:
-            tensors.append((name, weight.detach()))
-    theirs.load_weights(iter(tensors))
-    held = {name.replace(".routed_experts", ""): param.detach() for name, param in theirs.named_parameters()}
-    return {n: p for n, p in held.items() if p.dtype in (torch.float8_e4m3fn, torch.int8) or _SCALE.search(n)}
-
-
 def _quantised_parameters(theirs, plain, model, kind):
-    """The parameters that vLLM's loaders fill in bfloat16 and its function quantises."""
+    """The parameters that vLLM's loaders fill in bfloat16, and its function quantises."""
     plain.load_weights(iter(hf_names.as_checkpoint(model, ((n, p.detach()) for n, p in model.named_parameters()))))
-    loaded = {name: param.detach().bfloat16() for name, param in plain.named_parameters()}
+    loaded, params = dict(plain.named_parameters()), dict(theirs.named_parameters())
     held = {}
-    for name, param in theirs.named_parameters():
+    for name, param in params.items():
         if param.dtype not in (torch.float8_e4m3fn, torch.int8):
             continue
-        values, scales = _quantised(loaded[name], kind)
-        suffix = "_scale_inv" if kind == "blocks" else "_scale"
-        assert values.shape == param.shape and f"{name}{suffix}" in dict(theirs.named_parameters()), name
-        name = name.replace(".routed_experts", "")
-        held |= {name: values, f"{name}{suffix}": scales}
+        values, scales = _quantised(loaded[name].detach().bfloat16(), kind)
+        scale = f"{name}_scale_inv" if kind == "blocks" else f"{name}_scale"
+        assert (values.shape, scales.shape) == (param.shape, params[scale].shape), name
+        held |= {name.replace(".routed_experts", ""): values, scale.replace(".routed_experts", ""): scales}
     return held
 
 
@@ -212,12 +170,12 @@ def _compare(folder, families, kind):
         stubs = SERVED[family].environment.get("PYTHONPATH")
         with mock.patch.dict(os.environ, SERVED[family].environment), mock.patch.object(sys, "path", sys.path[:]):
             sys.path += [stubs] if stubs else []
-            model = model_of(config_of(family, **{**_SIZES, **(CASES | OTHERS)[family]}))
+            model = model_of(config_of(family, **{**_SIZES, **CASES[family]}))
             randomise(model, 1)
             model.bfloat16().requires_grad_(False)
-            plain = _theirs(model, Path(folder) / f"{family}-{rank}-plain", "") if family in OTHERS else None
+            plain = _theirs(model, Path(folder) / f"{family}-{rank}-plain", "")
             theirs = _theirs(model, Path(folder) / f"{family}-{rank}", kind)
-            held = _quantised_parameters(theirs, plain, model, kind) if plain else _loaded(theirs, model, kind)
+            held = _quantised_parameters(theirs, plain, model, kind)
             planned = _planned(model, rank, world, held, kind)
         wrong += [
             (family, name)
@@ -233,28 +191,22 @@ def _known(families):
 
 
 def test_families_in_fp8_are_compared():
-    assert {config_of(family).model_type for family in (*CASES, *OTHERS)} == FP8_FAMILIES.keys()
+    assert {config_of(family).model_type for family in CASES} == FP8_FAMILIES.keys()
 
 
-def test_fp8_slices_of_five_families_are_where_vllms_loaders_put_them(tmp_path):
+def test_fp8_slices_are_as_vllm_quantises_its_parameters(tmp_path):
     run_ranks(_compare, 2, str(tmp_path), _known(QUICK), "blocks", timeout=600)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_quantised_slices_of_all_families_are_where_vllms_loaders_put_them(tmp_path, kind):
-    run_ranks(_compare, 2, str(tmp_path), _known(CASES), kind, timeout=600)
-
-
-@pytest.mark.long
-def test_fp8_slices_of_other_families_are_as_vllm_quantises_its_parameters(tmp_path):
-    cut = OTHERS.keys() - _WHOLE_BLOCKS - _WITHOUT_BLOCKS
+def test_fp8_slices_of_all_families_are_as_vllm_quantises_its_parameters(tmp_path):
+    cut = CASES.keys() - _WHOLE_BLOCKS - _WITHOUT_BLOCKS
     run_ranks(_compare, 2, str(tmp_path), _known(sorted(cut)), "blocks", timeout=600)
     run_ranks(_compare, 1, str(tmp_path), _known(sorted(_WHOLE_BLOCKS)), "blocks", timeout=600)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_slices_with_scales_of_rows_of_other_families_are_as_vllm_quantises_its_parameters(tmp_path, kind):
+def test_slices_with_scales_of_rows_of_all_families_are_as_vllm_quantises_its_parameters(tmp_path, kind):
     # On one worker, because the parameter of one of several may have a part of a row, whose scale differs.
-    run_ranks(_compare, 1, str(tmp_path), _known(OTHERS), kind, timeout=600)
+    run_ranks(_compare, 1, str(tmp_path), _known(CASES), kind, timeout=600)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from epfsdp2.rollout.layout.layout_check import RANK, actual_layout, difference, rank_entry
+from epfsdp2.rollout.layout.layout_check import RANK, actual_layout, difference, rank_entry, unpadded_shape
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.servers import planned_layout
 
@@ -98,6 +98,20 @@ def test_actual_layout_omits_a_vocabulary_part_of_padding_only():
         )
         assert difference(planned_layout([table], Rollout(2), worker, HEADS), held) == ""
         assert (table.name in held) == (rows > 0)
+
+
+def test_unpadded_shape_excludes_padding_of_vocabularies_and_experts():
+    shards = SimpleNamespace(num_org_elements=50)
+    embedding = SimpleNamespace(shard_indices=shards, num_embeddings_per_partition=64)
+    assert unpadded_shape(embedding, "weight", torch.empty(64, 6, device="meta")) == [50, 6]
+    sizes = {"hidden_dim": 8, "hidden_dim_unpadded": 6, "intermediate_size_per_partition": 32}
+    experts = SimpleNamespace(moe_config=SimpleNamespace(**sizes, intermediate_size_per_partition_unpadded=24))
+    for name, padded, shape in (
+        ("w13_weight", (64, 8), [48, 6]),
+        ("w2_weight", (8, 32), [6, 24]),
+        ("w2_bias", (8,), [6]),
+    ):
+        assert unpadded_shape(experts, name, torch.empty(5, *padded, device="meta")) == [5, *shape]
 
 
 def test_difference_names_the_first_entry_in_the_workers_order():

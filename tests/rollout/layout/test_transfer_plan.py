@@ -25,7 +25,7 @@ def _plan(tensors, topology, rollout, heads, targets, limit):
     return make_transfer_plan(tensors, layers, topology, targets, slices_of, limit), slices_of
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems())
 def test_plan_brings_every_worker_its_parameters_within_the_limit(problem):
     tensors, topology, rollout, heads, targets, limit = problem
@@ -42,20 +42,9 @@ def test_plan_brings_every_worker_its_parameters_within_the_limit(problem):
         check_stored(found, wanted)
         assert sum(int(is_filled.sum()) * 2 for _, is_filled in wanted.values()) == plan.needed[kind]
     for moved, (_, round_) in zip(emulated.moved, [*plan.rounds] * topology.dp_replicate, strict=False):
-        # Messages with what is short are padded to the runs of what is not.
+        # Short tensors in a message are padded to the runs of the others.
         padding = max(len(targets.kinds), topology.fsdp) * round_.alignment
         assert max(most for pair in moved for most in pair) <= limit + padding
-
-
-@settings(max_examples=40, deadline=None)
-@given(problems())
-def test_plan_digest_is_equal_only_for_equal_plans(problem):
-    tensors, topology, rollout, heads, targets, _ = problem
-    limit = 1 << 20
-    plan, _ = _plan(tensors, topology, rollout, heads, targets, limit)
-    assert plan.digest() == _plan(tensors, topology, rollout, heads, targets, limit)[0].digest()
-    assert plan.digest() != _plan(tensors, topology, rollout, heads, targets, limit + 1)[0].digest()
-    assert plan.digest() != _plan(tensors[:-1], topology, rollout, heads, targets, limit)[0].digest()
 
 
 def _qwen3_moe(hidden, heads, inner, experts, layers, vocabulary, topology, itemsize=2):
@@ -107,10 +96,7 @@ def _figures(model, topology, rollout, node=8, workers=0):
 @pytest.mark.parametrize(
     ("model", "topology", "rollout", "need", "received", "nic"),
     [
-        (QWEN3_30B, (16, 8), Rollout(2), 30.54, 28.71, 15.84),
-        (QWEN3_30B, (16, 8), Rollout(4), 15.29, 14.37, 7.92),
         (QWEN3_30B, (16, 8), Rollout(8), 7.68, 7.22, 3.99),
-        (QWEN3_30B, (16, 8), Rollout(8, expert_parallel=True), 7.68, 4.05, 3.99),
         (QWEN3_30B, (16, 8), Rollout(1, 8, expert_parallel=True), 10.33, 6.51, 5.16),
         (QWEN3_235B, (64, 8), Rollout(8), 58.96, 58.06, 51.75),
         (QWEN3_235B, (64, 8), Rollout(16, expert_parallel=True), 29.63, 29.62, 29.57),
@@ -121,16 +107,11 @@ def test_plan_has_the_published_bytes(model, topology, rollout, need, received, 
     assert figures == pytest.approx([need, received, nic], abs=0.011)
 
 
-@pytest.mark.parametrize(
-    ("model", "topology", "rollout", "need"),
-    [(QWEN3_30B, (16, 8), Rollout(8, expert_parallel=True), 7.68), (QWEN3_235B, (64, 8), Rollout(8), 58.96)],
-)
-def test_plan_of_standalone_rollout_sends_exactly_what_is_needed(model, topology, rollout, need):
-    plan, figures = _figures(model, Topology.arrange(*topology), rollout, workers=topology[0])
-    assert figures[:2] == pytest.approx([need, need], abs=0.011)
+def test_plan_of_standalone_rollout_sends_exactly_what_is_needed_from_balanced_senders():
+    plan, figures = _figures(QWEN3_235B, Topology.arrange(64, 8), Rollout(8), workers=64)
+    assert figures[:2] == pytest.approx([58.96, 58.96], abs=0.011)
     sent = plan.sent @ plan.targets.count.T
     assert sent.sum() == plan.needed[list(plan.targets.kinds)].sum()
-    # The load is balanced over senders.
     assert sent.max() < 1.1 * sent.mean()
 
 
@@ -145,11 +126,20 @@ def test_plan_of_qwen3_235b_has_nearly_the_fewest_rounds_in_a_layer():
     assert sum(len(template.bundles) for _, i in plan.layers for template in [plan.templates[i]]) < 2000
 
 
-def test_plan_with_limit_below_a_row_is_refused():
-    problem = _qwen3_moe(20, Heads(4, 2, 6), 12, 6, 1, 100, Topology.arrange(4, 2)), Topology.arrange(4, 2)
-    targets = Targets.colocated(problem[1], 2)
+def test_plan_with_limit_below_a_row_is_refused_and_digests_differ_with_plans():
+    heads, topology = Heads(4, 2, 6), Topology.arrange(4, 2)
+    problem = (
+        _qwen3_moe(20, heads, 12, 6, 1, 100, topology),
+        topology,
+        Rollout(2),
+        heads,
+        Targets.colocated(topology, 2),
+    )
     with pytest.raises(RoundTooSmallError, match=r"one row of model.embed_tokens.weight \[64, 20\] is .* the 8 bytes"):
-        _plan(*problem, Rollout(2), Heads(4, 2, 6), targets, 8)
+        _plan(*problem, 8)
+    digest = _plan(*problem, 1 << 20)[0].digest()
+    assert digest == _plan(*problem, 1 << 20)[0].digest() != _plan(*problem, (1 << 20) + 1)[0].digest()
+    assert digest != _plan(problem[0][:-1], *problem[1:], 1 << 20)[0].digest()
 
 
 def test_target_slices_name_a_tensor_parallel_size_that_divides_no_heads():

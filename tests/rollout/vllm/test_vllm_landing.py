@@ -1,4 +1,4 @@
-"""The memory that collects a parameter's units while vLLM reloads a layer, and what a kernel's layout makes of it."""
+"""The memory that collects a parameter's units while vLLM reloads a layer, and layouts of kernels."""
 
 from types import SimpleNamespace
 
@@ -11,40 +11,27 @@ from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
 pytestmark = pytest.mark.e2e
 
 
-def _buffer(running):
-    reload = pytest.importorskip("epfsdp2.rollout.vllm.reload")
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    layer = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(TARGET, requires_grad=False)
-    info = get_layerwise_info(layer)
-    info.kernel_tensors, info.restore_device = (running, {}), torch.device("cpu")
-    return reload._memory_for_units(reload.LayerRecord("", layer), "weight")
-
-
-TARGET = torch.empty(4, 6, dtype=torch.bfloat16, device="meta")
-
-
-def test_memory_for_units_of_equal_layout_is_the_running_parameter():
-    running = torch.zeros(4, 6, dtype=torch.bfloat16)
-    assert _buffer({"weight": running}).data_ptr() == running.data_ptr()
-
-
 @pytest.mark.parametrize(
-    "running",
+    ("running", "is_shared"),
     [
-        {},
-        {"weight": torch.empty(0)},
-        {"weight": torch.zeros(4, 6)},
-        {"weight": torch.zeros(6, 4, dtype=torch.bfloat16).t()},
-        {"weight": (shared := torch.zeros(4, 6, dtype=torch.bfloat16)), "other": shared[:2]},
+        ({"weight": torch.zeros(4, 6, dtype=torch.bfloat16)}, True),
+        ({}, False),
+        ({"weight": torch.empty(0)}, False),
+        ({"weight": torch.zeros(4, 6)}, False),
+        ({"weight": torch.zeros(6, 4, dtype=torch.bfloat16).t()}, False),
+        ({"weight": (held := torch.zeros(4, 6, dtype=torch.bfloat16)), "other": held[:2]}, False),
     ],
-    ids=["none", "dropped", "another dtype", "another layout", "shared"],
+    ids=["equal", "none", "dropped", "another dtype", "another layout", "shared"],
 )
-def test_memory_for_units_of_another_layout_is_new_memory(running):
-    buffer = _buffer(running)
-    assert (buffer.shape, buffer.dtype, buffer.device.type) == (TARGET.shape, TARGET.dtype, "cpu")
-    assert buffer.data_ptr() not in {tensor.data_ptr() for tensor in running.values()}
+def test_memory_for_units_is_the_running_parameter_if_that_has_the_layout_for_itself(running, is_shared):
+    reload = pytest.importorskip("epfsdp2.rollout.vllm.reload")
+    layer, target = torch.nn.Module(), torch.empty(4, 6, dtype=torch.bfloat16, device="meta")
+    layer.weight = torch.nn.Parameter(target, requires_grad=False)
+    info = reload.get_layerwise_info(layer)
+    info.kernel_tensors, info.restore_device = (running, {}), torch.device("cpu")
+    memory = reload._memory_for_units(reload.LayerRecord("", layer), "weight")
+    assert (memory.shape, memory.dtype, memory.device.type) == (target.shape, target.dtype, "cpu")
+    assert (memory.data_ptr() in {tensor.data_ptr() for tensor in running.values()}) == is_shared
 
 
 E, INNER, D = 3, 4, 6
@@ -149,3 +136,22 @@ def test_sync_of_a_routers_bias_after_its_experts_are_processed_lands_in_place()
 def test_verified_sync_of_experts_in_another_kernel_layout_raises():
     with pytest.raises(WeightSyncError, match="the values of experts.w13_weight on the worker differ"):
         _synced(_worker(_replaced, "TRITON"), *_experts(0))
+
+
+@pytest.mark.parametrize(
+    ("process", "backend", "is_read"),
+    [
+        (lambda layer: None, "TRITON", True),
+        (_replaced, "FLASHINFER_CUTLASS", True),
+        (_as_blocks, "FLASHINFER_TRTLLM", False),  # vLLM's default on compute capability 10
+    ],
+)
+def test_running_weights_leave_out_experts_in_an_unknown_layout_with_a_warning(caplog, process, backend, is_read):
+    from epfsdp2.rollout.vllm.loaded_weights import _warn_of, running_weights
+
+    model = _worker(process, backend)
+    model.norm = torch.nn.LayerNorm(D)
+    _warn_of.cache_clear()
+    held = dict(running_weights(model))
+    assert held.keys() >= {"norm.weight"}
+    assert ("experts.w13_weight" in held) == is_read == (f"{backend} backend can't be read back" not in caplog.text)

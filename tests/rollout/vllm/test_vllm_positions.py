@@ -47,36 +47,30 @@ def _difference(folder, prompts, wanted, rollout, model):
     return max((mine[:-1] - theirs).abs().max().item() for mine, theirs in zip(found, wanted, strict=True))
 
 
-def _check(folder, prompts, wanted, limit):
+def _check(folder, prompts, wanted, limit, kind):
     rollout = {"name": "vllm", "max_model_len": limit}
     for model in ({}, PADDED):
         assert (found := _difference(folder, prompts, wanted, rollout, model)) < SAME, (model, found)
-    return _difference(folder, prompts, wanted, {}, {})
+    alone = _difference(folder, prompts, wanted, {}, {})
+    # Without a rollout, longrope follows each sequence's length. vLLM never changes dynamic NTK.
+    assert alone > OTHER if kind == "longrope" else alone < SAME
 
 
-def _longrope_is_the_rollouts(folder, prompts, wanted, limit):
-    assert _check(folder, prompts, wanted, limit) > OTHER, "each by its own length"
-
-
-def _dynamic_is_of_no_length(folder, prompts, wanted, limit):
-    assert _check(folder, prompts, wanted, limit) < SAME
-
-
-def _served(start_engine, folder, name, kind, original, limit):
+@pytest.mark.parametrize(
+    ("name", "kind", "original", "limit"),
+    [
+        ("qwen3_moe", "longrope", ORIGINAL, 64),
+        pytest.param("phimoe", "longrope", ORIGINAL, 64, marks=pytest.mark.long),
+        ("qwen3_moe", "dynamic", 48, 48),
+    ],
+)
+def test_positions_of_an_actor_beside_vllm_follow_its_max_model_len(
+    start_engine, tmp_path, name, kind, original, limit
+):
     served = SERVED[name]
     served.skip_where_broken()
-    save_random(with_rope(served.family, kind, original).build(), folder, 0)
-    prompts = _prompts(limit - 8)  # which vLLM goes on from
+    save_random(with_rope(served.family, kind, original).build(), tmp_path, 0)
+    prompts = _prompts(limit - 8)  # vLLM continues them
     settings = {"max_model_len": limit, "distributed_executor_backend": "uni", **served.settings}
-    return prompts, _of_vllm(start_engine(str(folder), again=True, **settings), prompts)
-
-
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("phimoe", marks=pytest.mark.long)])
-def test_longrope_of_an_actor_beside_vllm_is_chosen_by_its_max_model_len(start_engine, tmp_path, name):
-    prompts, wanted = _served(start_engine, tmp_path, name, "longrope", ORIGINAL, 64)
-    run_ranks(_longrope_is_the_rollouts, 1, tmp_path, prompts, wanted, 64)
-
-
-def test_dynamic_ntk_of_an_actor_beside_vllm_is_never_grown(start_engine, tmp_path):
-    prompts, wanted = _served(start_engine, tmp_path, "qwen3_moe", "dynamic", 48, 48)
-    run_ranks(_dynamic_is_of_no_length, 1, tmp_path, prompts, wanted, 48)
+    wanted = _of_vllm(start_engine(str(tmp_path), again=True, **settings), prompts)
+    run_ranks(_check, 1, tmp_path, prompts, wanted, limit, kind)

@@ -1,5 +1,6 @@
 """The shims for vLLM's reload, on vLLM's classes without an engine."""
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -66,76 +67,73 @@ def test_finish_model_renews_a_convolution_that_vllm_keeps_beside_the_packed_one
     assert mixer.conv_weights is weights and weights.all()
 
 
+@contextlib.contextmanager
+def _installed(shims, module, owner, stock):
+    """Install the shims over the function ``stock`` of this name in a class of vLLM."""
+    found = getattr(pytest.importorskip(f"vllm.model_executor.{module}"), owner)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found, stock.__name__, stock)
+        shims.install()
+        shims.install()
+        assert getattr(found, stock.__name__).__wrapped__ is stock
+        yield getattr(found, stock.__name__)
+
+
 def test_install_has_experts_load_the_correction_bias_that_is_among_them(shims):
     """Laguna has such a bias, and vLLM 0.27 drops it."""
-    experts = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts").RoutedExperts
     weights = [("e_score_correction_bias", torch.arange(4.0)), ("0.up_proj.weight", torch.ones(2))]
-    shims.install()
-    shims.install()
-    load, seen = experts.load_weights, []
+    holder, seen = torch.nn.Module(), []
 
-    def others(self, weights):
+    def load_weights(self, weights):
         seen.extend(name for name, _ in weights)
         yield "w13_weight"
 
-    assert not hasattr(load.__wrapped__, "__wrapped__")
-    holder = torch.nn.Module()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "load_weights", others)
-        shims.install()
-        assert list(experts.load_weights(holder, iter(weights))) == ["w13_weight"]  # it has no such bias
+    with _installed(shims, "layers.fused_moe.routed_experts", "RoutedExperts", load_weights) as load:
+        assert list(load(holder, iter(weights))) == ["w13_weight"]  # it has no such bias
         assert seen == [name for name, _ in weights]
         holder.e_score_correction_bias = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
         seen.clear()
-        found = list(experts.load_weights(holder, iter(weights)))
-    assert found == ["w13_weight", "e_score_correction_bias"] and seen == ["0.up_proj.weight"]
-    assert holder.e_score_correction_bias.tolist() == [0, 1, 2, 3]
-
-
-def test_install_has_phimoe_add_the_bias_of_its_head(shims):
-    """vLLM 0.27 loads it and computes without it."""
-    model = pytest.importorskip("vllm.model_executor.models.phimoe").PhiMoEForCausalLM
-    shims.install()
-    shims.install()
-    assert not hasattr(getattr(model.compute_logits, "__wrapped__", None), "__wrapped__")
-    head = SimpleNamespace(bias=object())
-    given = model.compute_logits(SimpleNamespace(lm_head=head, logits_processor=lambda *given: given), "hidden")
-    assert given == (head, "hidden", head.bias)
+        assert list(load(holder, iter(weights))) == ["w13_weight", "e_score_correction_bias"]
+    assert seen == ["0.up_proj.weight"] and holder.e_score_correction_bias.tolist() == [0, 1, 2, 3]
 
 
 def test_install_has_experts_load_by_the_loaders_of_their_parameters(shims):
     """vLLM 0.24 calls the module's, which a reload does not see."""
-    experts = pytest.importorskip("vllm.model_executor.layers.fused_moe.routed_experts").RoutedExperts
 
-    def of_module(self, weights):
+    def load_weights(self, weights):
         for name, values in weights:
             yield self.weight_loader(param=self.w13_weight, loaded_weight=values, expert_id=int(name))
 
     holder, seen = torch.nn.Module(), []
     holder.w13_weight = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     holder.w13_weight.weight_loader = lambda param, loaded_weight, expert_id: seen.append(expert_id)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experts, "load_weights", of_module)
-        shims.install()
-        list(experts.load_weights(holder, iter([("0", torch.ones(2)), ("1", torch.ones(2))])))
+    with _installed(shims, "layers.fused_moe.routed_experts", "RoutedExperts", load_weights) as load:
+        list(load(holder, iter([("0", torch.ones(2)), ("1", torch.ones(2))])))
     assert seen == [0, 1] and not hasattr(holder, "weight_loader")
+
+
+def test_install_has_phimoe_add_the_bias_of_its_head(shims):
+    """vLLM 0.27 loads it and computes without it."""
+
+    def compute_logits(self, hidden_states): ...
+
+    head = SimpleNamespace(bias=object())
+    model = SimpleNamespace(lm_head=head, logits_processor=lambda *given: given)
+    with _installed(shims, "models.phimoe", "PhiMoEForCausalLM", compute_logits) as compute:
+        assert compute(model, "hidden") == (head, "hidden", head.bias)
 
 
 @pytest.mark.parametrize("experts", ["experts", "experts.routed_experts"])
 def test_install_lets_dbrx_find_the_parameters_of_its_experts(shims, experts):
     """vLLM 0.27 can't load it; where it finds them, names are left as they are."""
-    model, seen = pytest.importorskip("vllm.model_executor.models.dbrx").DbrxModel, []
+    seen = []
 
-    def load(self, weights):
+    def load_weights(self, weights):
         seen.extend(name for name, _ in weights)
 
     holder = SimpleNamespace(named_parameters=lambda: [(f"blocks.0.ffn.{experts}.w13_weight", None)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "load_weights", load)
-        shims.install()
-        shims.install()
-        assert model.load_weights.__wrapped__ is load
-        model.load_weights(holder, [("blocks.0.ffn.experts.mlp.w1", 0), ("norm_f.weight", 0)])
+    with _installed(shims, "models.dbrx", "DbrxModel", load_weights) as load:
+        load(holder, [("blocks.0.ffn.experts.mlp.w1", 0), ("norm_f.weight", 0)])
     assert seen == [f"blocks.0.ffn.{experts}.mlp.w1", "norm_f.weight"]
 
 

@@ -1,6 +1,5 @@
 """Slices from real trainer ranks to real vLLM workers, which equal a fresh engine after each of three syncs."""
 
-import asyncio
 import os
 import shutil
 from pathlib import Path
@@ -14,10 +13,20 @@ from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.rollout.layout.specs import Heads, Rollout
 from epfsdp2.rollout.servers import planned_layout, target_slices
 from epfsdp2.rollout.vllm.layout import NOT_SPREAD
-from tests.rollout.families import DENSE, FAMILIES, config_of, known, model_on_meta, save
+from tests.rollout.families import (
+    ALWAYS_TIED,
+    DENSE,
+    FAMILIES,
+    MAY_BE_TIED,
+    config_of,
+    known,
+    model_on_meta,
+    save,
+)
 from tests.rollout.served_families import SERVED
 from tests.support.engine.sharded import sharded_model
 from tests.support.ranks import run_ranks
+from tests.support.rollout.verls_transport import send
 
 pytestmark = pytest.mark.e2e
 
@@ -30,22 +39,13 @@ def _sync(syncs: list[str], handles: list[str], ep: int, rollout: Rollout) -> No
     from epfsdp2.rollout.sent_tensors import tensor_specs
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
     from epfsdp2.rollout.transport.checksums import with_checksums
-    from epfsdp2.rollout.vllm.adapter import send_weights
 
     rank, workers = dist.get_rank(), dist.get_world_size()
     for folder in syncs:
         model, meshes = sharded_model(Path(folder), workers, ep=ep, attention="eager")
         sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("sliced", 5 << 18))
         weights = sync.weights().for_worker("sliced", rollout)
-        sending = send_weights(
-            with_checksums(weights.tensors()),
-            zmq_handle=handles[rank],
-            bucket_megabytes=2,
-            use_shm=True,
-            timeout_seconds=100,
-            rank=rank,
-        )
-        asyncio.run(sending)
+        send(with_checksums(weights.tensors()), handles, megabytes=2)
         heads, exchange = Heads.of(model.config), sync.exchange(rollout)
         kept = [(t, part) for t in tensor_specs(model) for part in target_slices(t, rollout, rank, heads)]
         needed = sum(part.block.numel * t.itemsize for t, part in kept if part.form != "zeros")
@@ -123,5 +123,5 @@ def test_vllm_with_expert_parallelism_of_every_other_family_equals_a_fresh_engin
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_of_every_family_after_three_syncs_of_slices_equals_a_fresh_engine(start_engine, tmp_path, family, tp):
     # The head that two workers have a part of each is the embedding, where vLLM's class knows that.
-    tied = FAMILIES[family].is_tied or (tp == 2 and FAMILIES[family].may_be_tied)
+    tied = family in ALWAYS_TIED or (tp == 2 and family in MAY_BE_TIED)
     _matches_fresh_engines(start_engine, tmp_path, family, tp, tie_word_embeddings=tied)

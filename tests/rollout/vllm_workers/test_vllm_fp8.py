@@ -1,8 +1,6 @@
-"""Real vLLM workers in FP8 and INT8 that ranks send values and scales hold and compute what vLLM loads itself."""
+"""Real vLLM workers that get values in FP8 or INT8 and scales equal workers that load a quantised checkpoint."""
 
-import asyncio
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from tests.support.engine.sharded import sharded_model
 from tests.support.models.quantised import BLOCK, SIZES, save_compressed, save_quantised
 from tests.support.models.tiny import save_qwen3, save_qwen3_moe
 from tests.support.ranks import run_ranks
+from tests.support.rollout.verls_transport import send
 
 pytestmark = pytest.mark.e2e
 with_amx = pytest.mark.skipif(
@@ -20,76 +19,54 @@ with_amx = pytest.mark.skipif(
 )
 
 
-def _send(folders, handles, held, wrong):
+def _send(syncs, handles, held):
+    """Send a checkpoint in each sync, with doubled values of the tensors with a name, if there is one."""
     from epfsdp2.engine.model.layers import layer_names
     from epfsdp2.rollout.layout.specs import Rollout
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
     from epfsdp2.rollout.transport.checksums import with_checksums
     from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-    from epfsdp2.rollout.vllm.adapter import send_weights
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for folder in folders:
-        has_experts = "moe" in json.loads((Path(folder) / "config.json").read_text())["model_type"]
-        model, meshes = sharded_model(Path(folder), world, ep=world if has_experts else 1)
+    world = dist.get_world_size()
+    for folder, wrong in syncs:
+        has_experts = "moe" in json.loads((folder / "config.json").read_text())["model_type"]
+        model, meshes = sharded_model(folder, world, ep=world if has_experts else 1)
         dtypes = dict.fromkeys((name for name, _ in model.named_parameters()), torch.bfloat16)
         sync = RolloutSync(model, meshes, layer_names(model), dtypes, SyncSettings("sliced", 1 << 22, verify_syncs=-1))
         weights = sync.weights().for_worker("sliced", Rollout(world, **held), is_quantised=True)
         assert weights.has_checksums and weights.is_quantised_here
-
-        def tensors(weights=weights):
-            for name, values in with_checksums(weights.tensors()):
-                if wrong and wrong in name:
-                    values = values * 2
-                yield name, values
-
+        sums = with_checksums(weights.tensors())
+        tensors = ((name, values * 2 if wrong and wrong in name else values) for name, values in sums)
         try:
-            asyncio.run(
-                send_weights(
-                    tensors(),
-                    zmq_handle=handles[rank],
-                    bucket_megabytes=4,
-                    use_shm=True,
-                    timeout_seconds=120,
-                    rank=rank,
-                )
-            )
+            send(tensors, handles, megabytes=4)
         except WeightSyncError:
             assert wrong
 
 
-def _synced(engine, folders, held, wrong=""):
-    """Return the tensors of each worker after the syncs, by name."""
-    calls = []
-    for _ in folders:
-        calls.append(
-            engine.call(
-                "update_weights_from_ipc",
-                timeout=200.0,
-                use_shm=True,
-                sync_timeout_seconds=180.0,
-                verify=True,
-                is_quantised=True,
-            )
-        )
-    handles = [engine.handle(rank) for rank in range(engine.tp_size)]
-    run_ranks(_send, engine.tp_size, [str(folder) for folder in folders], handles, held, wrong, timeout=400)
-    for call in calls:
-        call.result()
-    return engine.digests()
-
-
 def _check(engine, first, second, held, wrong):
-    loaded, generated = engine.digests(), engine.generate()
-    changed = _synced(engine, [second], held)
-    # An underscore begins what vLLM has of its own, such as scales of its cache.
-    trained = [name for name in loaded[0] if "norm" not in name and "._" not in name]
-    assert [name for name in trained if changed[0][name] == loaded[0][name]] == []
-    assert engine.generate() != generated
-    assert _synced(engine, [first], held) == loaded
-    assert engine.generate() == generated
+    def computes():
+        return engine.call("epfsdp2_digests"), engine.generating()
+
+    def found(computed):
+        digests, generated = computed
+        return [answer["digests"] for answer in digests.result()], generated.result()
+
+    loaded = found(computes())
+    arguments = {"use_shm": True, "sync_timeout_seconds": 180.0, "verify": True, "is_quantised": True}
+    calls, after = [], []
+    for _ in range(3):
+        calls.append(engine.call("update_weights_from_ipc", timeout=400.0, **arguments))
+        after.append(computes())
+    handles = [engine.handle(rank) for rank in range(engine.tp_size)]
+    run_ranks(_send, engine.tp_size, [(second, ""), (first, ""), (second, wrong)], handles, held, timeout=400)
+    changed = found(after[0])
+    # A leading underscore marks vLLM's own state, such as scales of its cache.
+    trained = [name for name in loaded[0][0] if "norm" not in name and "._" not in name]
+    assert [name for name in trained if changed[0][0][name] == loaded[0][0][name]] == []
+    assert changed[1] != loaded[1]
+    assert found(after[1]) == loaded
     with pytest.raises(RuntimeError, match=f"the received values of .*{wrong}.* differ"):
-        _synced(engine, [second], held, wrong)
+        calls[2].result()
     assert engine.leftovers() == []
 
 

@@ -1,6 +1,5 @@
 """A vision-language model is updated on images and synced to two vLLM workers, whose outputs equal a fresh engine's."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tests.rollout.served_families import SERVED, build, randomise
 from tests.support.models.tiny import publish
 from tests.support.models.vlm import IMAGE_TOKENS, save_processor
 from tests.support.ranks import run_ranks
+from tests.support.rollout.verls_transport import send
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -29,7 +29,6 @@ _SETTINGS = {
 def _train_and_send(folder: str, export: str, handles: list[str], mode: str) -> None:
     from epfsdp2.engine.checkpoint import state as checkpoint
     from epfsdp2.rollout.layout.specs import Rollout
-    from epfsdp2.rollout.vllm.adapter import send_weights
     from tests.support.models.vlm import plain_vlm, vlm_batch, vlm_samples
     from tests.support.trainer.ppo import ppo_worker
 
@@ -40,15 +39,7 @@ def _train_and_send(folder: str, export: str, handles: list[str], mode: str) -> 
     describe = AutoConfig.from_pretrained(folder).save_pretrained
     checkpoint.save_checkpoint(Path(export).parent, worker.engine.module, None, None, {"hf_model"}, 1, describe)
     weights, _ = worker.engine.get_per_tensor_param()
-    sending = send_weights(
-        weights.sync.weights().for_worker(mode, Rollout(2)).tensors(),
-        zmq_handle=handles[rank],
-        bucket_megabytes=1,
-        use_shm=True,
-        timeout_seconds=60,
-        rank=rank,
-    )
-    asyncio.run(sending)
+    send(weights.sync.weights().for_worker(mode, Rollout(2)).tensors(), handles)
 
 
 def _prompts() -> list[dict]:

@@ -1,113 +1,80 @@
-"""Weights over verl's real transport into a real vLLM engine, tensor-parallel size 1."""
+"""Full tensors and slices over verl's transport: real vLLM workers equal a fresh engine.
+
+The checkpoints of one worker are untied, those of two are tied. The last test of an engine kills its workers.
+"""
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
+from epfsdp2.rollout.layout.layout_check import RANK
+from epfsdp2.rollout.layout.slice_names import slice_name
+from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
+from epfsdp2.rollout.servers import planned_layout
+from epfsdp2.rollout.transport.checksums import CHECKSUMS, with_checksums
 from epfsdp2.rollout.vllm.adapter import WeightSyncError
+from tests.support.rollout.units import worker_units
 from tests.support.rollout.vllm_engine import as_taken, one_by_one
 
 pytestmark = pytest.mark.e2e
 
-GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+GATE_UP, DOWN = (f"model.layers.0.mlp.experts.{kind}_proj" for kind in ("gate_up", "down"))
+W13, W2 = (f"model.layers.1.mlp.experts.{kind}_weight" for kind in ("w13", "w2"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def engine(start_engine, checkpoints):
-    return start_engine(checkpoints[0].path)
+    return start_engine(checkpoints[0].path, tp_size=1, again=True)
 
 
-def same_on_all_ranks(weights: dict):
-    return lambda rank: iter(weights.items())
+@pytest.fixture
+def two_workers(start_engine, checkpoints):
+    return start_engine(checkpoints[2].path, tp_size=2, again=True)
 
 
-def across_buckets(weights: dict):
-    """Send the experts of a layer far apart, so that the bucket of the first is reused before the layer is complete."""
-    first, last = GATE_UP, GATE_UP.replace("gate_up", "down")
-    yield first, weights[first]
-    yield from ((name, tensor) for name, tensor in weights.items() if name not in (first, last))
-    yield last, weights[last]
+def _whole(weights):
+    """Send the experts of a layer far apart: the bucket of the first is reused before the layer is complete."""
+    others = {name: tensor for name, tensor in weights.items() if name not in (GATE_UP, DOWN)}
+    ends = [{name: weights[name]} if name in weights else {} for name in (GATE_UP, DOWN)]
+    return lambda rank: iter((ends[0] | others | ends[1]).items())
 
 
-@pytest.fixture(scope="module")
-def synced(engine, checkpoints):
-    """Tokens generated before any sync, and after a sync to the other checkpoint's weights."""
-    outputs = {"fresh 1": engine.generate()}
-    assert engine.difference(checkpoints[0]) == ""
-    assert engine.difference(checkpoints[1]) != ""
-    engine.sync(same_on_all_ranks(checkpoints[1].weights))
-    outputs["synced 2"] = engine.generate()
-    return outputs
+def _layouts(checkpoint, tp):
+    tensors = [TensorSpec(name, tuple(w.shape), w.element_size()) for name, w in checkpoint.weights.items()]
+    return [planned_layout(tensors, Rollout(tp), worker, Heads.of(checkpoint.config)) for worker in range(tp)]
 
 
-def test_vllm_after_two_syncs_has_exactly_the_senders_weights(engine, checkpoints, synced):
-    assert engine.difference(checkpoints[1]) == ""
-    engine.sync(same_on_all_ranks(checkpoints[0].weights))
-    assert engine.difference(checkpoints[0]) == ""
-    assert engine.generate() == synced["fresh 1"]
-    assert synced["synced 2"] != synced["fresh 1"]
+def _units(checkpoint, tp=1, rank=0, steps=1):
+    return worker_units(checkpoint.weights, Rollout(tp), rank, Heads.of(checkpoint.config), steps=steps)
+
+
+def _slices(checkpoint, tp, steps):
+    return lambda rank: with_checksums(_units(checkpoint, tp, rank, steps))
+
+
+def _check_syncs(engine, old, new):
+    """Send full tensors, slices in three numbers of parts, and full tensors again."""
+    fresh, tp = engine.generate(), engine.tp_size
+    assert engine.difference(old) == "" != engine.difference(new)
+    engine.sync(_whole(new.weights))
+    assert engine.difference(new) == ""
+    changed = engine.generate()
+    assert changed != fresh
+    for steps, checkpoint in ((3, old), (1, new), (2, old)):
+        engine.call("epfsdp2_check_layout", layouts=_layouts(old, tp)).result()
+        engine.sync(_slices(checkpoint, tp, steps), verify=steps > 1)
+        assert engine.difference(checkpoint) == ""
+        assert engine.generate() == (fresh if checkpoint is old else changed)
+    engine.sync(_whole(new.weights))
+    assert engine.difference(new) == ""
     assert engine.leftovers() == []
 
 
-def test_read_parameters_returns_the_loaded_values(engine, checkpoints):
-    engine.sync(same_on_all_ranks(checkpoints[0].weights))
-    name = "model.layers.1.mlp.experts.w2_weight"
-    dtype, shape, data = engine.call("epfsdp2_read_parameters", names=[name]).result()[0][name]
-    found = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape)
-    assert torch.equal(found, checkpoints[0].weights["model.layers.1.mlp.experts.down_proj"])
-
-
-@pytest.mark.parametrize(
-    ("name", "index", "shows_in"),
-    [
-        ("model.layers.1.mlp.experts.down_proj", (5, 7, 9), "model.layers.1.mlp.experts.w2_weight"),
-        ("model.layers.0.mlp.experts.gate_up_proj", (7, 127, 95), "model.layers.0.mlp.experts.w13_weight"),
-        ("model.layers.0.self_attn.k_proj.weight", (63, 0), "model.layers.0.self_attn.qkv_proj.weight"),
-        ("lm_head.weight", (199, 95), "lm_head.weight"),
-    ],
-)
-def test_digests_with_one_changed_element_differ_in_one_entry(engine, checkpoints, name, index, shows_in):
-    """Digests are of the model's values: the sync brings the change, the sender's old weights lack it."""
-    changed = {**checkpoints[0].weights, name: checkpoints[0].weights[name].clone()}
-    changed[name][index] += 1e-6
-    engine.sync(same_on_all_ranks(changed))
-    assert engine.difference(checkpoints[0], changed) == ""
-    report = engine.difference(checkpoints[0])
-    assert report.startswith("1 of 21 tensors differ:")
-    assert f"\n{shows_in}: is" in report
-
-
-def test_digests_with_swapped_gate_and_up_differ(engine, checkpoints, synced):
-    """Neither counts nor names differ, so only the digests can tell."""
-    gate, up = checkpoints[0].weights[GATE_UP].chunk(2, 1)
-    engine.sync(same_on_all_ranks({**checkpoints[0].weights, GATE_UP: torch.cat([up, gate], 1)}))
-    report = engine.difference(checkpoints[0])
-    assert report.startswith("1 of 21 tensors differ:\nmodel.layers.0.mlp.experts.w13_weight: is"), report
-    assert engine.generate() != synced["fresh 1"]
-
-
-def test_reload_of_a_layer_from_several_buckets_is_exact(engine, checkpoints):
-    engine.sync(lambda rank: across_buckets(checkpoints[1].weights))
-    assert engine.difference(checkpoints[1]) == ""
-
-
-def test_reload_of_one_expert_at_a_time_is_exact(engine, checkpoints):
-    """Families whose loader knows no fused tensors send one tensor per expert and projection."""
-    single = {}
-    for name, tensor in checkpoints[1].weights.items():
-        single.update(one_by_one(name, tensor) if ".experts." in name else {name: tensor})
-    assert len(single) == 69
-    engine.sync(same_on_all_ranks(single))
-    assert engine.difference(checkpoints[1]) == ""
-    del single["model.layers.1.mlp.experts.6.up_proj.weight"]
-    with pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\.experts\S* \(141312 of 147456\)"):
-        engine.sync(same_on_all_ranks(single))
+def test_vllm_after_syncs_of_full_tensors_and_slices_equals_a_fresh_engine(engine, checkpoints):
+    _check_syncs(engine, *checkpoints[:2])
 
 
 def _without(weights, name):
@@ -133,24 +100,108 @@ def _without(weights, name):
 def test_reload_of_incomplete_or_wrong_tensors_raises(engine, checkpoints, spoil, message):
     spoiled = spoil(checkpoints[0].weights)
     count = len(list(as_taken(spoiled.items())))  # 25 where vLLM takes stacks
-    with pytest.raises(WeightSyncError, match=message.replace("COUNT", str(count))) as caught:
-        engine.sync(same_on_all_ranks(spoiled))
-    assert "trainer rank 0" in str(caught.value)
+    with pytest.raises(WeightSyncError, match=f"trainer rank 0 .*{message.replace('COUNT', str(count))}"):
+        engine.sync(lambda rank: iter(spoiled.items()))
     assert engine.leftovers() == []
 
 
+def test_reload_of_one_expert_at_a_time_is_exact_and_misses_one(engine, checkpoints):
+    """Families whose loader knows no fused tensors send one tensor per expert and projection."""
+    single = {}
+    for name, tensor in checkpoints[1].weights.items():
+        single.update(one_by_one(name, tensor) if ".experts." in name else {name: tensor})
+    engine.sync(lambda rank: iter(single.items()))
+    assert engine.difference(checkpoints[1]) == ""
+    del single["model.layers.1.mlp.experts.6.up_proj.weight"]
+    with pytest.raises(WeightSyncError, match=r"model\.layers\.1\.mlp\.experts\S* \(141312 of 147456\)"):
+        engine.sync(lambda rank: iter(single.items()))
+
+
 def test_reload_of_a_repeated_name_raises(engine, checkpoints):
-    twice = [*checkpoints[0].weights.items(), ("model.norm.weight", torch.zeros(96))]
     # Far enough apart to be sent in two buckets: within one, verl's transport keeps the last.
-    twice.insert(0, twice.pop())
+    twice = [("model.norm.weight", torch.zeros(96)), *checkpoints[0].weights.items()]
     with pytest.raises(WeightSyncError, match="model.norm.weight was sent twice"):
         engine.sync(lambda rank: iter(twice))
 
 
-def test_sync_after_failed_ones_is_exact(engine, checkpoints, synced):
-    engine.sync(same_on_all_ranks(checkpoints[0].weights))
+def _refused(engine, layouts):
+    with pytest.raises(RuntimeError) as caught:
+        engine.call("epfsdp2_check_layout", layouts=layouts).result()
+    return str(caught.value)
+
+
+def test_check_layout_refuses_another_layout_with_the_first_difference(engine, checkpoints):
+    (right,) = _layouts(checkpoints[0], 1)
+    message = _refused(engine, [_without(right, W13)])
+    assert "differ in 1 of " in message
+    assert f"first {W13}: planned is nothing, actual is [8, 128, 96] from 0" in message
+    message = _refused(engine, [{**right, "model.layers.1.mlp.gate.bias": "[8] from 0"}])
+    assert "planned is [8] from 0, actual is nothing" in message
+    assert "plans for 2 workers per replica; vLLM has 1" in _refused(engine, [right, right])
+
+
+def test_verified_sync_sees_flipped_and_missing_values(engine, checkpoints):
+    checkpoint, wrong = checkpoints[0], slice_name(W2)
+
+    def flipped(tensors, wrong):
+        for name, values in tensors:
+            if name == wrong:
+                values = values.clone()
+                values.view(-1)[7] += 1e-3
+            yield name, values
+
+    def sums():
+        return with_checksums(_units(checkpoint))
+
+    whole = with_checksums(as_taken(checkpoint.weights.items()))
+    for message, tensors in (
+        (f"the received values of {wrong} differ from those that were sent", flipped(sums(), wrong)),
+        ("the received values of lm_head.weight differ", flipped(whole, "lm_head.weight")),
+        ("the checksums of the tensors were not received", (item for item in sums() if item[0] != CHECKSUMS)),
+        (r"\d+ tensors were received of \d+ that were sent", (item for item in sums() if item[0] != wrong)),
+    ):
+        with pytest.raises(WeightSyncError, match=message):
+            engine.sync(lambda rank, tensors=tensors: tensors, verify=True)
+
+
+def test_reload_of_wrong_units_raises_and_the_next_sync_is_exact(engine, checkpoints):
+    checkpoint = checkpoints[0]
+    halves, whole = list(_units(checkpoint, steps=2)), dict(_units(checkpoint))
+
+    def renamed(before, after):
+        return [(name.replace(before, after), values) for name, values in halves]
+
+    for message, units in (
+        (
+            r"did not receive every element.*model.layers.1.mlp.experts.*\(98304 of 147456\)",
+            [unit for unit in halves if unit[0] != slice_name(W13, 1, 2)],
+        ),
+        (
+            r"model.norm.weight/0/3/0 \[48\] was sent, and has shape \[96\] on",
+            renamed("model.norm.weight/0/2", "model.norm.weight/0/3"),
+        ),
+        (f"elements of {W13} were sent twice", [*halves, (slice_name(W13), whole[slice_name(W13)])]),
+        (f"elements of {W2} were sent twice", [*halves, (slice_name(W2), whole[slice_name(W2)])]),
+        ("a slice of model.nrom.weight was sent, which vLLM's model does not", renamed("model.norm", "model.nrom")),
+    ):
+        with pytest.raises(WeightSyncError, match=message):
+            engine.sync(lambda rank, units=units: iter(units))
+    engine.sync(lambda rank: iter(halves))
+    assert engine.difference(checkpoint) == ""
+
+
+def test_receiving_call_ends_when_the_trainer_rank_stops_sending(engine, checkpoints):
+    def hanging(rank):
+        for index, item in enumerate(checkpoints[0].weights.items()):
+            if index == 15:
+                time.sleep(4)
+            yield item
+
+    with pytest.raises(WeightSyncError, match="no answer from the trainer rank behind .* within 2 s"):
+        engine.sync(hanging, timeout_seconds=2)
+    assert engine.leftovers() == []
+    engine.sync(_whole(checkpoints[0].weights))
     assert engine.difference(checkpoints[0]) == ""
-    assert engine.generate() == synced["fresh 1"]
 
 
 def test_send_weights_raises_the_sources_own_error(engine, checkpoints):
@@ -159,34 +210,9 @@ def test_send_weights_raises_the_sources_own_error(engine, checkpoints):
         raise ZeroDivisionError("from the gather")
 
     with pytest.raises(ZeroDivisionError, match="from the gather"):
-        engine.sync(failing, timeout_seconds=3)
+        engine.sync(failing, timeout_seconds=1)
     assert engine.leftovers() == []
-
-
-def test_receiving_call_ends_when_the_trainer_rank_is_killed(engine, checkpoints):
-    from epfsdp2.engine import cleanup
-
-    script = Path(__file__).parent / "sender_process.py"
-    socket = Path(engine.handle().removeprefix("ipc://"))
-    sender = subprocess.Popen([sys.executable, str(script), engine.handle()], stdout=subprocess.PIPE, text=True)
-    try:
-        while not socket.exists():
-            assert sender.poll() is None
-            time.sleep(0.1)
-        receiving = engine.call("update_weights_from_ipc", use_shm=True, sync_timeout_seconds=4)
-        while sender.stdout.readline() != "hanging\n":
-            assert sender.poll() is None
-        held = cleanup.held_by([sender.pid])
-    finally:
-        sender.send_signal(signal.SIGKILL)
-        sender.wait()
-    with pytest.raises(RuntimeError, match="no answer from the trainer rank behind .* within 4 s"):
-        receiving.result(60)
-    assert socket.exists()
-    cleanup.remove_unused(held)
-    assert engine.leftovers() == []
-    engine.sync(same_on_all_ranks(checkpoints[0].weights))
-    assert engine.difference(checkpoints[0]) == ""
+    engine.call("clear").result()  # after the receiving call, which else takes the next sender's first message
 
 
 def test_send_weights_raises_before_time_out_when_the_worker_is_killed(engine, checkpoints):
@@ -208,16 +234,45 @@ def test_send_weights_raises_before_time_out_when_the_worker_is_killed(engine, c
     assert engine.leftovers() == []
 
 
-def test_digests_see_a_disabled_sync_and_equal_a_fresh_engines(engine, start_engine, checkpoints, synced):
-    fresh = start_engine(checkpoints[1].path, extension="broken_extension.BrokenSync")
-    # The engine above was started on the first checkpoint and synced to the second, this one was started on it.
-    assert fresh.generate() == synced["synced 2"]
-    assert fresh.difference(checkpoints[1]) == ""
-    fresh.sync(same_on_all_ranks(checkpoints[0].weights))
-    assert "tensors differ" in fresh.difference(checkpoints[0])
-    assert fresh.generate() == synced["synced 2"]
-    fresh.call("take_and_keep_buckets").result()
-    # verl's receiver can't let go of a bucket that is still in use, and it was filled again before it was used.
-    with pytest.raises(WeightSyncError, match="cannot close exported pointers exist"):
-        fresh.sync(lambda rank: across_buckets(checkpoints[0].weights))
-    assert "\nmodel.layers.0.mlp.experts.w13_weight: is" in fresh.difference(checkpoints[0])
+def test_vllm_on_two_tied_workers_after_syncs_of_full_tensors_and_slices_equals_a_fresh_engine(
+    two_workers, checkpoints
+):
+    _check_syncs(two_workers, *checkpoints[2:])
+
+
+def test_vllm_on_two_workers_with_an_error_on_one_reports_it_to_the_first(two_workers, checkpoints):
+    weights = checkpoints[2].weights
+    short = _without(weights, "model.norm.weight")
+    with pytest.raises(WeightSyncError, match=r"trainer rank 0 .*model\.norm \(0 of 96\)"):
+        two_workers.sync(lambda rank: iter((short if rank == 1 else weights).items()))
+    assert two_workers.leftovers() == []
+
+
+def test_check_layout_compares_each_workers_own(two_workers, checkpoints):
+    first, second = _layouts(checkpoints[2], 2)
+    embedding = "model.embed_tokens.weight"
+    said = _refused(two_workers, [first, {**second, embedding: "[72, 96] from 0"}])
+    assert "worker 1 of a replica: the trainer's plan and the worker's model differ in 1 of " in said
+    assert f"first {embedding}: planned is [72, 96] from 0, actual is [72, 96] from 128" in said
+    said = _refused(two_workers, [second, first])
+    assert "worker 0 of a replica: the trainer's plan and the worker's model differ in " in said
+    assert f"first {RANK}: planned is 1 of 2 in tensor parallel, experts cut, actual is 0 of 2 in tensor " in said
+
+
+def test_send_weights_raises_on_every_rank_when_the_workers_are_killed(two_workers, checkpoints):
+    workers = two_workers.workers()
+    assert len(workers) == 2
+
+    def killing(rank):
+        for index, item in enumerate(checkpoints[2].weights.items()):
+            if rank == 1 and index == 15:
+                for worker in workers:
+                    os.kill(worker, signal.SIGKILL)
+            yield item
+
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="trainer rank 0"):
+        two_workers.sync(killing, timeout_seconds=8)
+    # `sync` waits for both senders; the second does not watch the call and ends by its time-out.
+    assert time.monotonic() - started < 30
+    assert two_workers.leftovers() == []

@@ -23,10 +23,10 @@ def main() -> None:
 
     import epfsdp2.rollout.vllm.worker  # noqa: F401  (for the workers)
 
-    # vLLM says spawn on a CPU, for the sake of libraries that are to be loaded before a worker starts.
+    # On a CPU vLLM spawns workers, because some libraries have to be loaded before a worker starts.
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-    registry._run_in_subprocess = lambda inspect: inspect()  # it would import vLLM once more for each new class
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for an engine's process
+    registry._run_in_subprocess = lambda inspect: inspect()  # a process per class would import vLLM again
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for an engine
     for line in sys.stdin:
         request = json.loads(line)
         if pid := os.fork():
@@ -41,7 +41,7 @@ def main() -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         return serve(request["socket"], request["settings"])
-    os._exit(0)  # the tests have ended: nothing is left to be done
+    os._exit(0)  # the tests have ended
 
 
 def serve(socket: str, settings: dict) -> None:
@@ -86,10 +86,8 @@ def serve(socket: str, settings: dict) -> None:
                 return
             try:
                 if command == "generate":
-                    answer = generate(arguments)
-                elif command == "generate_adapted":
                     answer = generate(**arguments)
-                elif command == "clear":  # what verl's server does after a sync (clear_kv_cache)
+                elif command == "clear":  # as verl's server after a sync (clear_kv_cache)
                     answer = engine.reset_prefix_cache()
                     engine.llm_engine.reset_mm_cache()
                     engine.llm_engine.reset_encoder_cache()

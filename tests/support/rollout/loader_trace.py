@@ -7,7 +7,7 @@ tensor and the block of the parameter from its two sides.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,21 +21,9 @@ from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.specs import Heads, Rollout, SliceForm, TargetSlice, TensorSpec
 from epfsdp2.rollout.servers import target_slices
 
-__all__ = ["LoaderTracer", "View", "checkpoint_views", "differing_layouts", "merge_slices"]
+__all__ = ["differing_layouts"]
 
 _DECAY = (torch.ops.aten.exp.default, torch.ops.aten.neg.default)
-
-
-@dataclass(frozen=True)
-class View:
-    """A checkpoint tensor described as a strided view of a trainer tensor (``torch.as_strided``)."""
-
-    name: str
-    tensor: str
-    shape: tuple[int, ...]
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
 
 
 def differing_layouts(
@@ -54,8 +42,8 @@ def differing_layouts(
         load_weights: the worker's.
     """
     specs = [TensorSpec(name, tuple(t.shape), t.element_size()) for name, t in checkpoint_tensors(model).items()]
-    with torch.no_grad(), LoaderTracer(checkpoint_views(model, specs), parameters) as tracer:
-        load_weights(tracer.weights())
+    with torch.no_grad(), LoaderTracer(model, specs, parameters) as tracer:
+        load_weights(iter(tracer.weights))
     traced = tracer.slices()
     for spec in specs:
         computed = _sorted(merge_slices(target_slices(spec, rollout, worker, heads)))
@@ -68,25 +56,7 @@ def _sorted(slices: Iterable[TargetSlice]) -> list[TargetSlice]:
     return sorted(slices, key=lambda part: (part.block.low, part.at))
 
 
-def checkpoint_views(model: Any, tensors: Iterable[TensorSpec]) -> list[View]:
-    """Describe the checkpoint tensors that vLLM's loader receives as views of the trainer's tensors.
-
-    Raises:
-        ValueError: a checkpoint tensor is not a view of one trainer tensor.
-    """
-    stand_ins = {t.name: torch.empty(t.shape, device="meta") for t in tensors}
-    names = {storage_id(t): name for name, t in stand_ins.items()}
-    views = []
-    for name, part in _parts(model, stand_ins):
-        if storage_id(part) not in names:
-            raise ValueError(f"{name} is not a view of one trainer tensor.")
-        own = names[storage_id(part)]
-        shape = tuple(stand_ins[own].shape)
-        views.append(View(name, own, shape, tuple(part.shape), tuple(part.stride()), int(part.storage_offset())))
-    return views
-
-
-def _parts(model: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _checkpoint_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors as vLLM's loader receives them, flattened experts in the three dims that it restores."""
     flattened = {name: found for name in tensors if (found := flattened_matrices(model, name))}
     others = ((name, tensor) for name, tensor in tensors.items() if name not in flattened)
@@ -101,16 +71,23 @@ class LoaderTracer(TorchDispatchMode):
     Views that a loader has joined by ``torch.cat`` and copies as a whole are recorded one by one.
 
     Args:
-        views: the checkpoint tensors (``checkpoint_views``).
+        model: the trainer's.
+        tensors: the trainer's.
         parameters: the receiving model's parameters by name; contiguous, on any device.
+
+    Attributes:
+        weights: the checkpoint tensors, without values, for the receiving model's ``load_weights``.
     """
 
-    def __init__(self, views: Sequence[View], parameters: Mapping[str, torch.Tensor]):
+    def __init__(self, model: Any, tensors: Iterable[TensorSpec], parameters: Mapping[str, torch.Tensor]):
         super().__init__()
-        self._views = views
-        self._tensors = {view.tensor: torch.empty(view.shape, device="meta") for view in views}
+        sources = {spec.name: torch.empty(spec.shape, device="meta") for spec in tensors}
         # Keyed by storage, since ``parameter.data`` in a loader is another tensor of the same storage.
-        self._sources = {storage_id(tensor): (name, tensor) for name, tensor in self._tensors.items()}
+        self._sources = {storage_id(tensor): (name, tensor) for name, tensor in sources.items()}
+        self.weights = list(_checkpoint_tensors(model, sources))
+        assert all(storage_id(part) in self._sources for _, part in self.weights), (
+            "not views of one trainer tensor each"
+        )
         self._forms: dict[int, SliceForm] = {}  # of a source's storage, once the loader has changed its values
         self._decayed: set[str] = set()
         self._kept: list[torch.Tensor] = []
@@ -119,11 +96,6 @@ class LoaderTracer(TorchDispatchMode):
         for name, tensor in parameters.items():  # a parameter with several names gets the first
             self._targets.setdefault(storage_id(tensor), (name, tensor))
         self._slices: dict[str, set[TargetSlice]] = {}
-
-    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield the checkpoint tensors, without values, for the model's ``load_weights``."""
-        for view in self._views:
-            yield view.name, self._tensors[view.tensor].as_strided(view.size, view.stride, view.offset)
 
     def slices(self) -> dict[str, list[TargetSlice]]:
         """Return the slices that the model loaded, merged, by the trainer's name; ignored tensors have no entry."""

@@ -17,7 +17,7 @@ __all__ = ["packed_weights", "unpack_by_index"]
 
 
 def packed_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(name, tensor)`` of what ``running_weights`` leaves out on a CPU.
+    """Yield ``(name, tensor)`` of the weights that ``running_weights`` leaves out on a CPU.
 
     A head is the matrix that multiplies the hidden states, even if it is tied to the embedding.
     """

@@ -1,5 +1,6 @@
-"""verl's transport of weights without Ray and vLLM, which verl's packages import, and a receiver."""
+"""verl's transport of weights without Ray and vLLM, which verl's packages import: a sender and a receiver."""
 
+import asyncio
 import contextlib
 import importlib
 import importlib.util
@@ -7,11 +8,13 @@ import itertools
 import os
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["find_verls_transport", "receive"]
+__all__ = ["find_verls_transport", "receive", "send"]
 
 _TRANSPORT = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
 
@@ -36,6 +39,22 @@ def find_verls_transport() -> Any:
     sys.modules[utils.__name__] = utils
     importlib.import_module("epfsdp2.engine.cpu.platform")  # verl's plug-in loads it if verl is whole
     return importlib.import_module(_TRANSPORT)
+
+
+def send(tensors: Any, handles: Sequence[str], megabytes: int = 1) -> None:
+    """Send tensors to the worker beside this rank, in buckets of so many megabytes.
+
+    vLLM is not imported, which takes every rank ten seconds of a core.
+    """
+    from epfsdp2.rollout.vllm.adapter import send_weights
+
+    package = _TRANSPORT.rpartition(".")[0]
+    if package not in sys.modules:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+    settings: dict[str, Any] = {"bucket_megabytes": megabytes, "use_shm": True, "timeout_seconds": 120}
+    asyncio.run(send_weights(tensors, zmq_handle=handles[dist.get_rank()], rank=dist.get_rank(), **settings))
 
 
 def receive(handle: str, on_gpu: bool, results: Any) -> None:

@@ -22,7 +22,6 @@ import pytest
 
 from epfsdp2.engine.cleanup import held_by, remove_unused
 from epfsdp2.engine.compat import versions
-from epfsdp2.rollout.transport.report import TransferStats
 from epfsdp2.rollout.vllm import names
 from tests.support.rollout import verify
 
@@ -173,9 +172,9 @@ class Engine:
     def generate(self):
         return self.generating().result()
 
-    def generating(self, prompts: list | None = None) -> concurrent.futures.Future:
-        """Start to generate; ``prompts`` are ids or any other prompts of vLLM."""
-        return self._calls.submit(self._ask, "generate", prompts or PROMPTS, 60.0)
+    def generating(self, prompts: list | None = None, adapter: tuple | None = None) -> concurrent.futures.Future:
+        """Start to generate from ids or other prompts of vLLM, with an adapter's name, number and folder."""
+        return self.call("generate", prompts=prompts or PROMPTS, adapter=adapter)
 
     def digests(self) -> list[dict]:
         return [answer["digests"] for answer in self.call("epfsdp2_digests").result()]
@@ -194,18 +193,12 @@ class Engine:
     def handle(self, rank: int = 0) -> str:
         return f"ipc:///tmp/rl-colocate-zmq-{self.job}-replica-0-rank-{rank}.sock"
 
-    def sync(
-        self, weights, timeout_seconds: float = 30.0, watched: bool = True, verify: bool = False
-    ) -> list[TransferStats]:
-        """One weight sync: a sender per worker, the first of which also watches the receiving call.
+    def sync(self, weights, timeout_seconds: float = 30.0, verify: bool = False) -> None:
+        """Send weights by a thread for each worker; the first thread also watches the receiving call.
 
         Args:
-            weights: returns what a rank sends; called with the rank in the sender's thread.
-            watched: whether the first sender watches the receiving call; the others never do.
+            weights: returns the tensors of a rank.
             verify: whether the workers compare checksums.
-
-        Returns:
-            The statistics of each rank's transfer.
         """
         from epfsdp2.rollout.vllm import adapter
 
@@ -214,11 +207,10 @@ class Engine:
         )
 
         async def send(rank: int):
-            watches = rank == 0 and watched
-            future = asyncio.wrap_future(receiving) if watches else None
+            future = asyncio.wrap_future(receiving) if rank == 0 else None
             if future is not None:  # nobody may wait for it once the sender has failed
                 future.add_done_callback(lambda done: done.cancelled() or done.exception())
-            return await adapter.send_weights(
+            await adapter.send_weights(
                 as_taken(weights(rank)),
                 zmq_handle=self.handle(rank),
                 bucket_megabytes=1,
@@ -234,7 +226,8 @@ class Engine:
         patched = mock.patch.object(adapter, "_failure_of_call", failure)
         with patched, concurrent.futures.ThreadPoolExecutor(self.tp_size) as senders:
             results = [senders.submit(asyncio.run, send(rank)) for rank in range(self.tp_size)]
-        return [result.result() for result in results]
+        for result in results:
+            result.result()
 
     def leftovers(self) -> list[str]:
         buckets = set(glob.glob("/dev/shm/verl_weights_*")) - self._buckets_before
@@ -281,22 +274,18 @@ def _forking(environment: tuple[tuple[str, str], ...]) -> subprocess.Popen:
 
 
 def _forked(request: dict, environment: dict) -> psutil.Process:
-    """Start an engine's process as ``vllm_process.py`` says.
-
-    Raises:
-        RuntimeError: vLLM can't be imported; it has said why.
-    """
+    """Start an engine's process by a request to ``vllm_process.py``."""
     forking = _forking(tuple(sorted(environment.items())))
     forking.stdin.write(json.dumps(request) + "\n")
     forking.stdin.flush()
     pid = forking.stdout.readline()
     if not pid:
-        raise RuntimeError("the process that engines are forked from has ended")
+        raise RuntimeError("the process that engines are forked from has ended, with its reason above")
     return psutil.Process(int(pid))
 
 
 def segments_identity(folder) -> str:
-    """Return what vLLM is to name its shared-memory segments by (``VLLM_DIST_IDENT``) in processes of a test."""
+    """Return the prefix of vLLM's shared-memory segments (``VLLM_DIST_IDENT``) in processes of a test."""
     return str(folder).replace("/", ".")
 
 

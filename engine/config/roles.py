@@ -21,10 +21,9 @@ from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
 from ..cleanup import report_leftovers
 from ..errors import SettingError
-from ..preflight.model_facts import check_model_path
-from ..preflight.positions import max_model_len
+from ..preflight.model import check_model_path
 from ..preflight.resume import check_background_saves
-from ..preflight.rounding import rows_held_in
+from ..preflight.rollout import max_model_len, rows_held_in
 from ..preflight.run import check_run, check_training
 from .settings import EngineSettings, check_settings
 from .values import STRATEGY

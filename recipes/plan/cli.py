@@ -30,7 +30,7 @@ from ...engine.moe.find import UnsupportedModelError
 from ...engine.planner.memory import IMBALANCE, Batch
 from ...engine.planner.model_sizes import ModelSizes
 from ...engine.planner.run import format_plan, format_step
-from ...engine.preflight.model_facts import import_external
+from ...engine.preflight.model import import_external
 from .cards import MODEL_HELP, config_of
 from .meshes import Request, choices, recommended, smallest
 from .roofline import ERROR, Cluster

@@ -13,7 +13,7 @@ from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.model.meta import build_on_meta
-from epfsdp2.engine.preflight.model_facts import inspect_model
+from epfsdp2.engine.preflight.model import inspect_model
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity import families
 from tests.support.models.tiny import VOCAB, relative_error

@@ -1,13 +1,16 @@
 """Count what autograd saves in a forward, by running the model's own code on the meta device.
 
 Attention saves what a flash kernel saves (sdpa saves as much), and experts what ``moe/fused.py`` saves. All of it is
-proportional to the tokens, so a few tokens are traced. Each layer's backward is run as well, to count what its
-operators read and write (``passes.py``).
+proportional to the tokens, so a few tokens are traced.
+
+The bytes that a layer's operators read and write in forward and backward are counted too: eager operators and fused
+kernels are bound by memory, so these bytes give their time. Matrix products, attention and experts are left out,
+because the planner has functions of its own for them.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -27,12 +31,36 @@ from ..moe.find import CustomExperts, UnsupportedModelError, find_experts
 from ..moe.forward import linears
 from ..moe.gemm.backends import MOST_BY_INDEX
 from ..moe.gemm.gate import gate_of
-from .passes import CountedPasses, backward_of
 
-__all__ = ["Attention", "LayerActivations", "Traced", "trace"]
+__all__ = ["Attention", "CountedPasses", "LayerActivations", "Traced", "backward_of", "trace"]
 
 _TOKENS = 64
 _TRACED = "epfsdp2_traced"  # name of the attention and of the experts
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+_MOVE_NOTHING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
+
+
+class CountedPasses(TorchDispatchMode):
+    """Sums the bytes that operators read and write in ``nbytes``; an expanded tensor counts its storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket.__name__ not in _PRODUCTS + _MOVE_NOTHING:
+            tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+            self.nbytes += sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
+        return out
+
+
+def backward_of(outputs: Any, inputs: list[torch.Tensor]) -> None:
+    """Run the backward of a layer on meta, from gradients of all outputs to gradients of inputs and weights."""
+    reached = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [t for t in inputs if t.requires_grad]
+    if reached and leaves:
+        torch.autograd.grad(reached, leaves, [torch.empty_like(t) for t in reached], allow_unused=True)
 
 
 @dataclass(frozen=True)
@@ -133,29 +161,16 @@ def trace(
     parts = units_recomputed(layers.values(), experts, "selective")
     try:
         with fused_on_meta(model) if fuse_dense else nullcontext():
-            tape, longer = (_recorded(model, layers, parts, recompute_activations, n) for n in (_TOKENS, 2 * _TOKENS))
+            tape, longer = (_Tape(model, recompute_activations) for _ in range(2))
+            tape.record(model, layers, parts, _TOKENS)
+            longer.record(model, layers, parts, 2 * _TOKENS)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"the code of {type(model).__name__} can't be traced on the meta device: {error}"
-        ) from error
+        kind = type(model).__name__
+        raise UnsupportedModelError(f"the code of {kind} can't be traced on the meta device: {error}") from error
     return Traced(
         {name: layer.result(recompute_activations, longer.layers[name]) for name, layer in tape.layers.items()},
         sum(tape.outside.values()) / _TOKENS,
     )
-
-
-def _recorded(
-    model: Any, layers: Mapping[str, nn.Module], parts: list[nn.Module], recompute_activations: bool, tokens: int
-) -> "_Tape":
-    global _tape
-    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    tape = _tape = _Tape(model, recompute_activations)
-    try:
-        with torch.enable_grad(), tape.recording(layers, parts):
-            model(input_ids=ids, use_cache=False)
-    finally:
-        _tape = None
-    return tape
 
 
 @dataclass
@@ -228,19 +243,22 @@ class _Tape:
                 self.layer.saved.setdefault(key, (size, self.part))
         return tensor
 
-    @contextmanager
-    def recording(self, layers: Mapping[str, nn.Module], parts: list[nn.Module]) -> Iterator[None]:
-        handles = []
+    def record(self, model: Any, layers: Mapping[str, nn.Module], parts: list[nn.Module], tokens: int) -> None:
+        """Run a forward, and the backward of the first layer of each kind."""
+        global _tape
+        ids, handles = torch.zeros(1, tokens, dtype=torch.long, device="meta"), []
         for name, layer in layers.items():
             handles.append(layer.register_forward_pre_hook(self._enter_layer(name), with_kwargs=True))
             handles.append(layer.register_forward_hook(self._leave_layer))
         for part in parts:
             handles.append(part.register_forward_pre_hook(self._enter_part, with_kwargs=True))
             handles.append(part.register_forward_hook(lambda *_: setattr(self, "part", None)))
+        _tape = self
         try:
-            with saved_tensors_hooks(self.pack, lambda t: t), _OneSequence():
-                yield
+            with torch.enable_grad(), saved_tensors_hooks(self.pack, lambda t: t), _OneSequence():
+                model(input_ids=ids, use_cache=False)
         finally:
+            _tape = None
             self.counting.close()
             for handle in handles:
                 handle.remove()

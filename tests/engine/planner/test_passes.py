@@ -16,8 +16,7 @@ from epfsdp2.engine.dense.norms import fuse_norms
 from epfsdp2.engine.dense.rotary import FusedRotary
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.moe.find import UnsupportedModelError
-from epfsdp2.engine.planner.activations import trace
-from epfsdp2.engine.planner.passes import CountedPasses, backward_of
+from epfsdp2.engine.planner.activations import CountedPasses, backward_of, trace
 from tests.parity.families import FAMILIES
 from tests.support.moe.interpreter import interpreted_kernels
 

@@ -92,13 +92,7 @@ _BESIDE_THE_NODES = [key for key, verls in VERL_KEYS["role"].items() if verls.us
 
 @dataclass(frozen=True)
 class Role:
-    """The config nodes of a role.
-
-    Args:
-        name: the node of its config.
-        nodes: the nodes below it that have the keys of verl's FSDP engine config.
-        forward_only: whether it is never trained.
-    """
+    """The config node of a role, and the nodes below it that have the keys of verl's FSDP engine config."""
 
     name: str
     nodes: tuple[str, ...]
@@ -114,12 +108,9 @@ ROLES = {
 
 @dataclass(frozen=True)
 class RoleEngine:
-    """The engine's settings of one role.
+    """The engine's settings of one role: ``values`` by name, and lines of log on ignored settings.
 
-    Args:
-        values: by the name of the engine's setting; the others are at their default.
-        names: the user's spelling of the settings given for this role, dotted keys of mappings included.
-        notes: lines of log on ignored settings.
+    ``names`` has the user's spelling of the settings given for this role, dotted keys of mappings included.
     """
 
     values: dict[str, Any]

@@ -30,14 +30,13 @@ class ModelSizes:
     Args:
         master: dtype of the parameters that the optimizer steps.
         whole: bytes of parameters that are not sharded.
-        outputs: outputs of the head per token: logits, or one value for a critic.
-        head_width: width of the hidden states that the head reads.
+        outputs, head_width: the head's outputs per token (one for a critic) and the width of its input.
         chunked_logits: whether the head returns log-probs, and logits are never whole.
         num_experts: number of experts of each experts module.
         etp_sizes: sizes that the expert tensor-parallel size has to divide; 1 if experts can't be cut.
         matrices: the parameters that Muon steps, by name.
         heads: the number of heads that the sequence-parallel size has to divide; 1 if it has to be 1.
-        unshared: why the sequence-parallel size has to be 1; empty if it need not.
+        unshared: the reason if it has to be 1, else empty.
         uncounted: description of the memory and traffic of sequence parallelism that is not counted; empty if all is.
         untraced: why saved tensors and sent rows are not known; empty if they are.
     """
@@ -91,8 +90,7 @@ class ModelSizes:
             model.get_parameter(name).requires_grad_(False)
         traced, untraced = Traced({}, 0.0), ""
         try:
-            # The model computes in the dtype in which FSDP gathers it.
-            model = model.to(options.param_dtype)
+            model = model.to(options.param_dtype)  # the dtype in which FSDP gathers it
             fused = options.fuse_dense and not options.compile_dense
             traced = trace(model, options.expert_plan, has_backend(options.experts_backend), fused)
         except UnsupportedModelError as error:
@@ -126,10 +124,6 @@ def _etp_sizes(unit: Unit) -> list[int]:
 def unit_sizes(
     sizes: ModelSizes, topology: Topology, shard_dim: int | str = "auto"
 ) -> tuple[tuple[str, Unit, UnitSizes], ...]:
-    """Return each unit with its stage's name and its sizes, in the order of the forward.
-
-    Raises:
-        SettingError: as in ``Unit.sizes``.
-    """
+    """Return each unit with its stage's name and its sizes, in the order of the forward (raises as ``Unit.sizes``)."""
     pairs = [(stage.name, unit) for stage in sizes.stages for unit in stage.units]
     return tuple((stage, unit, unit.sizes(topology, shard_dim)) for stage, unit in pairs)

@@ -6,6 +6,7 @@ The model is built from its config on the meta device, which takes a second and 
 ignores them and logs one line. They are refused if no trained model has experts, because the user expects some.
 """
 
+import contextlib
 import copy
 import importlib
 import logging
@@ -55,14 +56,13 @@ _REPLAY = "disabled"
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a model for the checks.
+    """Facts of a model on the meta device, for the checks.
 
     Args:
         name: name of its class.
         experts: number of experts of each experts module, in the model's order; empty for a dense model.
         stacked: distinct shapes ``[E, ...]`` of its stacked expert parameters, each with its ``ep`` dim and the dim
             that ``etp`` shards.
-        model: the model on the meta device.
     """
 
     name: str
@@ -110,11 +110,7 @@ def inspect_model(
     fp32_modules: Sequence[str] = (),
     built: nn.Module | None = None,
 ) -> ModelFacts | None:
-    """Build the model on the meta device from its config, and return its facts.
-
-    Args:
-        expert_plan, fp32_modules: the engine's settings with patterns of parameter and module names.
-        built: the model on the meta device, if it is already built.
+    """Build the model on the meta device from its config, if it is not ``built``, and return its facts.
 
     Returns:
         None, with a warning, for a model that is not on this machine: a hub id outside the cache, or a remote path.
@@ -178,16 +174,10 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
         reason = " ".join(str(error).split())[:300]
         rule = f"transformers can't build a model from its config: {type(error).__name__}: {reason}."
         works = f"a config.json of a causal language model; and look at {setting}.override_config"
-        works = KNOWN_AS.get(_model_type(config_path), works)
+        with contextlib.suppress(OSError):
+            # transformers may not know the type.
+            works = KNOWN_AS.get(str(PretrainedConfig.get_config_dict(config_path)[0].get("model_type")), works)
         raise SettingError(f"{setting}.path", model.get("path"), rule, works) from error
-
-
-def _model_type(path: str) -> str:
-    # transformers may not know it.
-    try:
-        return str(PretrainedConfig.get_config_dict(path)[0].get("model_type", ""))
-    except OSError:
-        return ""
 
 
 def import_external(model: Mapping[str, Any], setting: str) -> None:
@@ -228,11 +218,8 @@ def facts_of(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
 def check_expert_shards(engine: Any, topology: Topology, facts: ModelFacts, optim: Any, setting: str) -> None:
     """Check that the mesh divides the experts, and that Muon gathers each matrix over one axis.
 
-    ``ep`` divides the experts of every layer, ``etp`` their inner dims, and ``ep_fsdp`` the shard dim.
-
-    Args:
-        optim: optimizer settings; None for a role without an optimizer.
-        setting: config path of the model's node.
+    ``ep`` divides the experts of every layer, ``etp`` their inner dims, and ``ep_fsdp`` the shard dim. ``optim`` is
+    None for a role without an optimizer.
 
     Raises:
         SettingError: for a size, with those that divide, or for the optimizer.
@@ -256,11 +243,8 @@ def check_expert_shards(engine: Any, topology: Topology, facts: ModelFacts, opti
 def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None, server: str = "") -> tuple[str, int]:
     """Return the name and the number of elements of the largest tensor that is sent to the rollout.
 
-    Tensors are named and split as by ``Server.named``: a fused expert stack is one tensor, or one per expert.
-
-    Args:
-        itemsizes: bytes per element of each parameter as it is sent; with them bytes are compared and returned.
-        server: verl's name of the rollout.
+    Tensors are split as by ``Server.named``: a fused expert stack is one tensor, or one per expert. With ``itemsizes``,
+    the bytes per element of each parameter as it is sent, bytes are compared and returned.
     """
     size_of = {name: 1 if itemsizes is None else itemsizes[name] for name, _ in model.named_parameters()}
     largest, named = ("", 0), server_named(server).named
@@ -309,12 +293,7 @@ def not_applied(engine: Any, path: str, model: nn.Module) -> str:
 
 
 def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[str, Any] | None = None) -> None:
-    """Refuse settings of experts where no trained model has experts.
-
-    Args:
-        facts: facts of a dense model.
-        setting: config path of its node.
-        critic: model settings of the run's critic; None without one.
+    """Refuse settings of experts where neither this dense model nor the run's critic, if it has one, has experts.
 
     Raises:
         SettingError: for the first such setting or unmatched pattern, if the critic has no experts either.

@@ -27,11 +27,7 @@ CHECKPOINTS = {
 def check_checkpoint(checkpoint: Mapping[str, Any], model: str) -> None:
     """Check that the contents to save and load exist, and that a critic does not save in the background.
 
-    Args:
-        model: config path of the role's model.
-
-    Raises:
-        SettingError: lists the known contents.
+    ``model`` is the config path of the role's model.
     """
     node = CHECKPOINTS[model]
     for key in ("save_contents", "load_contents"):
@@ -69,11 +65,10 @@ def check_resume(trainer: Mapping[str, Any], role: str, contents: Collection[str
     """Check that a role can resume from the checkpoint that verl's trainer chooses, if there is one.
 
     Args:
-        trainer: ``mode``, ``from_path`` and ``folder``: verl's ``trainer.resume_mode``, ``resume_from_path`` and
-            ``default_local_dir``.
+        trainer: verl's ``trainer.resume_mode``, ``resume_from_path`` and ``default_local_dir`` as ``mode``,
+            ``from_path`` and ``folder``.
         role: ``actor`` or ``critic``, the name of its folder.
         contents: the role's ``load_contents``.
-        model: config path of the role's model.
 
     Raises:
         SettingError: the checkpoint is not complete, or lacks some of ``contents``.

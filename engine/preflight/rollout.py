@@ -1,6 +1,7 @@
 """Checks that the rollout can serve the model, and that weights, adapters and routes can reach it.
 
-``facts`` is None for a model that is not on this machine; then only settings are checked.
+Each check raises ``SettingError`` for the first setting that can't work. ``facts`` is None for a model that is not on
+this machine; then only settings are checked.
 """
 
 import logging
@@ -68,7 +69,6 @@ def check_sync(
     """Check that weights can reach the rollout in the configured sync mode.
 
     Args:
-        device: verl's device name.
         colocated: whether each rank sends to the rollout worker beside it; else workers are on GPUs of their own.
 
     Raises:
@@ -188,12 +188,7 @@ def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFac
     """Check adapters that are sent to the rollout without the base weights (``lora.merge=False``).
 
     verl's own checkpoint engines send merged weights all the same. With them any adapter can be trained.
-
-    Args:
-        facts: ``facts.model`` has the adapters (``features.check_lora``).
-
-    Raises:
-        SettingError: for ``lora.merge``: the rollout serves no such adapters.
+    ``facts.model`` has the adapters (``features.check_lora``).
     """
     if not model.get("lora_rank") or not rollout.get("name") or (model.get("lora") or {}).get("merge"):
         return
@@ -237,11 +232,7 @@ def rows_held_in(rollout: Mapping[str, Any]) -> str:
 
 
 def check_rounding(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Check that the trainer quantises the weights that it sends, if it trains with quantised weights.
-
-    Raises:
-        SettingError: for ``engine.rollout_quantization_aware``.
-    """
+    """Check that the trainer quantises the weights that it sends, if it trains with quantised weights."""
     asked = engine.rollout_quantization_aware
     if not asked:
         return
@@ -262,11 +253,7 @@ def check_rounding(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | 
 
 
 def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
-    """Check that exactly one source records the routes that are replayed.
-
-    Raises:
-        SettingError: for the mode, or for the rollout's setting.
-    """
+    """Check that exactly one source records the routes that are replayed."""
     mode, recorded = engine.router_replay.mode, bool(rollout.get("enable_rollout_routing_replay"))
     if mode == "R3" and not recorded:
         rule = f"{_REPLAY}=R3 replays what the rollout records."
@@ -281,11 +268,7 @@ def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
 
 
 def check_distillation(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:
-    """Check that verl's top-k distillation gets whole logits, for the tokens of the batch alone.
-
-    Raises:
-        SettingError: for fused kernels, or for padding.
-    """
+    """Check that verl's top-k distillation gets whole logits, for the tokens of the batch alone."""
     if not rollout.get("distillation") or rollout.get("distillation_loss") != "forward_kl_topk":
         return
     loss = "distillation.distillation_loss.loss_mode=forward_kl_topk"
@@ -303,11 +286,7 @@ def max_model_len(rollout: Mapping[str, Any]) -> Any:
 
 
 def check_positions(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Check that the rollout's rotary embedding equals the trainer's if frequencies depend on the length.
-
-    Raises:
-        SettingError: for a length at which they differ, for the rollout, or for the model.
-    """
+    """Check that the rollout's rotary embedding equals the trainer's if frequencies depend on the length."""
     if facts is None or rollout.get("name") not in SERVERS:
         return
     for module in rotary_by_length(facts.model):

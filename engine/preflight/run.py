@@ -75,12 +75,10 @@ def check_run(
     Args:
         engine: the engine's settings (``EPFSDP2EngineConfig`` or anything with its fields).
         n_gpus: ranks of the trainer.
-        model: verl's model settings.
         rollout: ``n_gpus_per_node``, ``backend``, ``update_weights_bucket_megabytes``, and under their own names
             verl's rollout settings that place it (``rollout/servers.py`` reads them); ``resume`` is for
             ``check_resume``, with the critic's ``load_contents`` as ``critic_contents``.
-        checkpoint: the actor's checkpoint settings.
-        optim: the actor's optimizer settings.
+        checkpoint, optim: the actor's settings.
         device: verl's device name; ``cpu`` without an accelerator.
         ipc: whether weights reach the rollout through device memory, else through /dev/shm.
 
@@ -90,7 +88,11 @@ def check_run(
     check_versions(rollout.get("name"))
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
-    resume, critic = rollout.get("resume") or {}, _critic_of(rollout)
+    needs_critic = rollout.get("critic_enable")
+    if needs_critic is None:  # as verl's need_critic
+        needs_critic = rollout.get("adv_estimator") == "gae"
+    critic = {"path": rollout["critic_path"]} if needs_critic and rollout.get("critic_path") else None
+    resume = rollout.get("resume") or {}
     check_resume(resume, "actor", (checkpoint or {}).get("load_contents") or (), ACTOR_MODEL)
     if critic is not None:
         check_resume(resume, "critic", resume.get("critic_contents") or (), "critic.model")
@@ -122,17 +124,13 @@ def check_training(
     setting: str = ACTOR_MODEL,
     built: nn.Module | None = None,
 ) -> ModelFacts | None:
-    """Check the settings of the engine and the model, without a rollout.
+    """Check a role's settings without a rollout; return facts of its model, None if that is not on this machine yet.
 
     Args:
         world: number of ranks.
-        checkpoint: the role's checkpoint settings.
-        optim: the role's optimizer settings; None for a role without an optimizer.
+        optim: None for a role without an optimizer.
         setting: config path of the model's node: ``model`` in ``sft_trainer``.
         built: the model on the meta device, if it is already built; it may get adapters.
-
-    Returns:
-        Facts of the model; None if it is not on this machine yet.
 
     Raises:
         SettingError: for the first setting that can't work.
@@ -165,23 +163,8 @@ def check_training(
     return facts
 
 
-def _critic_of(rollout: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the model settings of the run's critic; None if it has none (verl's ``need_critic``)."""
-    wanted = rollout.get("critic_enable")
-    wanted = rollout.get("adv_estimator") == "gae" if wanted is None else wanted
-    return {"path": rollout["critic_path"]} if wanted and rollout.get("critic_path") else None
-
-
 def check_model_settings(model: Any, setting: str = ACTOR_MODEL) -> None:
-    """Refuse verl's model settings that this engine would silently ignore.
-
-    Args:
-        model: verl's model settings, as a mapping or as ``HFModelConfig``.
-        setting: config path of their node.
-
-    Raises:
-        SettingError: for the first of them.
-    """
+    """Refuse verl's model settings (a mapping or ``HFModelConfig``) that this engine would silently ignore."""
     for key in _UNSUPPORTED:
         name = f"{setting}.{key}"
         if value := get_setting(model, key):
@@ -197,14 +180,15 @@ def check_versions(rollout_name: str | None) -> None:
     rollout = [rollout_name] if rollout_name in SERVERS else []
     for name in ("verl", "ray", "torch", "transformers", *rollout):
         version, accepted = versions.installed(name), versions.accepted()[name]
+        works = f"pip install '{name}{accepted}'"
         if version is None and name in SERVERS:
             rule, works = f"{SERVERS[name].title} is not installed.", SERVERS[name].install_hint
             raise SettingError("actor_rollout_ref.rollout.name", name, rule, works)
         if version is None:
-            raise SettingError(name, None, f"{name} is not installed.", f"pip install '{name}{accepted}'")
+            raise SettingError(name, None, f"{name} is not installed.", works)
         if not versions.is_accepted(name, version):
             shown = ", ".join(versions.tested(name))
             rule = f"this version of {name} is outside {accepted}, the range that epfsdp2 works with (tested: {shown})."
-            raise SettingError(name, version, rule, f"pip install '{name}{accepted}'")
+            raise SettingError(name, version, rule, works)
         if warning := versions.untested(name):
             logger.warning("epfsdp2: %s", warning)

@@ -3,9 +3,9 @@
 Attention saves what a flash kernel saves (sdpa saves as much), and experts what ``moe/fused.py`` saves. All of it is
 proportional to the tokens, so a few tokens are traced.
 
-The bytes that a layer's operators read and write in forward and backward are counted too: eager operators and fused
-kernels are bound by memory, so these bytes give their time. Matrix products, attention and experts are left out,
-because the planner has functions of its own for them.
+It also counts the bytes that a layer's operators read and write in forward and backward. They give the time of eager
+operators and fused kernels, which are bound by memory. Matrix products, attention and experts are left out, because
+the roofline has formulas for them.
 """
 
 import math

@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import verl.trainer.config
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
-from transformers import Qwen3MoeConfig
 from verl.trainer.config import CheckpointConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler import ProfilerConfig
@@ -24,6 +21,7 @@ from epfsdp2.conf.search_path import with_engine_entry
 from epfsdp2.engine.config import EPFSDP2CriticConfig, EPFSDP2EngineConfig
 from epfsdp2.engine.config.settings import SETTINGS
 from epfsdp2.rollout.sglang.server import SGLANG_LOADER
+from tests.support.trainer.settings import checkpoint
 
 VERL_CONFIG = os.path.dirname(verl.trainer.config.__file__)
 EXTENSION = "epfsdp2.rollout.vllm_worker.WeightSyncExtension"
@@ -230,8 +228,7 @@ def test_main_ppo_with_an_engine_of_sft_is_refused_with_what_works():
 
 
 def test_critic_is_built_of_verls_parts_and_follows_its_own_token_limit(tmp_path):
-    Qwen3MoeConfig(num_hidden_layers=1, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path)
-    save_file({"x": torch.zeros(1)}, str(tmp_path / "model.safetensors"))
+    checkpoint(tmp_path, architectures=["Qwen3MoeForCausalLM"])
     model = [f"critic.model.path={tmp_path}", "+critic.model.load_tokenizer=False"]
     config = composed("ppo_trainer", "engine=epfsdp2", "engine.ep_size=2", *SIZES, *model)
     assert config.critic.ppo_infer_max_token_len_per_gpu == 32768

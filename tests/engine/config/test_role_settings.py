@@ -5,15 +5,12 @@ import os
 from dataclasses import fields, replace
 
 import pytest
-import torch
 import verl.trainer.config
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
-from transformers import Qwen3MoeConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config.actor import ActorConfig, FSDPActorConfig
 from verl.workers.config.critic import CriticConfig, FSDPCriticConfig
@@ -30,6 +27,7 @@ from epfsdp2.engine.config import (
 from epfsdp2.engine.config.roles import DriverError
 from epfsdp2.engine.config.settings import SETTINGS
 from epfsdp2.engine.config.verl_keys import VERL_KEYS
+from tests.support.trainer.settings import checkpoint
 
 VERL_CONFIG = os.path.dirname(verl.trainer.config.__file__)
 ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
@@ -38,21 +36,7 @@ SIZES = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        architectures=["Qwen3MoeForCausalLM"],
-    ).save_pretrained(folder)
-    save_file({"x": torch.zeros(1)}, str(folder / "model.safetensors"))
-    return folder
+    return checkpoint(tmp_path_factory.mktemp("model"), architectures=["Qwen3MoeForCausalLM"])["path"]
 
 
 def composed(*overrides, engine="engine=epfsdp2"):
@@ -139,12 +123,8 @@ def test_role_settings_by_default_are_verls():
     ids=["ours", "verl's", "critic.model"],
 )
 def test_role_settings_spelled_either_way_override_engine(nodes, plus, model):
-    given = [
-        f"actor_rollout_ref.model.path={model}",
-        f"critic.model.path={model}",
-        "+critic.model.load_tokenizer=False",
-    ]
-    given += ["engine.ep_size=2", "engine.seed=7", "engine.mixed_precision={param_dtype:bf16}"]
+    given = ["engine.ep_size=2", "engine.seed=7", "engine.mixed_precision={param_dtype:bf16}"]
+    given += [f"critic.model.path={model}", "+critic.model.load_tokenizer=False"]
     for i, name in enumerate((ACTOR, REF, CRITIC)):
         given.append(f"{plus[i]}{name}.{nodes[i]}.seed={i}")
     given.append(f"{plus[2]}{CRITIC}.{nodes[2]}.mixed_precision.reduce_dtype=bf16")

@@ -82,40 +82,25 @@ class Attention:
 class LayerActivations:
     """Bytes per token that a layer's forward saves for its backward.
 
-    Args:
-        input: the layer's input, which is all that full checkpointing saves.
-        dense: saved outside the experts.
-        experts: saved by the experts, dispatch and combine included; grows with the rows that a rank receives.
-        sent: the part of ``experts`` that is not saved if one rank holds all experts: received rows, their weights and
-            their orders.
-        backward: maximum in backward besides saved tensors and gradients of weights. It is the experts' with torch's
-            operators, which grows with the received rows, or the layer's if it has no experts.
-        backward_by_index: the same with the Triton kernels, which read rows through an index. Gradients of received
-            rows add ``row_width``.
-        selective: the part of ``dense`` that selective checkpointing saves.
-        recomputed: saved by the largest part of the layer while selective checkpointing recomputes it.
-        rows: rows per token that are dispatched; 0 without experts.
-        row_width, pre_width, act_width: elements of these rows together, of their first linear's output, and of their
-            activation.
-        ends_with_experts: whether nothing is saved after the experts, so that a recomputation of the layer ends before
-            combine.
-        passes, passes_backward: read and written by operators other than matrix products, attention and experts.
+    ``backward`` is the maximum in backward besides saved tensors and gradients of weights. It is the experts' with
+    torch's operators, which grows with the received rows, or the layer's if it has no experts. ``backward_by_index`` is
+    the same with the Triton kernels, which read rows through an index; gradients of received rows add ``row_width``.
     """
 
-    input: float
-    dense: float
-    selective: float
-    recomputed: float
-    experts: float = 0.0
-    sent: float = 0.0
+    input: float  # the layer's input, which is all that full checkpointing saves
+    dense: float  # saved outside the experts
+    selective: float  # the part of dense that selective checkpointing saves
+    recomputed: float  # saved by the largest part of the layer while selective checkpointing recomputes it
+    experts: float = 0.0  # saved by the experts, dispatch and combine included; grows with the rows of a rank
+    sent: float = 0.0  # the part of experts for received rows, their weights and orders: none if ep * etp is 1
     backward: float = 0.0
     backward_by_index: float = 0.0
-    rows: int = 0
-    row_width: int = 0
-    pre_width: int = 0
-    act_width: int = 0
-    ends_with_experts: bool = False
-    passes: float = 0.0
+    rows: int = 0  # rows per token that are dispatched; 0 without experts
+    row_width: int = 0  # elements of these rows together,
+    pre_width: int = 0  # of their first linear's output,
+    act_width: int = 0  # and of their activation
+    ends_with_experts: bool = False  # nothing is saved after the experts, so a recomputation ends before combine
+    passes: float = 0.0  # read and written by operators other than matrix products, attention and experts
     passes_backward: float = 0.0
     attention: Attention = Attention()
 

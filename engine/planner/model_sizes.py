@@ -25,37 +25,23 @@ __all__ = ["ModelSizes", "unit_sizes"]
 
 @dataclass(frozen=True, eq=False)
 class ModelSizes:
-    """The sizes of a model.
-
-    Args:
-        master: dtype of the parameters that the optimizer steps.
-        whole: bytes of parameters that are not sharded.
-        outputs, head_width: the head's outputs per token (one for a critic) and the width of its input.
-        chunked_logits: whether the head returns log-probs, and logits are never whole.
-        num_experts: number of experts of each experts module.
-        etp_sizes: sizes that the expert tensor-parallel size has to divide; 1 if experts can't be cut.
-        matrices: the parameters that Muon steps, by name.
-        heads: the number of heads that the sequence-parallel size has to divide; 1 if it has to be 1.
-        unshared: the reason if it has to be 1, else empty.
-        uncounted: description of the memory and traffic of sequence parallelism that is not counted; empty if all is.
-        untraced: why saved tensors and sent rows are not known; empty if they are.
-    """
+    """The sizes of a model."""
 
     name: str
     stages: tuple[Stage, ...]
     traced: Traced
-    master: torch.dtype
-    whole: int
-    outputs: int
-    head_width: int
-    chunked_logits: bool
-    num_experts: tuple[int, ...]
-    etp_sizes: tuple[int, ...]
-    matrices: Mapping[str, Layout]
-    heads: int
-    unshared: str = ""
-    uncounted: str = ""
-    untraced: str = ""
+    master: torch.dtype  # of the parameters that the optimizer steps
+    whole: int  # bytes of parameters that are not sharded
+    outputs: int  # of the head per token: logits, or one value for a critic
+    head_width: int  # of the hidden states that the head reads
+    chunked_logits: bool  # whether the head returns log-probs, and logits are never whole
+    num_experts: tuple[int, ...]  # of each experts module
+    etp_sizes: tuple[int, ...]  # sizes that the expert tensor-parallel size has to divide; 1 if experts can't be cut
+    matrices: Mapping[str, Layout]  # the parameters that Muon steps, by name
+    heads: int  # the number that the sequence-parallel size has to divide; 1 if that has to be 1,
+    unshared: str = ""  # and the reason
+    uncounted: str = ""  # memory and traffic of sequence parallelism that is not counted
+    untraced: str = ""  # why saved tensors and sent rows are not known; empty if they are
 
     @classmethod
     def built_by(

@@ -34,25 +34,18 @@ _ADAM = ("Adam", "AdamW")
 
 @dataclass
 class StepEstimate:
-    """The estimate for one training role.
-
-    Args:
-        measure: returns the most bytes that torch's allocator ever held; None if it doesn't count them.
-        batch: the largest step; None if the settings don't limit it.
-        uncounted: descriptions of memory that the estimate leaves out.
-        command: the command that estimates every other mesh, without the options of this run's other settings.
-    """
+    """The estimate for one training role."""
 
     sizes: ModelSizes
     topology: Topology
     options: ShardingOptions
     optimizer: OptimizerKind | None
-    batch: Batch | None
-    uncounted: tuple[str, ...]
-    command: str
+    batch: Batch | None  # the largest step; None if the settings don't limit it
+    uncounted: tuple[str, ...]  # descriptions of memory that the estimate leaves out
+    command: str  # that estimates every other mesh
     sp: int
     gloo: bool
-    measure: Callable[[], int] | None
+    measure: Callable[[], int] | None  # the most bytes that torch's allocator ever held, if it counts them
     _seen: Batch | None = None
 
     def peak(self, batch: Batch) -> MemoryPoint:
@@ -251,7 +244,6 @@ def format_mesh(topology: Topology, sp: int = 1) -> str:
 
 
 def _format_bytes(nbytes: float) -> str:
-    """Format a size in the largest of GiB, MiB and KiB in which it is at least 1."""
     for unit, shift in (("GiB", 30), ("MiB", 20)):
         if nbytes >= 1 << shift:
             return f"{nbytes / (1 << shift):.2f} {unit}"

@@ -78,8 +78,7 @@ class ModelFacts:
 def check_model_path(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> str | None:
     """Return the folder with the model's config; None for a hub id outside the cache, or a remote path.
 
-    Raises:
-        SettingError: the path is neither a folder nor a hub id, or the folder has no complete safetensors.
+    Raises ``SettingError`` if the path is neither a folder nor a hub id, or the folder has no complete safetensors.
     """
     path, name = str(model.get("path")), f"{setting}.path"
     local = os.path.expanduser(path)
@@ -181,11 +180,7 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
 
 
 def import_external(model: Mapping[str, Any], setting: str) -> None:
-    """Import ``external_lib``, as verl does in each worker: it may register model classes or blocks of experts.
-
-    Raises:
-        SettingError: there is no such module.
-    """
+    """Import ``external_lib``, as verl does in each worker: it may register model classes or blocks of experts."""
     named = plain(model.get("external_lib")) or []
     for name in [named] if isinstance(named, str) else named:
         try:

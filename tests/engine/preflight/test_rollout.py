@@ -114,15 +114,9 @@ def test_check_graphs_with_latent_attention_in_an_old_vllm_is_refused(tmp_path, 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"vllm": {"worker_extension_cls": "theirs.Extension"}}, f"{VLLM}.worker_extension_cls=theirs.Extension"),
         ({"engine_kwargs": None}, f"{VLLM}.worker_extension_cls=None"),
-        ({"vllm": {"expert_placement_strategy": "round_robin"}}, f"{VLLM}.expert_placement_strategy=round_robin"),
-        ({"pipeline_model_parallel_size": 2}, f"{ROLLOUT}.pipeline_model_parallel_size=2"),
-        ({"disaggregation": {"enabled": True}}, f"{ROLLOUT}.disaggregation.enabled=True"),
-        ({"quantization": "torchao"}, f"{ROLLOUT}.quantization=torchao"),
         ({"vllm": {"quantization": "fp8"}}, f"{VLLM}.quantization=fp8"),
         ({"qat": {"enable": True}}, f"{ROLLOUT}.qat.enable=True"),
-        ({"backend": "nccl"}, f"{BACKEND}=nccl"),
     ],
 )
 def test_slices_that_the_rollout_can_not_take_are_refused_by_name_alone(model, settings, named):

@@ -153,7 +153,7 @@ class EPFSDP2ActorConfig(ActorConfig):
         """Check the whole run on the driver, before Ray starts; a ``DriverError`` as ``preflight.check_run`` raises."""
         super().validate(n_gpus, train_batch_size, model_config or {})
         with _on_the_driver(self.names):
-            role = {"checkpoint": self.checkpoint, "optim": self.optim, "device": get_device_name()}
+            role: dict[str, Any] = {"checkpoint": self.checkpoint, "optim": self.optim, "device": get_device_name()}
             check_run(self.engine, n_gpus, model_config or {}, self.rollout, ipc=is_support_ipc(), **role)
         if self.reference is not None:
             with _on_the_driver(self.reference.names):
@@ -182,7 +182,7 @@ class EPFSDP2CriticConfig(CriticConfig):
         """Check the critic on the driver; a ``DriverError`` as ``preflight.check_training`` raises."""
         super().validate(n_gpus, train_batch_size)
         with _on_the_driver(self.names):
-            role = {"checkpoint": self.checkpoint, "optim": self.optim, "device": get_device_name()}
+            role: dict[str, Any] = {"checkpoint": self.checkpoint, "optim": self.optim, "device": get_device_name()}
             check_training(self.engine, n_gpus, self.model, setting="critic.model", **role)
 
 

@@ -306,7 +306,7 @@ def check_rounding_alone(engine: Any, topology: Topology, model: Any, facts: Mod
         raise SettingError(ROUNDING, asked, f"{facts.name} has no experts.", f"{ROUNDING}=True, or {off}")
     etp, rule = topology.etp, ""
     inner = getattr(facts.model.config.get_text_config(), "moe_intermediate_size", None) or 0
-    if etp > 1 and getattr(engine, "_rollout_channels", "") and not facts.is_dense:
+    if etp > 1 and getattr(engine, "_rollout_channels", "") != "" and not facts.is_dense:
         rule = f"weights are rounded by rows, and engine.etp_size={etp} cuts those of experts."
     elif etp > 1 and inner % (etp * BLOCK):
         rule = (

@@ -87,9 +87,7 @@ class EPFSDP2ConfigSource(FileConfigSource):
 def with_engine_entry(defaults: list[Any]) -> list[Any] | None:
     """Return verl's defaults list with ``engine: null``, which decides before ``model_engine``.
 
-    Returns:
-        The new list; or None if the list has no ``model_engine``, has an ``engine``, or no other entry depends on
-        ``model_engine``.
+    None if the list has no ``model_engine``, has an ``engine``, or no other entry depends on ``model_engine``.
     """
     keys = [key for entry in defaults if isinstance(entry, dict) for key in entry]
     if "model_engine" not in keys or any(key.partition("@")[0] == "engine" for key in keys):

@@ -15,30 +15,21 @@ __all__ = ["AutomaticOverlap"]
 
 @dataclass(frozen=True)
 class AutomaticOverlap:
-    """The automatic part of a model's overlap.
+    """Sizes of a model's experts, and whether ``engine.dispatch_chunks`` and ``overlap_shared_experts`` follow them.
 
-    Args:
-        sizes: of its experts; None if they are unknown, so that only what is set overlaps.
-        chunks: whether ``engine.dispatch_chunks`` is automatic.
-        shared: whether ``engine.overlap_shared_experts`` is.
+    Without sizes, only what is set overlaps.
     """
 
-    sizes: DispatchSizes | None
-    chunks: bool
-    shared: bool
+    sizes: DispatchSizes | None = None
+    chunks: bool = False
+    shared: bool = False
 
     @classmethod
     def of(cls, config: Any, model: Any, options: ShardingOptions) -> "AutomaticOverlap":
-        """Read which settings are automatic.
-
-        Args:
-            config: the engine's settings.
-            model: not sharded yet; it may be on the meta device.
-            options: made of the settings.
-        """
+        """Read the engine's settings and a model that is not sharded yet; it may be on the meta device."""
         chunks, shared = config.dispatch_chunks < 0, config.overlap_shared_experts is None
         if options.dispatcher != "all_to_all" or not (chunks or shared):
-            return cls(None, False, False)
+            return cls()
         experts = find_experts(model, options.expert_plan)
         if shared:
             blocks = [(model.get_submodule(info.block), info.module) for info in experts]

@@ -21,10 +21,9 @@ from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 
 from ..cleanup import report_leftovers
 from ..errors import SettingError
-from ..preflight.model_facts import check_model_path
-from ..preflight.positions import max_model_len
+from ..preflight.model import check_model_path
 from ..preflight.resume import check_background_saves
-from ..preflight.rounding import rows_held_in
+from ..preflight.rollout import max_model_len, rows_held_in
 from ..preflight.run import check_run, check_training
 from .settings import EngineSettings, check_settings
 from .values import STRATEGY
@@ -151,23 +150,11 @@ class EPFSDP2ActorConfig(ActorConfig):
         return self.engine.ulysses_sequence_parallel_size
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
-        """Check the whole run on the driver, before Ray starts.
-
-        Raises:
-            DriverError: see ``preflight.check_run``.
-        """
+        """Check the whole run on the driver, before Ray starts; a ``DriverError`` as ``preflight.check_run`` raises."""
         super().validate(n_gpus, train_batch_size, model_config or {})
         with _on_the_driver(self.names):
-            check_run(
-                self.engine,
-                n_gpus,
-                model_config or {},
-                self.rollout,
-                checkpoint=self.checkpoint,
-                optim=self.optim,
-                device=get_device_name(),
-                ipc=is_support_ipc(),
-            )
+            role: dict[str, Any] = {"checkpoint": self.checkpoint, "optim": self.optim, "device": get_device_name()}
+            check_run(self.engine, n_gpus, model_config or {}, self.rollout, ipc=is_support_ipc(), **role)
         if self.reference is not None:
             with _on_the_driver(self.reference.names):
                 channels = {"_rollout_channels": self.engine._rollout_channels}
@@ -192,22 +179,11 @@ class EPFSDP2CriticConfig(CriticConfig):
         self.engine = replace(self.engine, forward_only=False, rollout_quantization_aware=False, _of_a_role=True)
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
-        """Check the critic on the driver, as the actor's config does.
-
-        Raises:
-            DriverError: see ``preflight.check_training``.
-        """
+        """Check the critic on the driver; a ``DriverError`` as ``preflight.check_training`` raises."""
         super().validate(n_gpus, train_batch_size)
         with _on_the_driver(self.names):
-            check_training(
-                self.engine,
-                n_gpus,
-                self.model,
-                checkpoint=self.checkpoint,
-                optim=self.optim,
-                device=get_device_name(),
-                setting="critic.model",
-            )
+            role: dict[str, Any] = {"checkpoint": self.checkpoint, "optim": self.optim, "device": get_device_name()}
+            check_training(self.engine, n_gpus, self.model, setting="critic.model", **role)
 
 
 def actor_config(**settings: Any) -> EPFSDP2ActorConfig:

@@ -17,8 +17,9 @@ from ..fsdp.activation_checkpoint import CHECKPOINTING
 from ..fsdp.options import ShardingOptions
 from ..moe.deepep import DISPATCHERS
 from ..moe.gemm.backends import BACKENDS, REGISTERED
-from .rules import (
+from .values import (
     DTYPE,
+    DTYPES,
     EXPERT_PLAN,
     FLAG,
     KEPT_DTYPE,
@@ -29,6 +30,8 @@ from .rules import (
     POSITIVE_NUMBER,
     REPLAY,
     SEED,
+    STRATEGY,
+    get_setting,
     is_whole,
     must,
     one_of,
@@ -36,7 +39,6 @@ from .rules import (
     setting,
     whole,
 )
-from .values import DTYPES, STRATEGY, get_setting
 
 __all__ = [
     "PLANNED",

@@ -92,13 +92,7 @@ _BESIDE_THE_NODES = [key for key, verls in VERL_KEYS["role"].items() if verls.us
 
 @dataclass(frozen=True)
 class Role:
-    """The config nodes of a role.
-
-    Args:
-        name: the node of its config.
-        nodes: the nodes below it that have the keys of verl's FSDP engine config.
-        forward_only: whether it is never trained.
-    """
+    """The config node of a role, and the nodes below it that have the keys of verl's FSDP engine config."""
 
     name: str
     nodes: tuple[str, ...]
@@ -114,12 +108,9 @@ ROLES = {
 
 @dataclass(frozen=True)
 class RoleEngine:
-    """The engine's settings of one role.
+    """The engine's settings of one role: ``values`` by name, and lines of log on ignored settings.
 
-    Args:
-        values: by the name of the engine's setting; the others are at their default.
-        names: the user's spelling of the settings given for this role, dotted keys of mappings included.
-        notes: lines of log on ignored settings.
+    ``names`` has the user's spelling of the settings given for this role, dotted keys of mappings included.
     """
 
     values: dict[str, Any]
@@ -161,10 +152,8 @@ def engine_of_role(role: Role, settings: dict[str, Any]) -> RoleEngine:
             value = {**(old if isinstance(old, Mapping) else {}), inner: value}
         values[key] = value
     values["forward_only"] = role.forward_only
-    name, strategy = f"{role.name}.strategy", settings.pop("strategy", STRATEGY)
-    notes += _strategy(
-        name, strategy, f"asks for another engine than engine={STRATEGY}.", f"{name}={STRATEGY}, or leave it out"
-    )
+    name, rule = f"{role.name}.strategy", f"asks for another engine than engine={STRATEGY}."
+    notes += _strategy(name, settings.pop("strategy", STRATEGY), rule, f"{name}={STRATEGY}, or leave it out")
     return RoleEngine(values, {key: spelled for key, (spelled, _) in given.items()}, tuple(notes))
 
 
@@ -172,7 +161,6 @@ def known_settings(node: str, settings: Any, notes: list[str], *, fsdp: bool = F
     """Return the engine's settings in a node, without keys that the engine ignores.
 
     Args:
-        settings: a mapping, or None.
         notes: gets a line of log for each ignored setting.
         fsdp: whether the node is verl's, which has verl's keys alone.
 
@@ -201,16 +189,10 @@ def known_settings(node: str, settings: Any, notes: list[str], *, fsdp: bool = F
 
 
 def check_role_keys(role: Role, settings: dict[str, Any], known: Collection[str]) -> list[str]:
-    """Remove ignored keys from a role's node, and refuse others.
-
-    Args:
-        known: fields of the role's config.
-
-    Returns:
-        Lines of log on ignored keys.
+    """Remove ignored keys from a role's node, and return lines of log on them.
 
     Raises:
-        SettingError: for the first refused or unknown key.
+        SettingError: for the first refused key, or the first that is not ``known``.
     """
     notes = []
     for key in list(settings):

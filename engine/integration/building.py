@@ -40,7 +40,7 @@ from ..optim.multi_optimizer import optimizer_from_config
 from ..packing.positions import embed_apart, positions_line
 from ..packing.sequences import PackedSequences
 from ..planner.run import StepEstimate, configured_batch, estimate_step, format_mesh
-from ..preflight.dense_models import check_alone, not_applied, without_experts
+from ..preflight.model import check_alone, not_applied, without_experts
 from ..preflight.run import check_training
 from ..topology.dtensor import is_adapter
 from ..topology.mesh import Meshes

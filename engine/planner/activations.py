@@ -1,13 +1,16 @@
 """Count what autograd saves in a forward, by running the model's own code on the meta device.
 
 Attention saves what a flash kernel saves (sdpa saves as much), and experts what ``moe/fused.py`` saves. All of it is
-proportional to the tokens, so a few tokens are traced. Each layer's backward is run as well, to count what its
-operators read and write (``passes.py``).
+proportional to the tokens, so a few tokens are traced.
+
+It also counts the bytes that a layer's operators read and write in forward and backward. They give the time of eager
+operators and fused kernels, which are bound by memory. Matrix products, attention and experts are left out, because
+the roofline has formulas for them.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -27,12 +31,36 @@ from ..moe.find import CustomExperts, UnsupportedModelError, find_experts
 from ..moe.forward import linears
 from ..moe.gemm.backends import MOST_BY_INDEX
 from ..moe.gemm.gate import gate_of
-from .passes import CountedPasses, backward_of
 
-__all__ = ["Attention", "LayerActivations", "Traced", "trace"]
+__all__ = ["Attention", "CountedPasses", "LayerActivations", "Traced", "backward_of", "trace"]
 
 _TOKENS = 64
 _TRACED = "epfsdp2_traced"  # name of the attention and of the experts
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+_MOVE_NOTHING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view")
+
+
+class CountedPasses(TorchDispatchMode):
+    """Sums the bytes that operators read and write in ``nbytes``; an expanded tensor counts its storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket.__name__ not in _PRODUCTS + _MOVE_NOTHING:
+            tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+            self.nbytes += sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
+        return out
+
+
+def backward_of(outputs: Any, inputs: list[torch.Tensor]) -> None:
+    """Run the backward of a layer on meta, from gradients of all outputs to gradients of inputs and weights."""
+    reached = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [t for t in inputs if t.requires_grad]
+    if reached and leaves:
+        torch.autograd.grad(reached, leaves, [torch.empty_like(t) for t in reached], allow_unused=True)
 
 
 @dataclass(frozen=True)
@@ -54,40 +82,25 @@ class Attention:
 class LayerActivations:
     """Bytes per token that a layer's forward saves for its backward.
 
-    Args:
-        input: the layer's input, which is all that full checkpointing saves.
-        dense: saved outside the experts.
-        experts: saved by the experts, dispatch and combine included; grows with the rows that a rank receives.
-        sent: the part of ``experts`` that is not saved if one rank holds all experts: received rows, their weights and
-            their orders.
-        backward: maximum in backward besides saved tensors and gradients of weights. It is the experts' with torch's
-            operators, which grows with the received rows, or the layer's if it has no experts.
-        backward_by_index: the same with the Triton kernels, which read rows through an index. Gradients of received
-            rows add ``row_width``.
-        selective: the part of ``dense`` that selective checkpointing saves.
-        recomputed: saved by the largest part of the layer while selective checkpointing recomputes it.
-        rows: rows per token that are dispatched; 0 without experts.
-        row_width, pre_width, act_width: elements of these rows together, of their first linear's output, and of their
-            activation.
-        ends_with_experts: whether nothing is saved after the experts, so that a recomputation of the layer ends before
-            combine.
-        passes, passes_backward: read and written by operators other than matrix products, attention and experts.
+    ``backward`` is the maximum in backward besides saved tensors and gradients of weights. It is the experts' with
+    torch's operators, which grows with the received rows, or the layer's if it has no experts. ``backward_by_index`` is
+    the same with the Triton kernels, which read rows through an index; gradients of received rows add ``row_width``.
     """
 
-    input: float
-    dense: float
-    selective: float
-    recomputed: float
-    experts: float = 0.0
-    sent: float = 0.0
+    input: float  # the layer's input, which is all that full checkpointing saves
+    dense: float  # saved outside the experts
+    selective: float  # the part of dense that selective checkpointing saves
+    recomputed: float  # saved by the largest part of the layer while selective checkpointing recomputes it
+    experts: float = 0.0  # saved by the experts, dispatch and combine included; grows with the rows of a rank
+    sent: float = 0.0  # the part of experts for received rows, their weights and orders: none if ep * etp is 1
     backward: float = 0.0
     backward_by_index: float = 0.0
-    rows: int = 0
-    row_width: int = 0
-    pre_width: int = 0
-    act_width: int = 0
-    ends_with_experts: bool = False
-    passes: float = 0.0
+    rows: int = 0  # rows per token that are dispatched; 0 without experts
+    row_width: int = 0  # elements of these rows together,
+    pre_width: int = 0  # of their first linear's output,
+    act_width: int = 0  # and of their activation
+    ends_with_experts: bool = False  # nothing is saved after the experts, so a recomputation ends before combine
+    passes: float = 0.0  # read and written by operators other than matrix products, attention and experts
     passes_backward: float = 0.0
     attention: Attention = Attention()
 
@@ -133,29 +146,16 @@ def trace(
     parts = units_recomputed(layers.values(), experts, "selective")
     try:
         with fused_on_meta(model) if fuse_dense else nullcontext():
-            tape, longer = (_recorded(model, layers, parts, recompute_activations, n) for n in (_TOKENS, 2 * _TOKENS))
+            tape, longer = (_Tape(model, recompute_activations) for _ in range(2))
+            tape.record(model, layers, parts, _TOKENS)
+            longer.record(model, layers, parts, 2 * _TOKENS)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"the code of {type(model).__name__} can't be traced on the meta device: {error}"
-        ) from error
+        kind = type(model).__name__
+        raise UnsupportedModelError(f"the code of {kind} can't be traced on the meta device: {error}") from error
     return Traced(
         {name: layer.result(recompute_activations, longer.layers[name]) for name, layer in tape.layers.items()},
         sum(tape.outside.values()) / _TOKENS,
     )
-
-
-def _recorded(
-    model: Any, layers: Mapping[str, nn.Module], parts: list[nn.Module], recompute_activations: bool, tokens: int
-) -> "_Tape":
-    global _tape
-    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    tape = _tape = _Tape(model, recompute_activations)
-    try:
-        with torch.enable_grad(), tape.recording(layers, parts):
-            model(input_ids=ids, use_cache=False)
-    finally:
-        _tape = None
-    return tape
 
 
 @dataclass
@@ -228,19 +228,22 @@ class _Tape:
                 self.layer.saved.setdefault(key, (size, self.part))
         return tensor
 
-    @contextmanager
-    def recording(self, layers: Mapping[str, nn.Module], parts: list[nn.Module]) -> Iterator[None]:
-        handles = []
+    def record(self, model: Any, layers: Mapping[str, nn.Module], parts: list[nn.Module], tokens: int) -> None:
+        """Run a forward, and the backward of the first layer of each kind."""
+        global _tape
+        ids, handles = torch.zeros(1, tokens, dtype=torch.long, device="meta"), []
         for name, layer in layers.items():
             handles.append(layer.register_forward_pre_hook(self._enter_layer(name), with_kwargs=True))
             handles.append(layer.register_forward_hook(self._leave_layer))
         for part in parts:
             handles.append(part.register_forward_pre_hook(self._enter_part, with_kwargs=True))
             handles.append(part.register_forward_hook(lambda *_: setattr(self, "part", None)))
+        _tape = self
         try:
-            with saved_tensors_hooks(self.pack, lambda t: t), _OneSequence():
-                yield
+            with torch.enable_grad(), saved_tensors_hooks(self.pack, lambda t: t), _OneSequence():
+                model(input_ids=ids, use_cache=False)
         finally:
+            _tape = None
             self.counting.close()
             for handle in handles:
                 handle.remove()

@@ -43,11 +43,9 @@ OptimizerKind = Literal["adamw", "muon"]
 
 @dataclass(frozen=True)
 class Batch:
-    """The work of a rank in a step.
+    """The work of a rank in a step: ``micro_batches`` of ``tokens`` each, whose gradients are summed.
 
     Args:
-        tokens: tokens of a micro-batch on one rank.
-        micro_batches: number of micro-batches whose gradients are summed.
         imbalance: rows of the busiest rank's experts over the mean.
         sp: sequence-parallel size: ranks that share a micro-batch of ``sp`` times as many tokens.
     """
@@ -132,12 +130,7 @@ def saved_bytes(
     contents: Collection[str],
     optimizer: OptimizerKind | None = "adamw",
 ) -> int:
-    """Return the bytes that a rank's part of a checkpoint takes, and a copy of it in the host's memory.
-
-    Args:
-        contents: as verl's ``checkpoint.save_contents``.
-        optimizer: as ``timeline``'s.
-    """
+    """Return the bytes of a rank's part of a checkpoint with these ``save_contents``."""
     *_, at_rest = timeline(sizes, topology, replace(options, cpu_offload=False), Batch(0), optimizer)
     has_model = not {"model", "hf_model"}.isdisjoint(contents)
     return at_rest.parameters * has_model + at_rest.optimizer * ("optimizer" in contents)
@@ -160,11 +153,9 @@ class _Step:
         return self.sizes.traced.checkpointing(layer, self.options.checkpointing)
 
     def trained(self, stages: Sequence[Stage]) -> int:
-        """Return the elements of a rank's gradients of these stages."""
         return sum(self.size[id(unit)].trained for stage in stages for unit in stage.units)
 
     def stepped_by_muon(self) -> int:
-        """Return the elements of a rank's shards of the matrices that Muon steps."""
         units = [unit for stage in self.sizes.stages for unit in stage.units]
         trained = [(unit, name) for unit in units for name in unit.shapes.keys() - unit.frozen]
         dim = self.options.expert_shard_dim
@@ -227,20 +218,19 @@ class _Step:
         yield "reducing gradients", True, held + summed + cast + last, left
 
     def activations(self, i: int | None = None, what: str = "saved") -> int:
-        """Return the bytes of activations of the layers before a stage, and of the stage itself while it computes.
+        """Return the bytes of activations of the layers before stage ``i``, and of the stage while it computes.
 
         Args:
-            i: the stage; None for what all layers save.
-            what: the part of the stage: saved outside its experts, all saved, or with its backward's own tensors.
+            i: None for all saved activations of the model.
+            what: the part of the stage: saved outside its experts ("dense"), all saved, or with its backward's tensors.
         """
         if i is None:
             return int((self.kept[-1] + self.sizes.traced.outside) * self.batch.tokens)
         name, per_token = self.sizes.stages[i].name, self.kept[i]
         layer = self.sizes.traced.layers.get(name)
         if layer is not None:
-            per_token += self._working(layer, self._checkpointing(name)) + (
-                0 if what == "dense" else self._experts(layer)
-            )
+            experts = 0 if what == "dense" else self._experts(layer)
+            per_token += self._working(layer, self._checkpointing(name)) + experts
             if what == "backward":
                 # etp multiplies the rows and their gradients; the experts' inner dims are cut by as much.
                 rows = self.batch.imbalance * self.topology.etp / self.options.dispatch_chunks if layer.rows else 1
@@ -257,7 +247,6 @@ class _Step:
         return layer.dense + self._by_sequences(layer) + self._experts(layer)
 
     def _plan(self, layer: LayerActivations) -> float:
-        """Return bytes per token of a dispatch plan that is kept for the recomputation."""
         etp = self.topology.etp
         return _ORDER * layer.rows * (1 + (self.batch.imbalance * etp if self.topology.ep * etp > 1 else 0))
 
@@ -276,7 +265,6 @@ class _Step:
         return (layer.experts + (received - 1) * layer.sent) * self.batch.imbalance
 
     def _backward(self, layer: LayerActivations) -> float:
-        """Return bytes per token of a layer's backward, by the experts' backend."""
         backend = self.options.experts_backend
         if not layer.rows or backend not in ("auto", "triton") or (backend == "auto" and self.gloo):
             return layer.backward

@@ -25,38 +25,23 @@ __all__ = ["ModelSizes", "unit_sizes"]
 
 @dataclass(frozen=True, eq=False)
 class ModelSizes:
-    """The sizes of a model.
-
-    Args:
-        master: dtype of the parameters that the optimizer steps.
-        whole: bytes of parameters that are not sharded.
-        outputs: outputs of the head per token: logits, or one value for a critic.
-        head_width: width of the hidden states that the head reads.
-        chunked_logits: whether the head returns log-probs, and logits are never whole.
-        num_experts: number of experts of each experts module.
-        etp_sizes: sizes that the expert tensor-parallel size has to divide; 1 if experts can't be cut.
-        matrices: the parameters that Muon steps, by name.
-        heads: the number of heads that the sequence-parallel size has to divide; 1 if it has to be 1.
-        unshared: why the sequence-parallel size has to be 1; empty if it need not.
-        uncounted: description of the memory and traffic of sequence parallelism that is not counted; empty if all is.
-        untraced: why saved tensors and sent rows are not known; empty if they are.
-    """
+    """The sizes of a model."""
 
     name: str
     stages: tuple[Stage, ...]
     traced: Traced
-    master: torch.dtype
-    whole: int
-    outputs: int
-    head_width: int
-    chunked_logits: bool
-    num_experts: tuple[int, ...]
-    etp_sizes: tuple[int, ...]
-    matrices: Mapping[str, Layout]
-    heads: int
-    unshared: str = ""
-    uncounted: str = ""
-    untraced: str = ""
+    master: torch.dtype  # of the parameters that the optimizer steps
+    whole: int  # bytes of parameters that are not sharded
+    outputs: int  # of the head per token: logits, or one value for a critic
+    head_width: int  # of the hidden states that the head reads
+    chunked_logits: bool  # whether the head returns log-probs, and logits are never whole
+    num_experts: tuple[int, ...]  # of each experts module
+    etp_sizes: tuple[int, ...]  # sizes that the expert tensor-parallel size has to divide; 1 if experts can't be cut
+    matrices: Mapping[str, Layout]  # the parameters that Muon steps, by name
+    heads: int  # the number that the sequence-parallel size has to divide; 1 if that has to be 1,
+    unshared: str = ""  # and the reason
+    uncounted: str = ""  # memory and traffic of sequence parallelism that is not counted
+    untraced: str = ""  # why saved tensors and sent rows are not known; empty if they are
 
     @classmethod
     def built_by(
@@ -91,8 +76,7 @@ class ModelSizes:
             model.get_parameter(name).requires_grad_(False)
         traced, untraced = Traced({}, 0.0), ""
         try:
-            # The model computes in the dtype in which FSDP gathers it.
-            model = model.to(options.param_dtype)
+            model = model.to(options.param_dtype)  # the dtype in which FSDP gathers it
             fused = options.fuse_dense and not options.compile_dense
             traced = trace(model, options.expert_plan, has_backend(options.experts_backend), fused)
         except UnsupportedModelError as error:
@@ -126,10 +110,6 @@ def _etp_sizes(unit: Unit) -> list[int]:
 def unit_sizes(
     sizes: ModelSizes, topology: Topology, shard_dim: int | str = "auto"
 ) -> tuple[tuple[str, Unit, UnitSizes], ...]:
-    """Return each unit with its stage's name and its sizes, in the order of the forward.
-
-    Raises:
-        SettingError: as in ``Unit.sizes``.
-    """
+    """Return each unit with its stage's name and its sizes, in the order of the forward (raises as ``Unit.sizes``)."""
     pairs = [(stage.name, unit) for stage in sizes.stages for unit in stage.units]
     return tuple((stage, unit, unit.sizes(topology, shard_dim)) for stage, unit in pairs)

@@ -34,33 +34,24 @@ _ADAM = ("Adam", "AdamW")
 
 @dataclass
 class StepEstimate:
-    """The estimate for one training role.
-
-    Args:
-        measure: returns the most bytes that torch's allocator ever held; None if it doesn't count them.
-        batch: the largest step; None if the settings don't limit it.
-        uncounted: descriptions of memory that the estimate leaves out.
-        command: the command that estimates every other mesh, without the options of this run's other settings.
-    """
+    """The estimate for one training role."""
 
     sizes: ModelSizes
     topology: Topology
     options: ShardingOptions
     optimizer: OptimizerKind | None
-    batch: Batch | None
-    uncounted: tuple[str, ...]
-    command: str
+    batch: Batch | None  # the largest step; None if the settings don't limit it
+    uncounted: tuple[str, ...]  # descriptions of memory that the estimate leaves out
+    command: str  # that estimates every other mesh
     sp: int
     gloo: bool
-    measure: Callable[[], int] | None
+    measure: Callable[[], int] | None  # the most bytes that torch's allocator ever held, if it counts them
     _seen: Batch | None = None
 
     def peak(self, batch: Batch) -> MemoryPoint:
-        """Return the memory of a step at its peak."""
         return peak(self.sizes, self.topology, self.options, batch, self.optimizer, self.gloo)
 
     def lines(self) -> list[str]:
-        """Format the estimate that is printed at start."""
         batch = self.batch or Batch(_ASSUMED_TOKENS, imbalance=IMBALANCE, sp=self.sp)
         traffic = collectives(self.sizes, self.topology, self.options, batch)
         found = [f"plan of {self.sizes.name}", *format_plan(self.topology, batch, self.peak(batch), traffic)]
@@ -71,7 +62,6 @@ class StepEstimate:
         return [*found, f"all meshes: {self.command}"]
 
     def begin_update(self) -> None:
-        """Forget the micro-batches of the last one."""
         self._seen = None
 
     def see(self, tokens: int) -> None:
@@ -116,10 +106,8 @@ def estimate_step(
     """Estimate the step of a training role; log a warning and return None if that fails, which must not end the run.
 
     Args:
-        engine, model, optimizer, checkpoint: the role's settings, as in verl.
         build: as in ``ModelSizes.built_by``.
         memory: a module with ``max_memory_allocated`` in bytes: ``torch.cuda``, or its substitute.
-        device: verl's device name.
     """
     try:
         options = options if device == "cuda" else replace(options, fuse_dense=False)
@@ -171,25 +159,25 @@ def _known(optimizer: Any) -> OptimizerKind | None:
 
 
 def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes, device: str) -> list[str]:
-    found, chosen = [], get_setting(optimizer, "override_optimizer_config") or {}
-    if sizes.untraced:
-        found.append(f"activations, and rows to and from experts ({sizes.untraced.rstrip('.')})")
-    if _known(optimizer) is None:
-        found.append(f"states of {get_setting(optimizer, 'optimizer')}")
-    if _known(optimizer) == "muon":
-        found.append("matrices while Muon orthogonalises them")
-    if chosen.get("foreach", device not in ("cpu", "cuda") and not chosen.get("fused")):
-        found.append("temporaries of foreach kernels (optim.override_optimizer_config.foreach)")
-    if engine.use_no_sync_for_gradient_accumulation:
-        found.append("gradients that wait to be reduced (engine.use_no_sync_for_gradient_accumulation)")
-    if hasattr(model.hf_config, "vision_config"):
-        found.append("images")
-    if engine.ulysses_sequence_parallel_size > 1 and sizes.uncounted:
-        found.append(f"{sizes.uncounted} (engine.ulysses_sequence_parallel_size)")
-    chunked = engine.entropy_from_logits_with_chunking or engine.entropy_checkpointing
-    if not chunked and not sizes.chunked_logits and not get_setting(model, "use_fused_kernels"):
-        found.append("the entropy's copies of the logits (engine.entropy_from_logits_with_chunking)")
-    return found
+    kind, chosen = _known(optimizer), get_setting(optimizer, "override_optimizer_config") or {}
+    foreach = chosen.get("foreach", device not in ("cpu", "cuda") and not chosen.get("fused"))
+    sp = engine.ulysses_sequence_parallel_size
+    chunked = engine.entropy_from_logits_with_chunking or engine.entropy_checkpointing or sizes.chunked_logits
+    parts = {
+        f"activations, and rows to and from experts ({sizes.untraced.rstrip('.')})": sizes.untraced,
+        f"states of {get_setting(optimizer, 'optimizer')}": kind is None,
+        "matrices while Muon orthogonalises them": kind == "muon",
+        "temporaries of foreach kernels (optim.override_optimizer_config.foreach)": foreach,
+        "gradients that wait to be reduced (engine.use_no_sync_for_gradient_accumulation)": (
+            engine.use_no_sync_for_gradient_accumulation
+        ),
+        "images": hasattr(model.hf_config, "vision_config"),
+        f"{sizes.uncounted} (engine.ulysses_sequence_parallel_size)": sp > 1 and sizes.uncounted,
+        "the entropy's copies of the logits (engine.entropy_from_logits_with_chunking)": (
+            not chunked and not get_setting(model, "use_fused_kernels")
+        ),
+    }
+    return [part for part, holds in parts.items() if holds]
 
 
 def _outside(engine: Any, model: Any, topology: Topology, device: str) -> list[str]:
@@ -256,7 +244,6 @@ def format_mesh(topology: Topology, sp: int = 1) -> str:
 
 
 def _format_bytes(nbytes: float) -> str:
-    """Format a size in the largest of GiB, MiB and KiB in which it is at least 1."""
     for unit, shift in (("GiB", 30), ("MiB", 20)):
         if nbytes >= 1 << shift:
             return f"{nbytes / (1 << shift):.2f} {unit}"

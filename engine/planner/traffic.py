@@ -19,13 +19,10 @@ _WEIGHT = 4  # bytes of a row's routing weight, and of its gradient
 
 @dataclass(frozen=True)
 class Collective:
-    """All calls of one collective in a step.
+    """All calls of one collective in a step, in a group of ``ranks`` that are ``stride`` apart.
 
-    Args:
-        ranks: size of its group.
-        stride: distance between the ranks of its group.
-        nbytes: bytes of the whole tensor, summed over calls. It is the output of an all-gather, the input of a
-            reduce-scatter or an all-reduce, and a rank's input of an all-to-all.
+    ``nbytes`` are those of the whole tensor, summed over calls. This is the output of an all-gather, the input of a
+    reduce-scatter or an all-reduce, or a rank's input of an all-to-all.
     """
 
     name: str

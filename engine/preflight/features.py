@@ -1,93 +1,92 @@
-"""Checks that the features of a run work with its model, its device and each other."""
+"""Checks that the features of a role work with its model, its device and each other.
+
+Each check raises ``SettingError`` for the first setting that can't work. ``setting`` is the config path of the model's
+node. ``facts`` is None for a model that is not on this machine; then only settings are checked.
+"""
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pyarrow import parquet
 
+from ...rollout.layout.rollout_config import BLOCK
 from ..compat import versions
 from ..config.settings import param_dtype
 from ..config.values import ACTOR_MODEL, DEFAULT_ATTENTION, DTYPES, attention_of, get_setting, plain
 from ..errors import SettingError
 from ..fsdp.ulysses import SETTING as SEQUENCE
 from ..fsdp.ulysses import check_attention_splits
+from ..lora.adapters import Lora
+from ..lora.peft_files import check_dora, read_adapter
+from ..lora.settings import LoraSettings
+from ..model.value_head import as_critic, value_head
 from ..model.vision import images_error, tower_parameters, why_not_images
 from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
+from ..moe.gemm.backends import REGISTERED
 from ..moe.router.losses import check_router_logits
 from ..packing.sequences import why_not_packed
 from ..topology.mesh import Topology, check_sequence_size
-from .model_facts import ModelFacts
+from .model import ModelFacts, check_expert_shards, facts_of
 
 __all__ = [
+    "ROUNDING",
     "check_activation_offload",
     "check_attention",
     "check_casts",
     "check_dispatcher",
-    "check_distillation",
     "check_fused_kernels",
     "check_images",
+    "check_lora",
     "check_packing",
     "check_replay",
+    "check_rounding_alone",
     "check_routers",
-    "check_routes",
     "check_sequence_parallel",
     "check_tower",
+    "with_value_head",
 ]
 
 logger = logging.getLogger("epfsdp2")
 
-_REPLAY = "engine.router_replay.mode"
-_ROUTES = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
-_BYPASS = "algorithm.rollout_correction.bypass_mode"
+ROUNDING = "engine.rollout_quantization_aware"
+_CRITIC = "critic.model"
+# Flags of transformers' classes, by the attention implementation that they announce.
+_SUPPORTS = {
+    DEFAULT_ATTENTION: "_supports_flash_attn",
+    "sdpa": "_supports_sdpa",
+    "flex_attention": "_supports_flex_attn",
+}
 # Config fields that change the head's logits.
 _AFTER_THE_HEAD = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-_TOP_K_DISTILLATION = ("forward_kl_topk",)
 
 
 def check_activation_offload(engine: Any, model: Any, setting: str = ACTOR_MODEL) -> None:
-    """Check that layers are fully recomputed if activations are offloaded, because only layer inputs are offloaded.
-
-    Raises:
-        SettingError: activation checkpointing is not full.
-    """
+    """Check that layers are fully recomputed if activations are offloaded, because only layer inputs are offloaded."""
     if not get_setting(model, "enable_activation_offload"):
         return
     checkpointing = engine.activation_checkpointing
     if checkpointing == "full" or (checkpointing == "auto" and get_setting(model, "enable_gradient_checkpointing")):
         return
-    raise SettingError(
-        f"{setting}.enable_activation_offload",
-        True,
-        "offloads what goes into layers that are computed again in backward, and nothing else is kept of those.",
-        f"engine.activation_checkpointing=full, or {setting}.enable_activation_offload=False",
-    )
+    name = f"{setting}.enable_activation_offload"
+    rule = "offloads what goes into layers that are computed again in backward, and nothing else is kept of those."
+    raise SettingError(name, True, rule, f"engine.activation_checkpointing=full, or {name}=False")
 
 
 def check_attention(
     model: Mapping[str, Any], facts: ModelFacts | None, *, device: str = "cuda", setting: str = ACTOR_MODEL
 ) -> None:
-    """Check that the attention implementation exists for this model on this device.
-
-    Args:
-        facts: None for a model that is not on this machine; then only the device and packages are checked.
-
-    Raises:
-        SettingError: names an implementation that works.
-    """
+    """Check that the attention implementation exists for this model on this device, or name one that does."""
     name = f"{setting}.override_config.attn_implementation"
     wanted = attention_of(model)
     kind = DEFAULT_ATTENTION if "flash" in wanted else wanted.rpartition("|")[2]
     accelerator = device != "cpu"
     # On an NPU transformers uses torch_npu's flash attention.
     installed = device != "cuda" or versions.installed("flash-attn") is not None
-    in_class = {
-        DEFAULT_ATTENTION: facts is None or facts.flash,
-        "sdpa": facts is None or facts.sdpa,
-        "flex_attention": facts is None or facts.flex,
-    }
+    in_class = {option: facts is None or getattr(facts.model, flag, False) for option, flag in _SUPPORTS.items()}
     here = {DEFAULT_ATTENTION: accelerator and installed, "sdpa": True, "flex_attention": accelerator}
     exist = [option for option in in_class if in_class[option] and here[option]]
     works = f"+{name}={exist[0] if exist else 'eager'}"
@@ -103,33 +102,24 @@ def check_attention(
 
 
 def check_casts(engine: Any, topology: Topology) -> None:
-    """Check that ``keep_casts`` has casts to keep: experts that are cast, and sharded with no other rank.
-
-    Raises:
-        SettingError: the experts are gathered, are not cast, or are cast by FSDP.
-    """
-    left_to_fsdp = engine.offload_policy or engine.rollout_quantization_aware
-    reasons = {
-        f"experts are gathered over {topology.ep_fsdp} ranks": topology.ep_fsdp > 1,
-        "experts are computed with in model_dtype": DTYPES[engine.model_dtype] is param_dtype(engine),
-        "offload_policy and rollout_quantization_aware leave casting to FSDP": bool(left_to_fsdp),
-    }
-    if engine.keep_casts and True in reasons.values():
-        why = next(reason for reason, holds in reasons.items() if holds)
+    """Check that ``keep_casts`` has casts to keep: experts that are cast, and sharded with no other rank."""
+    why = ""
+    if topology.ep_fsdp > 1:
+        why = f"experts are gathered over {topology.ep_fsdp} ranks"
+    elif DTYPES[engine.model_dtype] is param_dtype(engine):
+        why = "experts are computed with in model_dtype"
+    elif engine.offload_policy or engine.rollout_quantization_aware:
+        why = "offload_policy and rollout_quantization_aware leave casting to FSDP"
+    if engine.keep_casts and why:
         rule = f"keeps casts of experts that a rank shares with no other, and {why}."
         raise SettingError("engine.keep_casts", True, rule, "engine.keep_casts=False")
 
 
 def check_packing(model: Mapping[str, Any], facts: ModelFacts | None, setting: str = ACTOR_MODEL) -> None:
-    """Check that the model keeps the sequences of a packed row apart.
-
-    Raises:
-        SettingError: for ``use_remove_padding``.
-    """
+    """Check that the model keeps the sequences of a packed row apart."""
     if facts is None or not model.get("use_remove_padding", True):
         return
-    why = why_not_packed(facts.model, attention_of(model))
-    if why:
+    if why := why_not_packed(facts.model, attention_of(model)):
         name = f"{setting}.use_remove_padding"
         raise SettingError(name, True, f"packs sequences, and in {facts.name} {why}.", f"{name}=False")
 
@@ -139,11 +129,7 @@ def check_fused_kernels(
 ) -> None:
     """Check that verl's fused linear cross-entropy finds the layers, and that the head only multiplies by its weight.
 
-    Args:
-        facts: None for a model that is not on this machine; then only settings are checked.
-
-    Raises:
-        SettingError: log-probs would be wrong, the first update would fail, or the role computes no log-probs.
+    Otherwise log-probs would be wrong, the first update would fail, or the role computes no log-probs.
     """
     if not model.get("use_fused_kernels", False):
         return
@@ -151,7 +137,7 @@ def check_fused_kernels(
     options = f"{setting}.fused_kernel_options.impl_backend"
     if device == "cpu" and (model.get("fused_kernel_options") or {}).get("impl_backend") == "triton":
         raise SettingError(options, "triton", "Triton's kernels need an accelerator; here is none.", f"{options}=torch")
-    if setting == "critic.model":
+    if setting == _CRITIC:
         rule = "they compute log-probs, and a critic has none."
     elif facts is not None:
         config = facts.model.config.get_text_config()
@@ -169,15 +155,7 @@ def check_fused_kernels(
 def check_sequence_parallel(
     size: int, world: int, model: Mapping[str, Any], facts: ModelFacts | None, *, setting: str = ACTOR_MODEL
 ) -> None:
-    """Check that rows are packed, that ``size`` divides the ranks, and that the model's attention splits over it.
-
-    Args:
-        size: ranks that share a row.
-        facts: None for a model that is not on this machine; then its attention is not checked.
-
-    Raises:
-        SettingError: for the size, or for ``use_remove_padding``.
-    """
+    """Check that rows are packed, that ``size`` divides the ranks, and that the model's attention splits over it."""
     if size == 1:
         return
     check_sequence_size(world, size)
@@ -193,19 +171,12 @@ def check_sequence_parallel(
 
 
 def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Check that router replay has packed rows and a model whose layers each choose several experts by ``topk``.
-
-    Args:
-        facts: None for a model that is not on this machine; then only the packing is checked.
-
-    Raises:
-        SettingError: for the mode, or for ``use_remove_padding``.
-    """
-    mode = engine.router_replay.mode
+    """Check that router replay has packed rows and a model whose layers each choose several experts by ``topk``."""
+    mode, setting = engine.router_replay.mode, "engine.router_replay.mode"
     if mode == "disabled":
         return
     if not model.get("use_remove_padding", True):
-        rule = f"routes are replayed along a packed row (engine.router_replay.mode={mode})."
+        rule = f"routes are replayed along a packed row ({setting}={mode})."
         name = f"{ACTOR_MODEL}.use_remove_padding"
         raise SettingError(name, False, rule, f"{name}=True")
     if facts is None:
@@ -221,44 +192,23 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
     except UnsupportedModelError as error:
         rule = f"{error}."
     if rule:
-        raise SettingError(_REPLAY, mode, f"can't be with {facts.name}: {rule}", f"{_REPLAY}=disabled")
+        raise SettingError(setting, mode, f"can't be with {facts.name}: {rule}", f"{setting}=disabled")
 
 
-def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
-    """Check that exactly one source records the routes that are replayed.
-
-    Raises:
-        SettingError: for the mode, or for the rollout's setting.
-    """
-    mode, recorded = engine.router_replay.mode, bool(rollout.get("enable_rollout_routing_replay"))
-    if mode == "R3" and not recorded:
-        rule = f"{_REPLAY}=R3 replays what the rollout records."
-        raise SettingError(_ROUTES, False, rule, f"{_ROUTES}=True, or {_REPLAY}=R2")
-    if mode == "R2" and recorded:
-        rule = f"{_REPLAY}=R2 replays what the log-probs record, and the batch has room for one."
-        raise SettingError(_ROUTES, True, rule, f"{_REPLAY}=R3, or {_ROUTES}=False")
-    if mode == "R2" and rollout.get("bypass_mode"):
-        rule = "R2 replays what the old log-probs record, and in bypass mode nobody computes them."
-        raise SettingError(_REPLAY, mode, rule, f"{_REPLAY}=R3 with {_ROUTES}=True, or {_BYPASS}=False")
-
-
-def check_routers(engine: Any, model: Any, facts: ModelFacts) -> None:
-    """Check that router losses and metrics find a router with logits in every layer.
-
-    Raises:
-        SettingError: for the first of their settings.
-    """
-    for name in ("router_aux_loss_coef", "router_z_loss_coef", "router_metrics"):
-        value = getattr(engine, name)
+def check_routers(engine: Any, facts: ModelFacts) -> None:
+    """Check that router losses and metrics find a router with logits in every layer."""
+    settings = {
+        name: getattr(engine, name) for name in ("router_aux_loss_coef", "router_z_loss_coef", "router_metrics")
+    }
+    for name, value in settings.items():
         if not value:
             continue
         try:
             layers = facts.model.config.get_text_config().num_hidden_layers
             check_router_logits(find_experts(facts.model, engine.expert_plan), layers)
         except UnsupportedModelError as error:
-            raise SettingError(
-                f"engine.{name}", value, f"can't be with {facts.name}: {error}", "leave it out"
-            ) from None
+            rule = f"can't be with {facts.name}: {error}"
+            raise SettingError(f"engine.{name}", value, rule, "leave it out") from None
 
 
 def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
@@ -266,9 +216,6 @@ def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
 
     Args:
         rollout: also has ``image_key`` and ``train_files``; only local Parquet files are read.
-
-    Raises:
-        SettingError: with the reason.
     """
     if facts is None or not hasattr(facts.model.config, "vision_config"):
         return
@@ -279,22 +226,14 @@ def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
 
 
 def check_tower(engine: Any, facts: ModelFacts) -> None:
-    """Check that the model has a vision tower if it is to be frozen.
-
-    Raises:
-        SettingError: the model has no vision tower.
-    """
+    """Check that the model has a vision tower if it is to be frozen."""
     if engine.freeze_vision_tower and not tower_parameters(facts.model):
         name = "engine.freeze_vision_tower"
         raise SettingError(name, True, f"{facts.name} has no vision tower.", f"{name}=False")
 
 
 def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
-    """Check that DeepEP can run if it is the dispatcher, and warn that this engine was never run with it.
-
-    Raises:
-        SettingError: see ``check_deepep``.
-    """
+    """Check that DeepEP can run if it is the dispatcher, and warn that this engine was never run with it."""
     if engine.dispatcher == "deepep":
         hidden, dtype = facts.model.config.get_text_config().hidden_size, param_dtype(engine)
         check_deepep(device, engine.ep_size, hidden, dtype, engine.full_determinism)
@@ -304,18 +243,75 @@ def check_dispatcher(engine: Any, facts: ModelFacts, device: str) -> None:
         )
 
 
-def check_distillation(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:
-    """Check that verl's top-k distillation gets whole logits, for the tokens of the batch alone.
+def with_value_head(model: Any, facts: ModelFacts | None, setting: str) -> ModelFacts | None:
+    """Return a critic's facts with the value head that its worker trains beside adapters; other facts unchanged."""
+    if facts is None or setting != _CRITIC or LoraSettings.of(model, setting) is None:
+        return facts
+    return replace(facts, model=as_critic(facts.model))
 
-    Raises:
-        SettingError: for fused kernels, or for padding.
+
+def check_lora(engine: Any, topology: Topology, model: Any, facts: ModelFacts | None, optim: Any, setting: str) -> None:
+    """Check that adapters match weights of the model, and that they can be sharded and trained.
+
+    Args:
+        facts: ``facts.model`` gets the adapters; a critic's has its value head (``with_value_head``).
     """
-    if not rollout.get("distillation") or rollout.get("distillation_loss") not in _TOP_K_DISTILLATION:
+    megatron = get_setting(model, "lora.rank")
+    if megatron:
+        rule = "is verl's setting for Megatron."
+        raise SettingError(f"{setting}.lora.rank", megatron, rule, f"{setting}.lora_rank={megatron}")
+    settings = LoraSettings.of(model, setting)
+    if settings is None or facts is None:
         return
-    loss = f"distillation.distillation_loss.loss_mode={rollout.get('distillation_loss')}"
-    if model.get("use_fused_kernels", False):
-        name = f"{ACTOR_MODEL}.use_fused_kernels"
-        raise SettingError(name, True, f"{loss} needs the logits, which fused kernels never hold.", f"{name}=False")
-    if engine.pad_to_length:
-        rule = f"{loss} has a teacher's log-probs for each token, and none for what rounds a micro-batch up."
-        raise SettingError("engine.pad_to_length", True, rule, "engine.pad_to_length=False")
+    if setting == _CRITIC:
+        settings = replace(settings, value_head=value_head(facts.model.config))
+    lora = Lora(facts.model, settings, engine.expert_plan)
+    on_experts = [name for name, target in lora.targets.items() if target.experts is not None]
+    if on_experts and engine.experts_backend.startswith(REGISTERED):
+        rule = f"adds no adapter, and {on_experts[0]} gets one."
+        raise SettingError("engine.experts_backend", engine.experts_backend, rule, "engine.experts_backend=auto")
+    if settings.adapter is not None:
+        read_adapter(settings.adapter, lora, f"{setting}.lora_adapter_path")
+    check_dora(lora, setting)
+    # The forward of a saved module uses copies of its weights, so nothing else may read them.
+    saved = {name.rpartition(".")[0] for name in lora.saved}
+    name, value = f"{setting}.lora.modules_to_save", list(settings.modules_to_save)
+    head = facts.model.get_output_embeddings()
+    if get_setting(model, "use_fused_kernels") and any(facts.model.get_submodule(fqn) is head for fqn in saved):
+        rule = "verl's fused kernels read the head's weight, and not the copy that is trained."
+        raise SettingError(name, value, rule, f"{setting}.use_fused_kernels=False, or modules without the head")
+    if saved and engine.compile_dense:
+        rule = "its modules exchange their weights in a forward, which torch.compile does not follow."
+        raise SettingError(name, value, rule, "engine.compile_dense=False")
+    adapted = facts_of(facts.model, find_experts(facts.model, engine.expert_plan) if lora.has_experts else [])
+    check_expert_shards(engine, topology, adapted, optim, setting)
+
+
+def check_rounding_alone(engine: Any, topology: Topology, model: Any, facts: ModelFacts | None, setting: str) -> None:
+    """Check training with quantised weights, as far as it needs no rollout (``rollout.check_rounding``).
+
+    The role has a rollout, weights are sent without adapters, and no mesh cuts a block or a row that shares a scale.
+    """
+    asked, off = engine.rollout_quantization_aware, f"{ROUNDING}=False"
+    if not asked:
+        return
+    if setting == "model" and not getattr(engine, "_of_a_role", False):
+        raise SettingError(ROUNDING, asked, "rounds as for a rollout, and this trainer has none.", off)
+    if LoraSettings.of(model, setting) is not None:
+        rule = "a rollout rounds weights with their adapters merged, and a trainer keeps the two apart."
+        raise SettingError(ROUNDING, asked, rule, f"{off}, or {setting}.lora_rank=0")
+    if facts is None:
+        return
+    if asked == "experts" and facts.is_dense:
+        raise SettingError(ROUNDING, asked, f"{facts.name} has no experts.", f"{ROUNDING}=True, or {off}")
+    etp, rule = topology.etp, ""
+    inner = getattr(facts.model.config.get_text_config(), "moe_intermediate_size", None) or 0
+    if etp > 1 and getattr(engine, "_rollout_channels", "") != "" and not facts.is_dense:
+        rule = f"weights are rounded by rows, and engine.etp_size={etp} cuts those of experts."
+    elif etp > 1 and inner % (etp * BLOCK):
+        rule = (
+            f"weights are rounded by blocks of {BLOCK} rows, and engine.etp_size={etp} cuts the {inner} of an expert "
+            "inside of one."
+        )
+    if rule:
+        raise SettingError(ROUNDING, asked, rule, f"{off}, or engine.etp_size=1")

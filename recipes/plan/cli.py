@@ -30,11 +30,11 @@ from ...engine.moe.find import UnsupportedModelError
 from ...engine.planner.memory import IMBALANCE, Batch
 from ...engine.planner.model_sizes import ModelSizes
 from ...engine.planner.run import format_plan, format_step
-from ...engine.preflight.model_facts import import_external
+from ...engine.preflight.model import import_external
 from .cards import MODEL_HELP, config_of
 from .meshes import Request, choices, recommended, smallest
 from .roofline import ERROR, Cluster
-from .tables import after_the_best, print_wrapped, refusal, table, time_by_part
+from .tables import after_the_best, draw, print_wrapped, refusal, table, time_by_part
 
 __all__ = ["main", "parse"]
 
@@ -52,12 +52,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--external-lib", help="model.external_lib: a module that registers the model's class or its experts' block")
     add("--nodes", type=int, default=1, help="nodes of the cluster")
     add("--gpus", type=int, default=8, help="GPUs per node")
-    add(
-        "--machine",
-        type=Path,
-        metavar="FILE",
-        help="file that recipes.doctor --out wrote; its figures become the defaults",
-    )
+    help_ = "file that recipes.doctor --out wrote; its figures become the defaults"
+    add("--machine", type=Path, metavar="FILE", help=help_)
     add("--gib", type=float, default=Cluster.gib, help="GiB of memory per GPU (H100 80, H200 141)")
     add("--inside", type=float, default=Cluster.inside, help="GB/s from a GPU to the others of its node")
     add("--between", type=float, default=Cluster.between, help="GB/s of a GPU's network interface")
@@ -78,17 +74,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--all", action="store_true", help="list every legal mesh, in 150 columns")
     add("--json", type=Path, metavar="FILE", help="write the whole result")
     add("--png", type=Path, metavar="FILE", help="draw the shards of each rank on the recommended mesh")
-    add(
-        "settings",
-        nargs="*",
-        metavar="engine.SETTING=VALUE",
-        help=f"settings as on a run's command line: {', '.join(PLANNED)}",
-    )
+    help_ = f"settings as on a run's command line: {', '.join(PLANNED)}"
+    add("settings", nargs="*", metavar="engine.SETTING=VALUE", help=help_)
     try:
         parser.set_defaults(**_measured(parser.parse_known_intermixed_args(arguments)[0].machine))
+        options = parser.parse_intermixed_args(arguments)
+        options.engine = planned_settings(_overrides(options.settings))
     except SettingError as error:
         parser.error(str(error))
-    options = parser.parse_intermixed_args(arguments)
     for name in ("nodes", "gpus", "tokens", "sequences", "micro_batches"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it has to be at least 1")
@@ -101,19 +94,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--imbalance is {options.imbalance}; the busiest rank has at least the mean: 1 or more")
     if not 0 <= options.margin < 1 or min(options.reserve, options.lora_rank) < 0:
         parser.error("--margin is a share from 0 to 1; --reserve and --lora-rank are at least 0")
-    try:
-        options.engine = planned_settings(_overrides(options.settings))
-    except SettingError as error:
-        parser.error(str(error))
     return options
 
 
 def _measured(file: Path | None) -> dict[str, float]:
-    """Return the fields of ``Cluster`` that ``recipes.doctor --out`` wrote to a file.
-
-    Raises:
-        SettingError: the file can't be read, or has unknown fields or wrong values.
-    """
+    """Return the fields of ``Cluster`` that ``recipes.doctor --out`` wrote to a file."""
     if file is None:
         return {}
     works = "a file that `torchrun --nproc-per-node 8 -m epfsdp2.recipes.doctor --out FILE` wrote"
@@ -130,11 +115,7 @@ def _measured(file: Path | None) -> dict[str, float]:
 
 
 def _overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Return the values by setting, without ``engine.``; a dotted name sets a key of a mapping.
-
-    Raises:
-        SettingError: a word is not ``engine.SETTING=VALUE``.
-    """
+    """Return the values by setting, without ``engine.``; a dotted name sets a key of a mapping."""
     for word in words:
         if not re.match(r"engine\.\w[\w.]*=", word):
             rule = "is no setting of the engine with a value."
@@ -144,11 +125,7 @@ def _overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request:
-    """Build the planner's request from the options and a config.
-
-    Raises:
-        UnsupportedModelError: the model's experts can't be dispatched, or the model can't be traced.
-    """
+    """Build the planner's request; raise ``UnsupportedModelError`` for a model that can't be dispatched or traced."""
     model = {"enable_activation_offload": options.activation_offload, "use_fused_kernels": options.fused_kernels}
     sharding = sharding_options(options.engine, {"enable_gradient_checkpointing": True, **model})
 
@@ -161,17 +138,22 @@ def request_of(options: argparse.Namespace, config: PretrainedConfig) -> Request
     sizes = ModelSizes.built_by(build, sharding, DTYPES[options.engine.model_dtype])
     if sizes.untraced:
         raise UnsupportedModelError(sizes.untraced)
-    batch = Batch(options.tokens, options.micro_batches, options.imbalance)
-    overlap = AutomaticOverlap.of(options.engine, build(sharding.param_dtype), sharding)
-    of_step = options.sequences, options.optimizer, options.reserve, options.margin
-    return Request(sizes, sharding, batch, *of_step, overlap)
+    return Request(
+        sizes,
+        sharding,
+        Batch(options.tokens, options.micro_batches, options.imbalance),
+        options.sequences,
+        options.optimizer,
+        options.reserve,
+        options.margin,
+        AutomaticOverlap.of(options.engine, build(sharding.param_dtype), sharding),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(highlight=False, soft_wrap=True, width=_WIDTH_OF_ALL if options.all else _WIDTH)
-    names = [field.name for field in fields(Cluster) if hasattr(options, field.name)]
-    cluster = Cluster(**{name: getattr(options, name) for name in names})
+    cluster = Cluster(**{f.name: getattr(options, f.name) for f in fields(Cluster) if hasattr(options, f.name)})
     try:
         import_external({"external_lib": options.external_lib}, "model")
         request = request_of(options, config_of(options.model))
@@ -183,17 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     said = [
         f"{options.model} on {cluster.nodes} x {cluster.gpus} GPUs of {cluster.gib:g} GiB, {request.margin:.0%} to "
         f"stay free: {request.options.checkpointing} checkpointing, {options.engine.model_dtype} parameters, "
-        f"{options.optimizer}, "
-        f"{format_step(request.batch)}"
+        f"{options.optimizer}, {format_step(request.batch)}"
     ]
     larger = None if best else smallest(request, cluster)
     if best is not None:
-        said.append(
+        said += [
             f"Recommended, {best.gib:.1f} of {cluster.gib:g} GiB and {best.time.step:.2f} s a step, predicted "
-            f"(published figures were within {ERROR:.0%}):"
-        )
-        said += [f"    {' '.join(best.settings)}"]
-        said += [*format_plan(best.topology, best.batch, best.peak, best.traffic), time_by_part(best.time)]
+            f"(published figures were within {ERROR:.0%}):",
+            f"    {' '.join(best.settings)}",
+            *format_plan(best.topology, best.batch, best.peak, best.traffic),
+            time_by_part(best.time),
+        ]
     else:
         said += refusal(min(found, key=lambda c: c.gib), larger, request, cluster)
     if not request.sizes.num_experts:
@@ -216,7 +198,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.png:
-        from .figure import draw
-
         draw(options.model, request.sizes, best or found[0], cluster, options.png)
     return 0 if best else 2

@@ -26,8 +26,7 @@ class Request:
     """The planner's input.
 
     Args:
-        batch: of one rank with ``sp`` = 1.
-        sequences: per micro-batch.
+        batch: of one rank with ``sp`` = 1; a micro-batch has ``sequences``.
         reserve: GiB of a GPU for contexts, NCCL and a sleeping rollout.
         margin: share of a GPU's memory that stays free.
     """
@@ -39,11 +38,20 @@ class Request:
     optimizer: Any = "adamw"
     reserve: float = 4.0
     margin: float = 0.1
-    overlap: AutomaticOverlap = AutomaticOverlap(None, False, False)
+    overlap: AutomaticOverlap = AutomaticOverlap()
 
-    def on(self, topology: Topology, batch: Batch) -> ShardingOptions:
-        """Return the options of a run on GPUs on this mesh, with overlap resolved from its sizes."""
-        return self.overlap.on(self.options, topology, batch.tokens)
+    def on(self, topology: Topology, sp: int) -> tuple[ShardingOptions, Batch]:
+        """Return the options of a run on GPUs, with overlap resolved from sizes, and the batch of a rank.
+
+        ``sp`` ranks share each micro-batch, so each rank runs ``sp`` times as many.
+        """
+        tokens, micro_batches = self.batch.tokens // sp, self.batch.micro_batches * sp
+        batch = replace(self.batch, tokens=tokens, micro_batches=micro_batches, sp=sp)
+        return self.overlap.on(self.options, topology, batch.tokens), batch
+
+    def room(self, cluster: Cluster) -> float:
+        """Return the GiB of a GPU that a rank's tensors may have."""
+        return cluster.gib * (1 - self.margin) - self.reserve
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Choice:
 
     Args:
         sync: seconds of a full weight sync.
-        limit, reserve: GiB of a GPU that a plan may use, and GiB of these for anything but tensors.
+        room: GiB of a GPU that a rank's tensors may have, ``reserve`` not included.
     """
 
     topology: Topology
@@ -61,7 +69,7 @@ class Choice:
     traffic: list[Collective]
     time: Roofline
     sync: float
-    limit: float
+    room: float
     reserve: float
 
     @property
@@ -74,12 +82,7 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        return self.gib <= self.limit
-
-    @property
-    def room(self) -> float:
-        """GiB for a rank's tensors."""
-        return self.limit - self.reserve
+        return self.gib <= self.room + self.reserve
 
     @property
     def settings(self) -> list[str]:
@@ -109,11 +112,11 @@ class Choice:
 
 def choices(request: Request, cluster: Cluster) -> list[Choice]:
     """Return every mesh that ``engine/topology/mesh.py`` and ``expert_placement.py`` allow, the fastest first."""
-    return _fastest_first(_choice(request, cluster, *mesh) for mesh in _meshes(request, cluster.world))
+    return _fastest_first(request, cluster, _meshes(request, cluster.world))
 
 
-def _fastest_first(found: Iterable[Choice]) -> list[Choice]:
-    return sorted(found, key=lambda c: (c.time.step, c.gib))
+def _fastest_first(request: Request, cluster: Cluster, meshes: Iterable[tuple[Topology, int]]) -> list[Choice]:
+    return sorted((_choice(request, cluster, *mesh) for mesh in meshes), key=lambda c: (c.time.step, c.gib))
 
 
 def _meshes(request: Request, world: int) -> Iterator[tuple[Topology, int]]:
@@ -131,37 +134,26 @@ def _meshes(request: Request, world: int) -> Iterator[tuple[Topology, int]]:
                     yield from ((topology, sp) for sp in shared)
 
 
-def _batch(request: Request, sp: int) -> Batch:
-    """Return a rank's batch: ``sp`` ranks share each micro-batch, so each rank runs ``sp`` times as many."""
-    given = request.batch
-    return replace(given, tokens=given.tokens // sp, micro_batches=given.micro_batches * sp, sp=sp)
-
-
 def _choice(request: Request, cluster: Cluster, topology: Topology, sp: int) -> Choice:
-    sizes, batch = request.sizes, _batch(request, sp)
-    options = request.on(topology, batch)
+    sizes, optimizer, (options, batch) = request.sizes, request.optimizer, request.on(topology, sp)
     traffic = collectives(sizes, topology, options, batch)
+    length = request.batch.tokens // request.sequences
+    # A full sync is an all-gather of the whole model (``plan_sync`` has the other modes).
+    nbytes = _elements(sizes) * options.param_dtype.itemsize
     return Choice(
         topology,
         batch,
-        peak(sizes, topology, options, batch, request.optimizer),
+        peak(sizes, topology, options, batch, optimizer),
         traffic,
-        roofline(
-            *(sizes, topology, options, batch, cluster, traffic),
-            length=request.batch.tokens // request.sequences,
-            optimizer=request.optimizer,
-        ),
-        _sync(sizes, topology, options, cluster),
-        cluster.gib * (1 - request.margin),
+        roofline(sizes, topology, options, batch, cluster, traffic, length, optimizer),
+        seconds(Collective("all-gather", topology.fsdp, 1, 1, nbytes), cluster),
+        request.room(cluster),
         request.reserve,
     )
 
 
-def _sync(sizes: ModelSizes, topology: Topology, options: ShardingOptions, cluster: Cluster) -> float:
-    """Return the seconds of a full sync: an all-gather of the whole model (``plan_sync`` has the other modes)."""
-    itemsize = options.param_dtype.itemsize
-    whole = sum(size.full for _, _, size in unit_sizes(sizes, Topology.arrange(1, 1))) * itemsize
-    return seconds(Collective("all-gather", topology.fsdp, 1, 1, whole), cluster)
+def _elements(sizes: ModelSizes) -> int:
+    return sum(size.full for _, _, size in unit_sizes(sizes, Topology.arrange(1, 1)))
 
 
 def recommended(found: Sequence[Choice]) -> Choice | None:
@@ -171,23 +163,19 @@ def recommended(found: Sequence[Choice]) -> Choice | None:
 
 def smallest(request: Request, cluster: Cluster) -> tuple[Cluster, Choice] | None:
     """Return the smallest cluster of such nodes on which the model fits, and the fastest mesh on it."""
-    alone = Topology.arrange(1, 1)
-    elements = sum(size.full for _, _, size in unit_sizes(request.sizes, alone))
     copies = 3 if request.optimizer == "muon" else 4  # weights, gradients and states
-    resident = copies * elements * request.sizes.master.itemsize / _GIB
+    resident = copies * _elements(request.sizes) * request.sizes.master.itemsize
+    room = request.room(cluster) * _GIB
+
+    def fits(topology: Topology, sp: int) -> bool:
+        # ``all`` stops at the first point of a step that does not fit.
+        points = timeline(request.sizes, topology, *request.on(topology, sp), request.optimizer)
+        return all(point.total <= room for point in points)
+
     for nodes in range(cluster.nodes + 1, _MOST_NODES + 1):
         larger = replace(cluster, nodes=nodes)
-        if resident / larger.world + request.reserve > cluster.gib * (1 - request.margin):
-            continue
-        fitting = [mesh for mesh in _meshes(request, larger.world) if _fits(request, larger, *mesh)]
-        if fitting:
-            return larger, _fastest_first(_choice(request, larger, *mesh) for mesh in fitting)[0]
+        if resident / larger.world <= room:
+            fitting = [mesh for mesh in _meshes(request, larger.world) if fits(*mesh)]
+            if fitting:
+                return larger, _fastest_first(request, larger, fitting)[0]
     return None
-
-
-def _fits(request: Request, cluster: Cluster, topology: Topology, sp: int) -> bool:
-    """Return whether every point of a step fits; stop at the first that does not."""
-    room = (cluster.gib * (1 - request.margin) - request.reserve) * _GIB
-    batch = _batch(request, sp)
-    points = timeline(request.sizes, topology, request.on(topology, batch), batch, request.optimizer)
-    return all(point.total <= room for point in points)

@@ -35,26 +35,19 @@ _NEWTON_SCHULZ = 5  # iterations of Muon
 class Cluster:
     """Sizes and rates of a cluster.
 
-    Args:
-        gpus: per node.
-        gib: memory of a GPU.
-        inside, between: GB/s of a rank to others of its node, and of its network interface.
-        tflops: TFLOP/s of bfloat16 matrix products, as published.
-        efficiency, attention: shares of ``tflops`` that large products and attention reach.
-        half_rate_rows: rows at which a product runs at half its rate: the factor is ``rows / (rows + half_rate_rows)``.
-        hbm: GB/s of a GPU's memory, as published.
+    At ``half_rate_rows`` a product runs at half its rate: the factor is ``rows / (rows + half_rate_rows)``.
     """
 
     nodes: int
-    gpus: int
-    gib: float = 80.0
-    inside: float = INSIDE
-    between: float = BETWEEN
-    tflops: float = TFLOPS
-    efficiency: float = 0.78
-    attention: float = 0.2
+    gpus: int  # of a node
+    gib: float = 80.0  # of a GPU
+    inside: float = INSIDE  # GB/s of a rank to others of its node
+    between: float = BETWEEN  # GB/s of a rank's network interface
+    tflops: float = TFLOPS  # of bfloat16 matrix products, as published
+    efficiency: float = 0.78  # share of tflops that large products reach
+    attention: float = 0.2  # share of tflops that attention reaches
     half_rate_rows: float = HALF_RATE_ROWS
-    hbm: float = HBM
+    hbm: float = HBM  # GB/s of a GPU's memory, as published
 
     @property
     def world(self) -> int:
@@ -71,29 +64,19 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of a step's parts: FSDP's collectives overlap with the computation, the all-to-alls do not.
+    """Seconds of a step's parts: FSDP's collectives overlap with the computation, the all-to-alls do not."""
 
-    Args:
-        experts: matrix products, and the passes around them.
-        dense: norms, rotary embeddings, residuals, routers: a layer's operators except products and attention.
-        weights: casts of parameters, and copies of gathered parameters.
-        gradients: casts and packing of gradients.
-        norm: the gradient norm.
-        waits: time in which the GPU idles.
-        all_to_all: the part that no other chunk of tokens overlaps.
-    """
-
-    experts: float = 0.0
+    experts: float = 0.0  # matrix products, and the passes around them
     linears: float = 0.0
     attention: float = 0.0
-    dense: float = 0.0
+    dense: float = 0.0  # norms, rotary embeddings, residuals, routers
     head: float = 0.0
-    weights: float = 0.0
-    gradients: float = 0.0
+    weights: float = 0.0  # casts of parameters, and copies of gathered parameters
+    gradients: float = 0.0  # casts and packing
     optimizer: float = 0.0
-    norm: float = 0.0
-    waits: float = 0.0
-    all_to_all: float = 0.0
+    norm: float = 0.0  # of the gradients
+    waits: float = 0.0  # in which the GPU idles
+    all_to_all: float = 0.0  # the part that no other chunk of tokens overlaps
     fsdp: float = 0.0
 
     @property
@@ -134,12 +117,7 @@ def roofline(
     length: int,
     optimizer: OptimizerKind = "adamw",
 ) -> Roofline:
-    """Return the seconds of a step, by part.
-
-    Args:
-        moved: the collectives of the step.
-        length: tokens of a sequence, for attention.
-    """
+    """Return the seconds of a step by part; ``moved`` are its collectives, ``length`` the tokens of a sequence."""
     found = dict.fromkeys((f.name for f in fields(Roofline)), 0.0)
     tokens, element = batch.tokens, options.param_dtype.itemsize
     is_sent = topology.ep * topology.etp > 1  # rows go to experts on other ranks
@@ -189,7 +167,8 @@ def roofline(
     found["waits"] += _HOST
     trained = sum(size.trained for _, _, size in sharded)
     found["norm"] = cluster.passes(trained * sizes.master.itemsize, STREAMED)
-    found["optimizer"] = _optimizer(sizes, topology, options, cluster, trained, optimizer)
+    is_muon = optimizer == "muon"
+    found["optimizer"] = _optimizer(sizes, topology, options.expert_shard_dim, cluster, trained, is_muon)
     found["fsdp"] = sum(seconds(c, cluster) for c in moved if not c.name.startswith("all-to-all"))
     # The exchange of every chunk but one overlaps with another's computation.
     rows_sent = sum(seconds(c, cluster) for c in moved if c.name == "all-to-all tokens")
@@ -212,18 +191,13 @@ def _around_experts(layer: LayerActivations, forwards: float, is_sent: bool) -> 
 
 
 def _optimizer(
-    sizes: ModelSizes,
-    topology: Topology,
-    options: ShardingOptions,
-    cluster: Cluster,
-    trained: int,
-    optimizer: OptimizerKind,
+    sizes: ModelSizes, topology: Topology, shard_dim: int | str, cluster: Cluster, trained: int, is_muon: bool
 ) -> float:
     """Return the seconds of a step of AdamW (reads 4 tensors, writes 3), or of Muon for matrices and AdamW."""
     matrices, flops = 0, 0.0
-    for unit in (unit for stage in sizes.stages for unit in stage.units) if optimizer == "muon" else ():
+    for unit in (unit for stage in sizes.stages for unit in stage.units) if is_muon else ():
         for name in (unit.shapes.keys() - unit.frozen) & sizes.matrices.keys():
-            matrices += unit.local_numel(name, topology, options.expert_shard_dim)
+            matrices += unit.local_numel(name, topology, shard_dim)
             shape, layout = list(unit.shapes[name]), sizes.matrices[name]
             shape[layout.out_dim] //= layout.parts
             few, many = sorted(shape[-2:])

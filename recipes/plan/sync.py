@@ -44,10 +44,10 @@ _LEGEND = (
     "nodes over one network interface, or, where there are none, for all received bytes at the same rate. Host: "
     "seconds of Python of a rank and its worker, as measured on one core (benchmarks/results/scale.md)."
 )
-# Seconds of one core, by ``make bench-scale``: a trainer rank's per round and per parameter, a worker's per parameter.
-_ROUND_SECONDS, _TENSOR_SECONDS, _LOAD_SECONDS = 2.5e-4, 4e-5, 1.2e-4
-# Per tensor of a full sync: a trainer rank's, and vLLM's own loaders' (``--rollout vllm-names`` of bench-sync).
-_FULL_TENSOR_SECONDS, _FULL_LOAD_SECONDS = 2e-5, 4e-4
+# Seconds of one core (``make bench-scale``): of a trainer rank per round, and per tensor of a trainer rank and
+# a worker. In a full sync, vLLM's own loaders load (``--rollout vllm-names`` of bench-sync).
+_ROUND_SECONDS = 2.5e-4
+_TENSOR_SECONDS = {"sliced": 4e-5 + 1.2e-4, "full": 2e-5 + 4e-4}
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
 # Fields of ``Rollout`` by --dtype.
 _QUANTISED: dict[str, dict[str, Any]] = {
@@ -174,8 +174,7 @@ def _row(mode: SyncMode, plan: TransferPlan, model: Any, options: argparse.Names
     amounts = [int(each.max()) for each in (needed, kept, needed - kept, from_others)]
     rounds, loaded = sum(1 for _ in plan.rounds), _loaded(mode, plan, model)
     wire = (amounts[3] or amounts[2]) / _GB / options.bandwidth
-    each = _TENSOR_SECONDS + _LOAD_SECONDS if mode == "sliced" else _FULL_TENSOR_SECONDS + _FULL_LOAD_SECONDS
-    host = rounds * _ROUND_SECONDS + loaded * each
+    host = rounds * _ROUND_SECONDS + loaded * _TENSOR_SECONDS[mode]
     cells = [mode, *(f"{n / _GB:.2f}" for n in amounts), str(rounds), str(loaded), str(options.sync_megabytes)]
     bound = "the network" if wire >= host else "Python on the hosts"
     verdict = f"{mode} is bound by {bound}: {wire:.2f} s of wire, {host:.2f} s of host."
@@ -202,12 +201,12 @@ def _loaded(mode: SyncMode, plan: TransferPlan, model: Any) -> int:
     for prefix, index in plan.layers:
         if index not in of_template:
             template = plan.templates[index]
-            of_template[index] = _in_full(template, prefix, plan.limit, model) if mode == "full" else _sliced(template)
+            if mode == "full":
+                of_template[index] = _in_full(template, prefix, plan.limit, model)
+            else:
+                shares = [share for round_ in template.rounds for share in round_.shares]
+                of_template[index] = sum(len(share.bundle.by_kind[0]) for share in shares)
     return sum(of_template[index] for _, index in plan.layers)
-
-
-def _sliced(template: Template) -> int:
-    return sum(len(share.bundle.by_kind[0]) for round_ in template.rounds for share in round_.shares)
 
 
 def _in_full(template: Template, prefix: str, limit: int, model: Any) -> int:

@@ -1,20 +1,24 @@
-"""Print the plan: tables of meshes, why the next does not fit, and alternatives."""
+"""Print and draw the plan: tables of meshes, why the next does not fit, alternatives, and the shards of each rank."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from ...engine.planner.model_sizes import ModelSizes
+from ...engine.topology.mesh import Topology
 from .meshes import Choice, Request, smallest
 from .roofline import Cluster, Roofline
 
-__all__ = ["after_the_best", "print_wrapped", "refusal", "table", "time_by_part"]
+__all__ = ["after_the_best", "draw", "print_wrapped", "refusal", "table", "time_by_part"]
 
 _GIB, _GB = 1 << 30, 1e9
 _BEST = 10  # rows of the short table
+_RANKS = 64  # drawn at most
 _MESH = ("ep", "etp", "ep_fsdp", "dp_replicate", "sp")
 _COLUMNS = (*_MESH, "states", "the rest", "in all", "received", "step", "sync")
 _PARTS = ("params", "grads", "optim", "buffers", "activ.", "logits")
@@ -45,12 +49,8 @@ def table(found: Sequence[Choice], best: Choice | None, is_all: bool) -> tuple[T
         states = c.peak.parameters + c.peak.gradients + c.peak.optimizer
         held = parts if is_all else [states, c.peak.total - states]
         moved = [c.wire(kind) for kind in (("dense", "experts", "tokens") if is_all else ("",))]
-        row = [
-            *map(str, (t.ep, t.etp, t.ep_fsdp, t.dp_replicate, c.sp)),
-            *(f"{n / _GIB:.1f}" for n in held),
-            f"{c.gib:.1f}",
-        ]
-        row += ["yes" if c.fits else "no"] if is_all else []
+        row = [*map(str, (t.ep, t.etp, t.ep_fsdp, t.dp_replicate, c.sp)), *(f"{n / _GIB:.1f}" for n in held)]
+        row += [f"{c.gib:.1f}", *(["yes" if c.fits else "no"] if is_all else [])]
         row += [*(f"{n / _GB:.1f}" for n in moved), f"{c.time.step:.2f}", f"{c.sync:.2f}"]
         made.add_row(*row, style="bold green" if c is best else None)
     return made, _LEGEND.format("", _KINDS) if is_all else _LEGEND.format(_STATES, "received")
@@ -96,8 +96,8 @@ def refusal(least: Choice, larger: tuple[Cluster, Choice] | None, request: Reque
         f"The smallest cluster of such nodes that fits has {nodes.nodes} ({nodes.world} GPUs), {best.gib:.1f} GiB each "
         f"with the reserve: {' '.join(best.settings)}"
     )
-    fewer = [f"{nodes} with {option}" for option, nodes in _leaner(request, cluster, nodes.nodes)]
-    return [*said, f"Fewer do with other settings: {', '.join(fewer)}."] if fewer else said
+    fewer = ", ".join(_leaner(request, cluster, nodes.nodes))
+    return [*said, f"Fewer do with other settings: {fewer}."] if fewer else said
 
 
 def _largest(choice: Choice) -> list[str]:
@@ -106,8 +106,8 @@ def _largest(choice: Choice) -> list[str]:
     return [f"{name} {nbytes / _GIB:.1f}" for name, nbytes in parts if nbytes]
 
 
-def _leaner(request: Request, cluster: Cluster, nodes: int) -> Iterator[tuple[str, int]]:
-    """Yield settings with smaller states, and the nodes they need, if fewer than ``nodes``."""
+def _leaner(request: Request, cluster: Cluster, nodes: int) -> Iterator[str]:
+    """Yield settings with smaller states and the nodes they need, if fewer than ``nodes``."""
     bf16 = replace(request.sizes, master=torch.bfloat16)
     settings = {
         "--optimizer muon": replace(request, optimizer="muon"),
@@ -117,4 +117,54 @@ def _leaner(request: Request, cluster: Cluster, nodes: int) -> Iterator[tuple[st
     for option, leaner in settings.items():
         found = smallest(leaner, replace(cluster, nodes=cluster.nodes - 1)) if leaner != request else None
         if found is not None and found[0].nodes < nodes:
-            yield option, found[0].nodes
+            yield f"{found[0].nodes} with {option}"
+
+
+def draw(model: str, sizes: ModelSizes, choice: Choice, cluster: Cluster, path: Path) -> None:
+    """Write a PNG: ranks by node with their experts, and the memory of one rank by part."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Rectangle
+
+    t = choice.topology
+    shown, per_row = min(t.world, _RANKS), cluster.gpus
+    rows = -(-shown // per_row)
+    figure, (ranks, memory) = plt.subplots(
+        2, 1, figsize=(max(8, 1.5 * per_row), 2.5 + rows), layout="constrained", height_ratios=[rows, 1.2]
+    )
+    colours = plt.get_cmap("viridis")
+    for rank in range(shown):
+        column, row = rank % per_row, rows - 1 - rank // per_row
+        at = t.coordinate(rank % t.fsdp)
+        ranks.add_patch(Rectangle((column, row), 0.95, 0.9, color=colours(at["ep"] / max(t.ep, 2)), alpha=0.35))
+        ranks.text(column + 0.47, row + 0.45, _held(rank, t, sizes), ha="center", va="center", fontsize=7)
+    more = f" (the first {shown} of {t.world} ranks)" if shown < t.world else ""
+    ranks.set(
+        xlim=(0, per_row), ylim=(0, rows), xticks=[], ylabel="node", title=f"{model}: {' '.join(choice.settings)}{more}"
+    )
+    ranks.set_yticks([rows - 0.55 - i for i in range(rows)], [str(i) for i in range(rows)])
+
+    left = 0.0
+    for part, nbytes in {**choice.peak.parts, "reserve": choice.reserve * _GIB}.items():
+        memory.barh(0, nbytes / _GIB, left=left, label=f"{part} {nbytes / _GIB:.1f}")
+        left += nbytes / _GIB
+    memory.axvline(cluster.gib, color="tab:red", linestyle="--", label=f"a GPU, {cluster.gib:g}")
+    memory.set(yticks=[], xlabel=f"GiB of a rank at its peak ({choice.peak.when})")
+    memory.legend(ncols=4, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.45))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _held(rank: int, topology: Topology, sizes: ModelSizes) -> str:
+    """Return a label of a rank's shards, in at most three lines."""
+    at = topology.coordinate(rank % topology.fsdp)
+    experts = max(sizes.num_experts, default=0) // topology.ep
+    parts = topology.ep_fsdp * topology.etp
+    cut = f"1/{parts} of " if parts > 1 else ""
+    copy = f"copy {rank // topology.fsdp}, " if topology.dp_replicate > 1 else ""
+    first = at["ep"] * experts
+    if not experts:
+        return f"rank {rank}\n{copy}1/{topology.fsdp} of the model"
+    return f"rank {rank}\n{cut}experts {first}-{first + experts - 1}\n{copy}1/{topology.fsdp} of the rest"

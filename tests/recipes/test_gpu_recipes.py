@@ -14,7 +14,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.config import roles as engine_config_module
-from epfsdp2.engine.preflight.model_facts import inspect_model, largest_sent
+from epfsdp2.engine.preflight.model import inspect_model, largest_sent
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.gpu import run

@@ -5,13 +5,15 @@ import json
 import re
 
 import pytest
-from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.planner.traffic import Collective
 from epfsdp2.engine.topology.expert_placement import check_experts_divide, check_inner_divides
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.recipes.plan.cards import CARDS, config_of
+from epfsdp2.recipes.plan.cards import config_of
 from epfsdp2.recipes.plan.cli import main, parse, request_of
 from epfsdp2.recipes.plan.meshes import choices, recommended
 from epfsdp2.recipes.plan.roofline import Cluster, seconds
@@ -34,59 +36,63 @@ def _rows(text):
     return [line for line in text.splitlines() if line.startswith("│")]
 
 
-def test_plan_by_default_has_ten_meshes_that_fit_and_why_the_next_does_not_in_100_columns(capsys, qwen3_30b):
-    assert main(QWEN) == 0
+@pytest.fixture(scope="module")
+def found(qwen3_30b):
+    return choices(qwen3_30b, Cluster(2, 8))
+
+
+def test_plan_by_default_has_ten_meshes_that_fit_why_the_next_does_not_json_and_a_picture(capsys, tmp_path, found):
+    figures, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    assert main([*QWEN, "--json", str(figures), "--png", str(picture)]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100 and len(text.splitlines()) < 40
-    found = choices(qwen3_30b, Cluster(2, 8))
     fit, refused = [c for c in found if c.fits], next(c for c in found if not c.fits)
-    meshes = [[int(cell) for cell in row.split("│")[1:6]] for row in _rows(text)]
-    tops = [(c.topology, c.sp) for c in fit[:10]]
-    assert meshes == [[t.ep, t.etp, t.ep_fsdp, t.dp_replicate, sp] for t, sp in tops]
-    needs = f"{' '.join(refused.settings)} needs {refused.peak.total / 2**30:.1f} GiB"
-    assert needs in _joined(text) and refused.gib > refused.limit
+    assert [int(cell) for row in _rows(text) for cell in row.split("│")[1:6]] == [
+        size for c in fit[:10] for t in [c.topology] for size in (t.ep, t.etp, t.ep_fsdp, t.dp_replicate, c.sp)
+    ]
+    said, needs = _joined(text), f"needs {refused.peak.total / 2**30:.1f} GiB"
+    assert f"{' '.join(refused.settings)} {needs}" in said
     assert f"{len(fit)} of {len(found)} meshes fit; --all lists all {len(found)}." in text
+    result = json.loads(figures.read_text())
+    best = result["recommended"]
+    assert best["fits"] and best in result["choices"] and " ".join(best["settings"]) in said
+    assert sum(n for part, n in best["bytes"].items() if part != "total") == best["bytes"]["total"]
+    # The line that the engine prints for this mesh.
+    assert f"mesh: 16 ranks = dp_replicate {best['dp_replicate']} x ep_fsdp {best['ep_fsdp']} x ep {best['ep']}" in said
+    assert "memory at its peak" in said and "received in a step: all-gather" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_plan_that_fits_nowhere_has_the_ten_meshes_that_need_least(capsys):
-    assert main(["--model", "gpt-oss-120b", "--tokens", "4096"]) == 2
+    assert main(["--model", "gpt-oss-20b", "--gpus", "4", "--gib", "40", "--tokens", "4096"]) == 2
     text = capsys.readouterr().out
     needed = [float(row.split("│")[8]) for row in _rows(text)]
-    assert len(needed) == 10 and needed == sorted(needed) and min(needed) > 72
+    assert len(needed) == 10 and needed == sorted(needed) and min(needed) > 36
     assert max(map(len, text.splitlines())) <= 100 and re.search(r"\b0 of \d+ meshes fit", text)
 
 
-def test_plan_all_lists_every_mesh(capsys, qwen3_30b):
-    assert main([*QWEN, "--all"]) == 0
-    rows = _rows(capsys.readouterr().out)
-    assert len(rows) == len(choices(qwen3_30b, Cluster(2, 8)))
-    assert {row.split("│")[13].strip() for row in rows} == {"yes", "no"}
+def test_plan_meshes_are_those_that_the_engine_takes(found):
+    world, legal = 16, set()
+    for ep in range(1, world + 1):
+        for fsdp, etp in itertools.product(range(1, world + 1), repeat=2):
+            try:
+                topology = Topology.arrange(world, ep, fsdp, etp)
+                check_experts_divide([128], topology, "it")
+                check_inner_divides([768], topology, "it")
+            except SettingError:
+                continue
+            legal |= {(topology, sp) for sp in range(1, world + 1) if world % sp == 0 and 32 % sp == 0}
+    assert {(c.topology, c.sp) for c in found} == legal and len(found) == len(legal)
 
 
-def test_plan_meshes_are_those_that_the_engine_takes(qwen3_30b):
-    for world, nodes in ((16, 2), (24, 3)):
-        legal = set()
-        for ep in range(1, world + 1):
-            for fsdp, etp in itertools.product(range(1, world + 1), repeat=2):
-                try:
-                    topology = Topology.arrange(world, ep, fsdp, etp)
-                    check_experts_divide([128], topology, "it")
-                    check_inner_divides([768], topology, "it")
-                except SettingError:
-                    continue
-                legal |= {(topology, sp) for sp in range(1, world + 1) if world % sp == 0 and 32 % sp == 0}
-        found = choices(qwen3_30b, Cluster(nodes, 8))
-        assert {(c.topology, c.sp) for c in found} == legal and len(found) == len(legal)
-
-
-def test_plan_recommendation_is_the_fastest_mesh_that_fits(qwen3_30b):
-    found = choices(qwen3_30b, Cluster(2, 8))
+def test_plan_recommendation_is_the_fastest_mesh_that_fits(found):
     best = recommended(found)
     assert best.fits and best.gib <= 0.9 * 80
     assert best.time.step == min(c.time.step for c in found if c.fits)
     assert any(not c.fits for c in found)  # one GPU with 30 billion parameters and their states
 
 
+@pytest.mark.long
 def test_plan_of_few_large_experts_on_more_ranks_recommends_etp(tmp_path):
     """Mixtral 8x7B on 16 GPUs with 1,024 tokens per micro-batch: gathering experts costs more than gathering rows."""
     MixtralConfig().save_pretrained(tmp_path)
@@ -98,23 +104,18 @@ def test_plan_of_few_large_experts_on_more_ranks_recommends_etp(tmp_path):
     assert best.time.step < 0.7 * whole
 
 
-def _planned_sizes(folder, out):
-    """Return the sequence-parallel sizes of a plan for two GPUs."""
-    assert main(["--model", str(folder), "--gpus", "2", "--tokens", "64", "--json", str(out)]) == 0
-    return {choice["sp"] for choice in json.loads(out.read_text())["choices"]}
-
-
-def test_plan_of_rows_that_can_not_be_shared_leaves_those_meshes_out(capsys, tmp_path):
-    FAMILIES["glm_moe_dsa"].build().config.save_pretrained(tmp_path)
-    assert _planned_sizes(tmp_path, tmp_path / "plan.json") == {1}
-    assert "sp is 1: an indexer of GlmMoeDsaForCausalLM chooses among the keys" in _joined(capsys.readouterr().out)
-
-
-def test_plan_of_shared_rows_says_what_is_not_counted(capsys, tmp_path):
-    Qwen3NextConfig(num_hidden_layers=4, num_experts=16, num_experts_per_tok=2).save_pretrained(tmp_path)
-    assert _planned_sizes(tmp_path, tmp_path / "plan.json") == {1, 2}
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "qwen3_next"])
+def test_plan_of_rows_that_can_not_be_shared_or_counted_says_so(capsys, tmp_path, name):
+    out = tmp_path / "plan.json"
+    FAMILIES[name].build().config.save_pretrained(tmp_path)
+    assert main(["--model", str(tmp_path), "--gpus", "2", "--tokens", "64", "--json", str(out)]) == 0
+    sizes = {choice["sp"] for choice in json.loads(out.read_text())["choices"]}
     said = _joined(capsys.readouterr().out)
-    assert "Not counted where sp is above 1: what Qwen3NextGatedDeltaNet sends" in said
+    if name == "glm_moe_dsa":
+        assert sizes == {1} and "sp is 1: an indexer of GlmMoeDsaForCausalLM chooses among the keys" in said
+    else:
+        uncounted = "Not counted where sp is above 1: what Qwen3NextGatedDeltaNet sends"
+        assert sizes == {1, 2} and uncounted in said
 
 
 @pytest.mark.long
@@ -134,25 +135,14 @@ def test_plan_that_does_not_fit_names_the_part_and_the_cluster_that_does(capsys,
     assert main([*more, *bf16, "--nodes", fewer[1]]) == 0 and int(fewer[1]) < nodes
 
 
-def test_plan_writes_json_and_a_picture(capsys, tmp_path):
-    figures, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    assert main([*QWEN, "--json", str(figures), "--png", str(picture)]) == 0
-    result = json.loads(figures.read_text())
-    best = result["recommended"]
-    assert best["fits"] and best in result["choices"]
-    assert sum(n for part, n in best["bytes"].items() if part != "total") == best["bytes"]["total"]
-    said = _joined(capsys.readouterr().out)
-    assert " ".join(best["settings"]) in said
-    # The line that the engine prints for this mesh.
-    assert f"mesh: 16 ranks = dp_replicate {best['dp_replicate']} x ep_fsdp {best['ep_fsdp']} x ep {best['ep']}" in said
-    assert "memory at its peak" in said and "received in a step: all-gather" in said
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_plan_of_a_folder_with_a_config_takes_its_model(tmp_path, capsys):
+def test_plan_of_a_folder_with_a_config_lists_every_mesh_if_asked(tmp_path, capsys):
     Qwen3MoeConfig(num_hidden_layers=2, num_experts=8, vocab_size=1024).save_pretrained(tmp_path)
-    assert main(["--model", str(tmp_path), "--gpus", "2", "--tokens", "64"]) == 0
-    assert "Recommended" in capsys.readouterr().out
+    options = ["--model", str(tmp_path), "--gpus", "4", "--tokens", "64"]
+    assert main([*options, "--all"]) == 0
+    text = capsys.readouterr().out
+    request = request_of(parse(options), config_of(str(tmp_path)))
+    assert "Recommended" in text and len(_rows(text)) == len(choices(request, Cluster(1, 4))) > 10
+    assert {row.split("│")[13].strip() for row in _rows(text)} == {"yes"}
 
 
 def test_plan_with_adapters_chunks_or_another_backend_changes(tmp_path):
@@ -191,23 +181,13 @@ def test_plan_with_adapters_chunks_or_another_backend_changes(tmp_path):
     ],
 )
 def test_cards_of_known_models_have_the_published_number_of_parameters(card, billions):
-    sizes = request_of(parse(["--model", card]), config_of(card)).sizes
-    alone = Topology.arrange(1, 1)
-    count = sum(unit.sizes(alone).full for stage in sizes.stages for unit in stage.units)
-    assert count / 1e9 == pytest.approx(billions, rel=0.005)
-    assert set(CARDS) >= {card} and len(sizes.traced.layers) == config_of(card).num_hidden_layers
+    model = build_on_meta(AutoModelForCausalLM, config_of(card), torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--model", "Qwen3-30B", "--nodes", "1"], "Qwen3-30B-A3B"),
-        (["--model", "deepsek-v3"], "DeepSeek-V3"),
-    ],
-)
-def test_plan_of_an_unknown_model_names_the_nearest(options, words, capsys):
-    assert main(options) == 1
-    assert words in capsys.readouterr().out
+def test_plan_of_an_unknown_model_names_the_nearest(capsys):
+    assert main(["--model", "deepsek-v3"]) == 1
+    assert "DeepSeek-V3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -218,10 +198,6 @@ def test_plan_of_an_unknown_model_names_the_nearest(options, words, capsys):
         (["--tokens", "100", "--sequences", "3"], "does not divide --tokens"),
         (["--imbalance", "0.5"], "1 or more"),
         (["engine.dispatch_chunks=0"], "engine.dispatch_chunks=0: is the number of parts"),
-        (
-            ["engine.prefetch=2"],
-            "engine.prefetch=2: the plan does not depend on such a setting. What works: ",
-        ),
         (["engine.ep_size=8"], "engine.ep_size=8: the plan does not depend on such a setting."),
         (["dispatch_chunks=2"], "dispatch_chunks=2: is no setting of the engine with a value."),
     ],
@@ -235,18 +211,11 @@ def test_plan_of_impossible_sizes_is_refused(options, words, capsys):
 def test_plan_of_a_dense_model_has_no_expert_parallelism(tmp_path, capsys):
     Qwen3Config(num_hidden_layers=2).save_pretrained(tmp_path)
     report, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    assert main(["--model", str(tmp_path), "--json", str(report), "--png", str(picture)]) == 0
+    assert main(["--model", str(tmp_path), "--gpus", "4", "--json", str(report), "--png", str(picture)]) == 0
     assert "ep is 1: the model has no experts." in capsys.readouterr().out
     choices = json.loads(report.read_text())["choices"]
-    assert {c["ep"] for c in choices} == {1} and {c["dp_replicate"] for c in choices} == {1, 2, 4, 8}
+    assert {c["ep"] for c in choices} == {1} and {c["dp_replicate"] for c in choices} == {1, 2, 4}
     assert not [c for choice in choices for c in choice["collectives"] if c["name"].startswith("all-to-all tok")]
-
-
-def test_plan_help_names_the_settings(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    text = capsys.readouterr().out
-    assert "activation_checkpointing" in text and "engine.SETTING=VALUE" in text and "Kimi-K2" in text
 
 
 def test_roofline_seconds_of_a_collective_equal_those_by_hand():

@@ -55,7 +55,6 @@ ROOMS = (
     "engine/moe/collectives",
     "engine/moe/gemm",
     "engine/topology",
-    "engine/config/rules.py",
     "engine/config/values.py",
     "engine/cpu",
     "engine/compat",

@@ -15,7 +15,7 @@ from epfsdp2.engine.checkpoint import load as loading
 from epfsdp2.engine.checkpoint import safetensors_reader
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model.meta import check_not_quantised
-from epfsdp2.engine.preflight.model_facts import check_model_path
+from epfsdp2.engine.preflight.model import check_model_path
 from epfsdp2.engine.topology.dtensor import is_expert_parameter
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
 from tests.support.engine.sharded import sharded_model, whole_parameters

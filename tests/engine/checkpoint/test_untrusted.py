@@ -19,7 +19,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.lora.peft_files import read_adapter
 from epfsdp2.engine.lora.settings import LoraSettings
 from epfsdp2.engine.model.safetensors_files import SafetensorsFile
-from epfsdp2.engine.preflight.model_facts import inspect_model
+from epfsdp2.engine.preflight.model import inspect_model
 from epfsdp2.recipes.plan.cards import config_of
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.scale import on_fake_ranks

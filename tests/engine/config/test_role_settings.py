@@ -5,15 +5,12 @@ import os
 from dataclasses import fields, replace
 
 import pytest
-import torch
 import verl.trainer.config
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
-from transformers import Qwen3MoeConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config.actor import ActorConfig, FSDPActorConfig
 from verl.workers.config.critic import CriticConfig, FSDPCriticConfig
@@ -24,13 +21,13 @@ from epfsdp2.engine.config import (
     EPFSDP2CriticConfig,
     EPFSDP2EngineConfig,
     actor_config,
-    critic_config,
     engine_config,
     roles,
 )
 from epfsdp2.engine.config.roles import DriverError
 from epfsdp2.engine.config.settings import SETTINGS
 from epfsdp2.engine.config.verl_keys import VERL_KEYS
+from tests.support.trainer.settings import checkpoint
 
 VERL_CONFIG = os.path.dirname(verl.trainer.config.__file__)
 ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
@@ -39,21 +36,7 @@ SIZES = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        architectures=["Qwen3MoeForCausalLM"],
-    ).save_pretrained(folder)
-    save_file({"x": torch.zeros(1)}, str(folder / "model.safetensors"))
-    return folder
+    return checkpoint(tmp_path_factory.mktemp("model"), architectures=["Qwen3MoeForCausalLM"])["path"]
 
 
 def composed(*overrides, engine="engine=epfsdp2"):
@@ -130,31 +113,29 @@ def test_role_settings_by_default_are_verls():
 # Settings of one role override the shared ones.
 
 
-@pytest.mark.parametrize("plus", ["", "+", "++"])
 @pytest.mark.parametrize(
-    ("name", "nodes"),
+    ("nodes", "plus"),
     [
-        (ACTOR, ("engine", "fsdp_config")),
-        (REF, ("engine", "fsdp_config")),
-        (CRITIC, ("engine", "fsdp", "model.fsdp_config")),
+        (("engine", "engine", "engine"), ("", "", "")),
+        (("fsdp_config", "fsdp_config", "fsdp"), ("", "+", "++")),
+        (("fsdp_config", "fsdp_config", "model.fsdp_config"), ("++", "", "")),
     ],
-    ids=["actor", "ref", "critic"],
+    ids=["ours", "verl's", "critic.model"],
 )
-def test_role_settings_spelled_either_way_override_engine(name, nodes, plus, model):
-    for node in nodes if not plus else nodes[1:2]:
-        given = [f"{plus}{name}.{node}.param_offload=True", f"{plus}{name}.{node}.mixed_precision.reduce_dtype=bf16"]
-        shared = ["engine.ep_size=2", "engine.param_offload=False", "engine.mixed_precision={param_dtype:bf16}"]
-        paths = [f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}"]
-        paths.append("+critic.model.load_tokenizer=False")
-        whole = composed(*given, *shared, *paths)
-        if not plus:
-            OmegaConf.resolve(whole)  # as verl's TaskRunner does before it hands the nodes to the workers
-        for other in (ACTOR, CRITIC, REF):
-            config = of_role(whole, other).engine
-            assert config.param_offload is (other == name), (node, other)
-            own = {"reduce_dtype": "bf16"} if other == name else {}
-            assert config.mixed_precision == {"param_dtype": "bf16"} | own
-            assert config.ep_size == 2 and config.forward_only is (other == REF)
+def test_role_settings_spelled_either_way_override_engine(nodes, plus, model):
+    given = ["engine.ep_size=2", "engine.seed=7", "engine.mixed_precision={param_dtype:bf16}"]
+    given += [f"critic.model.path={model}", "+critic.model.load_tokenizer=False"]
+    for i, name in enumerate((ACTOR, REF, CRITIC)):
+        given.append(f"{plus[i]}{name}.{nodes[i]}.seed={i}")
+    given.append(f"{plus[2]}{CRITIC}.{nodes[2]}.mixed_precision.reduce_dtype=bf16")
+    whole = composed(*given)
+    if not any(plus):
+        OmegaConf.resolve(whole)  # as verl's TaskRunner does before it hands the nodes to the workers
+    for i, name in enumerate((ACTOR, REF, CRITIC)):
+        config = of_role(whole, name).engine
+        own = {"reduce_dtype": "bf16"} if name == CRITIC else {}
+        assert config.seed == i and config.mixed_precision == {"param_dtype": "bf16"} | own, name
+        assert config.ep_size == 2 and config.forward_only is (name == REF)
 
 
 def test_role_settings_beside_the_node_count_and_the_reference_follows_the_actor():
@@ -175,15 +156,16 @@ def test_role_settings_beside_the_node_count_and_the_reference_follows_the_actor
     assert trained.engine.entropy_from_logits_with_chunking and not ref.engine.entropy_from_logits_with_chunking
     assert (ref.engine.pad_to_length, ref.engine.pad_to_length_bucket) == (True, 512)
     assert trained.engine.use_torch_compile and ref.engine.use_torch_compile
-    for own in (f"{REF}.ulysses_sequence_parallel_size=1", f"{REF}.engine.ulysses_sequence_parallel_size=1"):
-        assert role(REF, *given, own).engine.ulysses_sequence_parallel_size == 1
+    own = f"{REF}.engine.ulysses_sequence_parallel_size=1"
+    assert role(REF, *given, own).engine.ulysses_sequence_parallel_size == 1
     assert not actor(*given, f"{ACTOR}.use_torch_compile=False").engine.use_torch_compile
 
 
 def test_role_settings_that_are_empty_give_the_shared_engine():
     shared = engine_config(ep_size=2, seed=7)
+    whole = composed("engine.ep_size=2", "engine.seed=7")
     for name, forward_only in ((ACTOR, False), (REF, True)):
-        config = role(name, "engine.ep_size=2", "engine.seed=7")
+        config = of_role(whole, name)
         plan = {name: getattr(config.engine, name) for name in ("_sequences_per_update", "_longest_sequence")}
         assert config.engine == replace(shared, forward_only=forward_only, _of_a_role=True, **plan)
         assert config.names == {}
@@ -205,22 +187,18 @@ def test_role_settings_that_are_empty_give_the_shared_engine():
         ),
         ([f"{ACTOR}.fsdp_config.parm_offload=True"], f"What works: {ACTOR}.fsdp_config.param_offload"),
         ([f"{ACTOR}.fsdp_config.ep_size=8"], f"What works: {ACTOR}.engine.ep_size"),
-        ([f"{ACTOR}.engine.epsize=8"], f"{ACTOR}.engine.epsize=8: the engine has no such setting. What works: {ACTOR}"),
         ([f"{ACTOR}.fsdp_config=8"], f"{ACTOR}.fsdp_config=8: is a mapping of settings."),
-        ([f"{ACTOR}.fsdp_config.dtype=float8"], f"{ACTOR}.fsdp_config.dtype=float8: is one of fp32, float32, bf16"),
         (
             [f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype=bf16"],
             f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype=bf16: buffers are never cast: they stay float32. "
             f"What works: {ACTOR}.fsdp_config.mixed_precision.buffer_dtype=fp32",
         ),
         ([f"{ACTOR}.fsdp_config.qat.enable=True"], f"{ACTOR}.fsdp_config.qat={{'enable': True}}: quantisation-aware"),
-        ([f"{ACTOR}.qat.enable=True"], f"{ACTOR}.qat="),
         ([f"{ACTOR}.fsdp_config.turbo_config.distributed.expert_parallel_size=8"], "strategy fsdp_turbo"),
         ([f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy=megatron: asks for another engine than engine=epfsdp2."),
         ([f"{ACTOR}.fsdp_config.strategy=veomni"], f"{ACTOR}.fsdp_config.strategy=veomni: this engine has one"),
         ([f"{ACTOR}.fsdp_config.forward_only=True"], f"{ACTOR}.fsdp_config.forward_only=True: this role is trained."),
         ([f"+{ACTOR}.ulysses_sequence_paralel_size=2"], f"What works: {ACTOR}.ulysses_sequence_parallel_size"),
-        ([f"{ACTOR}.engine.ep_size=two"], f"{ACTOR}.engine.ep_size=two: has to be a positive whole number. What works"),
         # The reference policy's, on the driver, in the actor's config.
         (
             [f"{REF}.fsdp_config.param_offload=True", f"{REF}.engine.param_offload=False"],
@@ -236,13 +214,11 @@ def test_role_settings_that_are_wrong_are_refused_by_their_names(overrides, word
     assert words in text and "What works: " in text and "\n" not in text
 
 
-def test_role_settings_with_unknown_keys_or_contradictions_reach_the_check():
-    wrong = [f"{ACTOR}.fsdp_config.parm_offload=True", f"{REF}.fsdp_config.param_offload=True"]
-    for overrides in (wrong[:1], [*wrong[1:], f"+{REF}.engine.param_offload=False"]):
-        with pytest.raises(HydraException) as caught:
-            role(ACTOR, *overrides)
-        assert isinstance(caught.value.__cause__, DriverError)
-        assert str(caught.value.__cause__) in str(caught.value)
+def test_role_settings_with_unknown_keys_reach_the_check():
+    with pytest.raises(HydraException) as caught:
+        role(ACTOR, f"{ACTOR}.fsdp_config.parm_offload=True")
+    assert isinstance(caught.value.__cause__, DriverError)
+    assert str(caught.value.__cause__) in str(caught.value)
 
 
 def test_role_settings_whose_spellings_agree_are_taken():
@@ -353,7 +329,7 @@ WRONG = st.one_of(
     ),
 )
 _OF_SEVERAL_TYPES = ("expert_plan", "mixed_precision", "reshard_experts_after_forward", "expert_shard_dim")
-PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PROPERTY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @PROPERTY
@@ -380,12 +356,3 @@ def test_role_settings_of_any_value_are_taken_or_named(key, value):
         actor_config(**batch, fsdp_config={key: value})
     except DriverError as error:
         assert error.setting.startswith(f"{ACTOR}.fsdp_config.{key}"), error
-
-
-@PROPERTY
-@given(key=st.sampled_from(["engine", "fsdp", *sorted(VERL_KEYS["role"].keys() - {"qat"}), "strategy"]), value=WRONG)
-def test_critic_settings_of_any_value_are_taken_or_named(model, key, value):
-    try:
-        critic_config(ppo_micro_batch_size_per_gpu=1, model={"path": str(model)}, **{key: value})
-    except DriverError as error:
-        assert error.setting.startswith(f"critic.{key}"), error

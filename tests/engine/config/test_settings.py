@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -42,32 +43,22 @@ from epfsdp2.rollout.layout.specs import SYNC_MODES
     "settings, words",
     [
         ({"ep_size": 0}, "engine.ep_size=0: "),
-        ({"ep_size": -4}, "engine.ep_size=-4: "),
         ({"ep_size": 2.0}, "engine.ep_size=2.0: "),
         ({"ep_size": True}, "engine.ep_size=True: "),
         ({"strategy": "veomni"}, "engine.strategy=veomni: this engine has one strategy."),
         ({"expert_shard_dim": 2}, "engine.expert_shard_dim=2: "),
         ({"expert_shard_dim": True}, "engine.expert_shard_dim=True: "),
-        ({"expert_shard_dim": False}, "engine.expert_shard_dim=False: "),
-        ({"expert_shard_dim": 1.0}, "engine.expert_shard_dim=1.0: "),
         ({"fsdp_size": 0}, "engine.fsdp_size=0: "),
-        ({"fsdp_size": 2.0}, "engine.fsdp_size=2.0: "),
-        ({"fsdp_size": True}, "engine.fsdp_size=True: "),
         ({"prefetch_depth": 1.5}, "engine.prefetch_depth=1.5: "),
         ({"dispatch_chunks": 0, "ep_size": 2}, "engine.dispatch_chunks=0: is the number of parts"),
-        ({"dispatch_chunks": -2, "ep_size": 2}, "engine.dispatch_chunks=-2: is the number of parts"),
-        ({"dispatch_chunks": True, "ep_size": 2}, "engine.dispatch_chunks=True: is the number of parts"),
         ({"dispatch_chunks": 2}, "engine.dispatch_chunks=2: no token is sent"),
         ({"overlap_shared_experts": True}, "engine.overlap_shared_experts=True: no token is sent"),
         ({"dispatcher": "nccl", "ep_size": 2}, "engine.dispatcher=nccl: is one of all_to_all, deepep"),
         ({"dispatcher": "deepep"}, "engine.dispatcher=deepep: no token is sent"),
         ({"dispatcher": "deepep", "ep_size": 2, "dispatch_chunks": 2}, "engine.dispatch_chunks=2: is for all_to_all"),
         ({"overlap_shared_experts": 1, "ep_size": 2}, "engine.overlap_shared_experts=1: is true or false"),
-        ({"fsdp_size": -2}, "engine.fsdp_size=-2: "),
-        ({"prefetch_depth": -1}, "engine.prefetch_depth=-1: "),
         ({"reshard_experts_after_forward": 1}, "engine.reshard_experts_after_forward=1: "),
         ({"activation_checkpointing": "some"}, "engine.activation_checkpointing=some: is one of auto, none, selective"),
-        ({"activation_checkpointing": True}, "engine.activation_checkpointing=True: "),
         ({"expert_plan": ["*.w1"]}, "engine.expert_plan=['*.w1']: maps patterns"),
         ({"expert_plan": {"*.w1": "0"}}, "engine.expert_plan={'*.w1': '0'}: maps patterns"),
         ({"fp32_modules": "*.gate"}, "engine.fp32_modules=*.gate: is a list"),
@@ -75,17 +66,13 @@ from epfsdp2.rollout.layout.specs import SYNC_MODES
         ({"model_dtype": "fp16"}, "engine.model_dtype=fp16: is one of fp32, float32, bf16, bfloat16: float16 is for"),
         ({"dtype": "float8"}, "engine.dtype=float8: is one of fp32, float32, bf16, bfloat16, fp16, float16."),
         ({"dtype": "float16", "model_dtype": "bf16"}, "engine.model_dtype=bf16: parameters whose"),
-        ({"dtype": 16}, "engine.dtype=16: "),
         ({"mixed_precision": {"param_dtype": "fp8"}}, "engine.mixed_precision.param_dtype=fp8: "),
         ({"mixed_precision": {"reduce_dtype": "float16"}}, "engine.mixed_precision.reduce_dtype=float16: "),
-        ({"mixed_precision": {"reduce_dtype": None}}, "engine.mixed_precision.reduce_dtype=None: "),
         ({"mixed_precision": {"buffer_dtype": "bf16"}}, "engine.mixed_precision.buffer_dtype=bf16: buffers are never"),
-        ({"mixed_precision": {"buffer_dtype": "fp16"}}, "engine.mixed_precision.buffer_dtype=fp16: "),
         ({"mixed_precision": "bf16"}, "engine.mixed_precision=bf16: is null or a mapping"),
         ({"mixed_precision": {"params": "bf16"}}, "engine.mixed_precision.params=bf16: "),
         ({"sync_megabytes": 0}, "engine.sync_megabytes=0: "),
         ({"rollout_sync_verify": -2}, "engine.rollout_sync_verify=-2: is the number of syncs that are verified"),
-        ({"rollout_sync_verify": True}, "engine.rollout_sync_verify=True: is the number of syncs that are verified"),
         ({"rollout_sync": "slices"}, "engine.rollout_sync=slices: is one of auto, full, sliced."),
         ({"sync_timeout_seconds": 0}, "engine.sync_timeout_seconds=0: "),
         ({"ulysses_sequence_parallel_size": 0}, "engine.ulysses_sequence_parallel_size=0: "),
@@ -94,12 +81,15 @@ from epfsdp2.rollout.layout.specs import SYNC_MODES
             "engine.compile_dense=True: compiled parts must",
         ),
         ({"epsize": 2}, "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
+        ({"router_replay": {"mode": "R4"}}, "engine.router_replay.mode=R4: is one of disabled, R2, R3"),
+        (
+            {"router_replay": {"record_file": "a.pt"}},
+            "engine.router_replay.record_file=a.pt: routes are kept in the batch",
+        ),
         ({"router_replay": "R2"}, "engine.router_replay=R2: is a mapping. What works: engine.router_replay.mode=R2"),
         ({"seed": "abc"}, "engine.seed=abc: is a whole number from 0 to 4294967295. What works: engine.seed=42"),
-        ({"use_orig_param": 1}, "engine.use_orig_param=1: the engine has no such setting."),
         ({"qat": {"enable": True}}, "engine.qat={'enable': True}: quantisation-aware training is not done"),
         ({"router_replay": {"mod": "R2"}}, "engine.router_replay.mod=R2: the engine has no such setting. What works: "),
-        ({"reshard_after_foward": True}, "engine.reshard_after_foward=True: "),
         ({"use_remove_padding": True}, "engine.use_remove_padding=True: the engine has no such setting."),
     ],
 )
@@ -108,20 +98,23 @@ def test_engine_config_with_wrong_settings_names_setting_and_rule(settings, word
         engine_config(**settings)
     text = str(caught.value)
     assert text.startswith(words) and "What works: " in text and "\n" not in text
+    name, _, value = caught.value.works.rpartition("=")
+    (key,) = settings if len(settings) == 1 else [""]
+    if name == f"engine.{key}" and re.fullmatch(r"[\w.-]+", value):
+        engine_config(**{key: yaml.safe_load(value)})  # the value that is named as working
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "float32", "bf16", "bfloat16"])
-def test_engine_config_with_every_dtype_takes_it(dtype):
-    precision = {"param_dtype": dtype, "reduce_dtype": dtype, "buffer_dtype": "fp32"}
-    config = engine_config(model_dtype=dtype, dtype=dtype, mixed_precision=precision)
-    assert (config.model_dtype, config.dtype, config.mixed_precision) == (dtype, dtype, precision)
+def test_engine_config_takes_every_dtype_and_dim():
+    for dtype in ("fp32", "float32", "bf16", "bfloat16"):
+        precision = {"param_dtype": dtype, "reduce_dtype": dtype, "buffer_dtype": "fp32"}
+        config = engine_config(model_dtype=dtype, dtype=dtype, mixed_precision=precision)
+        assert (config.model_dtype, config.dtype, config.mixed_precision) == (dtype, dtype, precision)
+        assert DTYPES[dtype] == PrecisionType.to_dtype(dtype)  # as engine/integration/engine.py reads it
     engine_config(mixed_precision={"buffer_dtype": "float32"})
-    assert DTYPES[dtype] == PrecisionType.to_dtype(dtype)  # as engine/integration/engine.py reads it
-
-
-@pytest.mark.parametrize("settings", [{"dtype": "float16"}, {"mixed_precision": {"param_dtype": "fp16"}}])
-def test_param_dtype_of_a_float16_config_is_float16(settings):
-    assert param_dtype(engine_config(**settings)) is torch.float16
+    for settings in ({"dtype": "float16"}, {"mixed_precision": {"param_dtype": "fp16"}}):
+        assert param_dtype(engine_config(**settings)) is torch.float16
+    for dim in ("auto", 0, 1):
+        assert engine_config(expert_shard_dim=dim).expert_shard_dim == dim
 
 
 def test_sharding_options_of_a_config_come_from_the_settings_declared_to_feed_them():
@@ -154,18 +147,11 @@ def test_planned_overrides_of_a_plan_are_read_back():
     assert planned_overrides(engine_config(), ShardingOptions(checkpointing="full")) == []
 
 
-@pytest.mark.parametrize(
-    "settings", [{"dispatch_chunks": 1}, {"dispatch_chunks": -1}, {"overlap_shared_experts": False}]
-)
-def test_engine_config_that_asks_for_no_overlap_needs_no_expert_parallelism(settings):
-    options = sharding_options(engine_config(**settings))
-    assert (options.dispatch_chunks, options.overlap_shared_experts) == (1, False)
-    engine_config(ep_size=2, dispatcher="deepep", **settings)
-
-
-def test_engine_config_with_every_expert_shard_dim_takes_it():
-    for dim in ("auto", 0, 1):
-        assert engine_config(expert_shard_dim=dim).expert_shard_dim == dim
+def test_engine_config_that_asks_for_no_overlap_needs_no_expert_parallelism():
+    for settings in ({"dispatch_chunks": 1}, {"dispatch_chunks": -1}, {"overlap_shared_experts": False}):
+        options = sharding_options(engine_config(**settings))
+        assert (options.dispatch_chunks, options.overlap_shared_experts) == (1, False)
+        engine_config(ep_size=2, dispatcher="deepep", **settings)
 
 
 def critic(folder):
@@ -193,23 +179,6 @@ def test_checkpoint_config_of_each_role_with_unknown_contents_is_refused(tmp_pat
     with pytest.raises(DriverError, match="there is no optimiser in a checkpoint") as caught:
         config.validate(2, 256)
     assert caught.value.setting == "critic.checkpoint.load_contents"
-
-
-def test_engine_config_with_the_values_named_as_working_is_taken():
-    for settings in (
-        {"ep_size": 0},
-        {"fsdp_size": 0},
-        {"expert_shard_dim": 2},
-        {"prefetch_depth": -1},
-        {"model_dtype": "x"},
-        {"strategy": "x"},
-    ):
-        with pytest.raises(SettingError) as caught:
-            engine_config(**settings)
-        name, _, value = caught.value.works.rpartition("=")
-        (key,) = settings
-        assert name in (f"engine.{key}", "")
-        engine_config(**{key: int(value) if value.lstrip("-").isdigit() else value})
 
 
 def test_engine_config_with_an_unknown_key_names_the_nearest_setting():
@@ -242,13 +211,9 @@ def test_engine_config_settings_shared_with_verl_have_its_names_and_defaults():
     assert different == {"use_torch_compile"} and not ours.use_torch_compile
 
 
-def test_engine_config_with_router_replay_takes_its_modes_and_refuses_others():
+def test_engine_config_with_router_replay_takes_its_modes():
     assert engine_config(router_replay={"mode": "R2"}).router_replay.mode == "R2"
     assert engine_config(router_replay={"mode": "disabled"}) == engine_config()
-    with pytest.raises(SettingError, match="engine.router_replay.mode=R4: is one of disabled, R2, R3"):
-        engine_config(router_replay={"mode": "R4"})
-    with pytest.raises(SettingError, match="engine.router_replay.record_file=routes.pt: routes are kept in the batch"):
-        engine_config(router_replay={"mode": "R2", "record_file": "routes.pt"})
 
 
 def test_engine_config_of_each_role_is_an_object_of_its_own():
@@ -272,14 +237,6 @@ def test_engine_config_with_sequence_parallelism_divides_the_ranks_that_verl_cou
         EPFSDP2ActorConfig(**batches, engine=engine).validate(4, 8, {"path": str(tmp_path)})
 
 
-@pytest.mark.parametrize("model_type", ["language_model", "value_model"])
-def test_engine_config_when_built_registers_the_engine_on_every_device(model_type):
-    from verl.workers.engine.base import EngineRegistry
-
-    engine_config()
-    assert set(EngineRegistry._engines[model_type]["epfsdp2"]) == {"cuda", "npu", "cpu"}
-
-
 def test_engine_config_unpickled_in_a_new_process_registers_the_engine(tmp_path):
     """As verl hands the critic's to its workers, which make none of their own."""
     (tmp_path / "config").write_bytes(pickle.dumps(engine_config(ep_size=2)))
@@ -289,6 +246,7 @@ def test_engine_config_unpickled_in_a_new_process_registers_the_engine(tmp_path)
         config = pickle.load(open(sys.argv[1], "rb"))
         assert config.ep_size == 2
         for model_type in ("language_model", "value_model"):
+            assert set(EngineRegistry._engines[model_type]["epfsdp2"]) == {"cuda", "npu", "cpu"}
             print(EngineRegistry.get_engine_cls(model_type, config.strategy).__name__)
     """
     found = subprocess.run(

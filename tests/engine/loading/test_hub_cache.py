@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from epfsdp2.engine.checkpoint import safetensors_reader
 from epfsdp2.engine.checkpoint.safetensors_reader import local_checkpoint, open_checkpoint
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight.model_facts import check_model_path, inspect_model
+from epfsdp2.engine.preflight.model import check_model_path, inspect_model
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
 from tests.support.engine.sharded import sharded_model, whole_parameters
 from tests.support.models.hub import COMMIT, save_in_hub_cache, use_hub_cache

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from epfsdp2.engine.checkpoint.safetensors_reader import check_files, open_checkpoint
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight.model_facts import check_model_path
+from epfsdp2.engine.preflight.model import check_model_path
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

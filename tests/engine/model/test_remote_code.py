@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model.meta import build_on_meta
-from epfsdp2.engine.preflight.model_facts import inspect_model
+from epfsdp2.engine.preflight.model import inspect_model
 from tests.parity import families
 
 

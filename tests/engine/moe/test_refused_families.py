@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts, is_dense, is_on_interface
-from epfsdp2.engine.preflight.model_facts import inspect_model
+from epfsdp2.engine.preflight.model import inspect_model
 from tests.support.models.tiny import save_qwen3_moe
 
 OUTSIDE = {

@@ -220,7 +220,7 @@ def test_packed_sequences_with_flash_attention_compute_the_lengths_of_a_row_once
 
 
 def test_packed_sequences_of_unknown_mixers_are_refused(tmp_path):
-    from epfsdp2.engine.preflight.model_facts import inspect_model
+    from epfsdp2.engine.preflight.model import inspect_model
 
     model = _model("lfm2_moe")
     model.model.layers[0].feed_forward.conv = nn.Conv1d(4, 4, 3)  # where no module takes a mask or a cache

@@ -22,7 +22,7 @@ from epfsdp2.engine.planner.memory import Batch, peak, timeline
 from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.planner.traffic import collectives
 from epfsdp2.engine.topology.dtensor import is_adapter
-from epfsdp2.engine.topology.mesh import Topology, build_sequence_mesh, divisors
+from epfsdp2.engine.topology.mesh import Topology, build_sequence_mesh
 from tests.support.engine.sharded import sharded_model
 from tests.support.engine.wire import counted_collectives
 from tests.support.models.tiny import VOCAB, save_glm4_moe, save_qwen3_moe
@@ -101,16 +101,17 @@ def test_timeline_counts_kept_casts_of_experts_at_every_point_of_forward_and_bac
             assert nbytes == kept - (own if computes else 0), when
 
 
-def test_timeline_parts_add_up_and_the_peak_is_the_largest_point():
-    sizes, topology = _sizes(), Topology.arrange(8, 4)
-    for point in (all_ := list(timeline(sizes, topology, FLOAT32, Batch(64)))):
-        assert point.total == sum(point.parts.values()) and min(point.parts.values()) >= 0
-    assert peak(sizes, topology, FLOAT32, Batch(64)) == max(all_, key=lambda m: m.total)
+def test_timeline_parts_add_up_and_the_peak_is_the_largest_point_on_every_mesh():
+    sizes = _sizes()
+    for world, ep in ((1, 1), (3, 1), (6, 2), (8, 4), (12, 4)):
+        topology = Topology.arrange(world, ep)
+        points = list(timeline(sizes, topology, FLOAT32, Batch(64)))
+        assert all(point.total == sum(point.parts.values()) and min(point.parts.values()) >= 0 for point in points)
+        assert peak(sizes, topology, FLOAT32, Batch(64)) == max(points, key=lambda m: m.total)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_planned_peak_on_more_ranks_is_never_larger(checkpointing):
-    options = ShardingOptions(checkpointing=checkpointing)
+def test_planned_peak_on_more_ranks_is_never_larger():
+    options = ShardingOptions(checkpointing="selective")
     sizes = _sizes(options, num_experts=16, head_dim=16)  # FSDP pads no parameter here
     for ep in (1, 2, 4, 8):
         worlds = [world for world in (1, 2, 4, 8, 16) if world % ep == 0]
@@ -145,6 +146,9 @@ def test_timeline_changes_with_the_settings():
     ]
     when = next(name for name in buffers[0] if "layers.1," in name and "reducing" in name)
     assert buffers[0][when] > buffers[1][when] == buffers[2][when]
+    nccl, gloo = ({m.when: m.buffers for m in timeline(sizes, topology, bf16, Batch(1), gloo=on)} for on in (0, 1))
+    copied = {when for when, nbytes in nccl.items() if gloo[when] != nbytes}
+    assert copied == {f"{stage.name}, reducing gradients" for stage in sizes.stages}
     small = {"tokens": 1}
     assert needs(replace(bf16, prefetch_depth=0), **small).total <= needs(**small).total
     freed, stays = (
@@ -156,16 +160,6 @@ def test_timeline_changes_with_the_settings():
     assert muon < max(m.optimizer for m in timeline(sizes, topology, bf16, Batch(1)))
     replicas = peak(sizes, Topology.arrange(8, 4, 4), bf16, Batch(1))
     assert replicas.parameters > peak(sizes, topology, bf16, Batch(1)).parameters
-
-
-def test_timeline_with_gloo_has_its_copy_of_what_is_reduced():
-    sizes, topology = _sizes(), Topology.arrange(4, 2)
-    nccl, gloo = (
-        {m.when: m.buffers for m in timeline(sizes, topology, FLOAT32, Batch(1), gloo=gloo)} for gloo in (False, True)
-    )
-    more = {when: gloo[when] - buffers for when, buffers in nccl.items() if gloo[when] != buffers}
-    assert set(more) == {f"{stage.name}, reducing gradients" for stage in sizes.stages}
-    assert more["model.layers.0, reducing gradients"] == 4 * 8 * 3 * 32 * 48 // 2
 
 
 def test_model_sizes_count_tied_embeddings_once_in_the_root():
@@ -184,38 +178,9 @@ def test_model_sizes_of_a_dense_model_have_no_experts_and_refuse_a_mesh_that_spl
         peak(_sizes(), Topology.arrange(16, 16), FLOAT32, Batch(1))
 
 
-def test_trace_of_a_forward_counts_what_a_real_one_saves():
-    """Count what the layers of the plain model save outside the experts, on 24 tokens on a CPU with sdpa."""
-    traced = trace(build_on_meta(AutoModelForCausalLM, Qwen3MoeConfig(**TINY), torch.float32))
-    layer = next(iter(traced.layers.values()))
-    config = Qwen3MoeConfig(**TINY, attn_implementation="sdpa")
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    kept, inside = {}, []
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    target = model.model.layers[0]
-    target.mlp.experts.register_forward_pre_hook(lambda *_: inside.append(1))
-    target.mlp.experts.register_forward_hook(lambda *_: inside.pop() and None)
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if not inside and storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    hidden = torch.randn(1, 24, 32, requires_grad=True)
-    positions = model.model.rotary_emb(hidden, torch.arange(24)[None])
-    own |= {p.untyped_storage().data_ptr() for p in positions}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = target(hidden, position_embeddings=positions, attention_mask=None)
-    del out
-    assert layer.input == 32 * 4
-    assert layer.dense * 24 == sum(kept.values())
-    assert layer.input < layer.selective < layer.dense
-
-
-def _step_is_counted(folder, ep, fsdp_size, etp, options, tokens, sp, lora, expected):
+def _step_is_counted(folder, ep, fsdp_size, etp, options, sp, lora, expected):
     """Count the bytes of every collective of one step, from the inputs of torch's functions."""
-    rank, world, head = dist.get_rank(), dist.get_world_size(), []
+    rank, world, head, tokens = dist.get_rank(), dist.get_world_size(), [], 24
 
     def before(model):
         if sp > 1:
@@ -243,33 +208,29 @@ def _step_is_counted(folder, ep, fsdp_size, etp, options, tokens, sp, lora, expe
     # Routing is not balanced: what a rank receives and sends back differs, and its sum over the ranks does not.
     total = {name: (own.calls, sum(c[name].nbytes for c in everyone)) for name, own in counted.items()}
     predicted = {name: (calls, world * nbytes) for name, (calls, nbytes) in expected.items()}
-    assert total == predicted, f"{total} is not {predicted}"
+    assert total == predicted, f"{(ep, etp, options, sp, lora)}: {total} is not {predicted}"
 
 
-@pytest.mark.parametrize(
-    ("save", "world", "ep", "fsdp_size", "etp", "options", "sp", "lora"),
-    [
-        (save_qwen3_moe, 4, 2, -1, 1, {}, 1, None),
-        (save_qwen3_moe, 4, 2, 2, 1, {"checkpointing": "full"}, 1, None),
-        (save_qwen3_moe, 2, 2, -1, 1, {"checkpointing": "full", "dispatch_chunks": 3}, 1, None),
-        (save_glm4_moe, 2, 1, -1, 1, {"checkpointing": "selective", "reshard_experts_after_forward": False}, 1, None),
-        (save_qwen3_moe, 4, 2, -1, 1, {"checkpointing": "full"}, 4, LORA),
-        (save_glm4_moe, 2, 2, -1, 1, {"checkpointing": "full"}, 1, None),
-        (save_qwen3_moe, 2, 2, -1, 1, {"checkpointing": "full", "experts_backend": "reference"}, 1, None),
-        (save_qwen3_moe, 4, 2, -1, 2, {"checkpointing": "full", "dispatch_chunks": 2}, 1, None),
-        (save_qwen3_moe, 4, 1, -1, 4, {}, 1, None),
-        (save_qwen3_moe, 4, 1, -1, 2, {"checkpointing": "full"}, 1, None),
-        (save_qwen3_moe, 4, 2, -1, 2, {"checkpointing": "full"}, 1, LORA),
+CASES = {  # by the number of ranks: model, ep, fsdp_size, etp, options, sp, adapters
+    4: [
+        (save_qwen3_moe, 2, -1, 1, {}, 1, None),
+        (save_qwen3_moe, 2, 2, 1, {"checkpointing": "full"}, 1, None),
+        (save_qwen3_moe, 2, -1, 1, {"checkpointing": "full"}, 4, LORA),
+        (save_qwen3_moe, 2, -1, 2, {"checkpointing": "full", "dispatch_chunks": 2}, 1, None),
+        (save_qwen3_moe, 1, -1, 4, {}, 1, None),
+        (save_qwen3_moe, 1, -1, 2, {"checkpointing": "full"}, 1, None),
+        (save_qwen3_moe, 2, -1, 2, {"checkpointing": "full"}, 1, LORA),
     ],
-    ids=[
-        *("ep_fsdp", "replicas", "chunks", "glm", "sp and LoRA", "shared experts", "reference", "ep etp", "etp", "cut"),
-        "etp and LoRA",
+    2: [
+        (save_qwen3_moe, 2, -1, 1, {"checkpointing": "full", "dispatch_chunks": 3}, 1, None),
+        (save_glm4_moe, 1, -1, 1, {"checkpointing": "selective", "reshard_experts_after_forward": False}, 1, None),
+        (save_glm4_moe, 2, -1, 1, {"checkpointing": "full"}, 1, None),
+        (save_qwen3_moe, 2, -1, 1, {"checkpointing": "full", "experts_backend": "reference"}, 1, None),
     ],
-)
-def test_planned_collectives_of_a_step_have_the_bytes_of_a_real_one(
-    tmp_path, save, world, ep, fsdp_size, etp, options, sp, lora
-):
-    folder = save(tmp_path)
+}
+
+
+def _planned(folder, world, ep, fsdp_size, etp, options, sp, lora):
     sharding, config = replace(FLOAT32, **options), AutoConfig.from_pretrained(folder)
 
     def build(dtype):
@@ -278,11 +239,25 @@ def test_planned_collectives_of_a_step_have_the_bytes_of_a_real_one(
             Lora(model, lora)
         return model
 
-    sizes = ModelSizes.built_by(build, sharding)
-    found = collectives(sizes, Topology.arrange(world, ep, fsdp_size, etp), sharding, Batch(tokens=24, sp=sp))
+    topology = Topology.arrange(world, ep, fsdp_size, etp)
+    found = collectives(ModelSizes.built_by(build, sharding), topology, sharding, Batch(tokens=24, sp=sp))
     assert {c.name for c in found} >= ({"all-to-all sp"} if sp > 1 else set())
-    expected = {c.name: (c.calls, c.nbytes) for c in found}
-    run_ranks(_step_is_counted, world, folder, ep, fsdp_size, etp, options, 24, sp, lora, expected)
+    return {c.name: (c.calls, c.nbytes) for c in found}
+
+
+def _steps_are_counted(cases):
+    for case in cases:
+        _step_is_counted(*case)
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_planned_collectives_of_a_step_have_the_bytes_of_a_real_one(tmp_path, world):
+    cases = []
+    for i, (save, *case) in enumerate(CASES[world]):
+        (tmp_path / str(i)).mkdir()
+        folder = save(tmp_path / str(i))
+        cases.append((folder, *case, _planned(folder, world, *case)))
+    run_ranks(_steps_are_counted, world, cases)
 
 
 def test_timeline_with_lora_has_no_gradients_or_states_of_frozen_weights():
@@ -350,11 +325,3 @@ def test_timeline_counts_the_logits_of_a_tied_head_or_a_tile_of_them():
     assert not ModelSizes.built_by(build, FLOAT32).chunked_logits
     fused = replace(FLOAT32, head_in_root=True)
     assert max(m.logits for m in timeline(_sizes(fused), Topology.arrange(2, 1), fused, Batch(64))) == 0
-
-
-def test_timeline_works_for_meshes_of_any_world_size():
-    sizes = _sizes()
-    for world in (1, 3, 6, 12):
-        for ep in divisors(world):
-            if 8 % ep == 0:
-                assert peak(sizes, Topology.arrange(world, ep), FLOAT32, Batch(8)).total > 0

@@ -1,5 +1,6 @@
 """Bytes that the operators of a layer read and write, and what a fused one saves, beside real layers on a CPU."""
 
+import contextlib
 import importlib.util
 import sys
 from unittest import mock
@@ -16,11 +17,11 @@ from epfsdp2.engine.dense.norms import fuse_norms
 from epfsdp2.engine.dense.rotary import FusedRotary
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.moe.find import UnsupportedModelError
-from epfsdp2.engine.planner.activations import trace
-from epfsdp2.engine.planner.passes import CountedPasses, backward_of
+from epfsdp2.engine.planner.activations import CountedPasses, backward_of, trace
 from tests.parity.families import FAMILIES
 from tests.support.moe.interpreter import interpreted_kernels
 
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 SIZES = {
     **{"hidden_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "num_experts": 8},
     **{"num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32},
@@ -59,18 +60,19 @@ def test_operators_move_what_they_read_and_write_and_views_and_products_nothing(
     assert backward.nbytes == 0 and x.grad is None  # products and views alone
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_trace_of_fused_norms_and_rotary_counts_what_a_real_forward_saves(monkeypatch):
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=NEEDS_TRITON)])
+def test_trace_counts_what_a_real_forward_saves(monkeypatch, fused):
     """Count bytes outside of the experts, for 24 tokens on a CPU with sdpa and Triton's interpreter."""
-    traced = _layer(torch.float32, True)
+    traced = _layer(torch.float32, fused)
     config = Qwen3MoeConfig(**SIZES, attn_implementation="sdpa")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     kept, inside = {}, []
     target = model.model.layers[0]
-    fuse_norms(target)
-    monkeypatch.setattr(FusedRotary.__init__, "__defaults__", ("cpu",))
-    name = "apply_rotary_pos_emb"
-    monkeypatch.setattr(modeling_qwen3_moe, name, rotary._fused(getattr(modeling_qwen3_moe, name)))
+    if fused:
+        fuse_norms(target)
+        monkeypatch.setattr(FusedRotary.__init__, "__defaults__", ("cpu",))
+        name = "apply_rotary_pos_emb"
+        monkeypatch.setattr(modeling_qwen3_moe, name, rotary._fused(getattr(modeling_qwen3_moe, name)))
     target.mlp.experts.register_forward_pre_hook(lambda *_: inside.append(1))
     target.mlp.experts.register_forward_hook(lambda *_: inside.pop() and None)
     hidden = torch.randn(1, 24, 256, requires_grad=True)
@@ -83,11 +85,14 @@ def test_trace_of_fused_norms_and_rotary_counts_what_a_real_forward_saves(monkey
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    kernels = (interpreted_kernels(f"epfsdp2.engine.dense.triton_{part}") for part in ("norms", "rotary"))
-    with next(kernels), next(kernels), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with contextlib.ExitStack() as kernels, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        for part in ("norms", "rotary") if fused else ():
+            kernels.enter_context(interpreted_kernels(f"epfsdp2.engine.dense.triton_{part}"))
         out = target(hidden, position_embeddings=positions, attention_mask=None)
     del out
-    assert traced.dense * 24 == sum(kept.values()) < 0.8 * _layer(torch.float32, False).dense * 24
+    assert traced.dense * 24 == sum(kept.values())
+    assert traced.input == 256 * 4 < traced.selective < traced.dense
+    assert not fused or traced.dense < 0.8 * _layer(torch.float32, False).dense
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "deepseek_v4", "glm_moe_dsa", "gemma4"])

@@ -28,9 +28,9 @@ from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
-UPDATES = 10  # of the optimizer's schedule in tests/support/trainer/verl_worker.py
 # 16 sequences of at most 14 tokens: 8 on each of 2 ranks, 112 tokens, 3 times 40.
 CONFIGURED = {"dynamic": True, "tokens": 40, "_sequences_per_update": 16, "_longest_sequence": 14}
+ADAPTERS = {"dispatch_chunks": 2, "model": {"lora_rank": 4, "lora_alpha": 4, "target_modules": "all-linear"}}
 
 
 def _update(worker):
@@ -41,11 +41,11 @@ def _update(worker):
     return tu.get(worker.train_batch(batch), "metrics")
 
 
-def _trains_to_the_end(folder, settings):
+def _trains(folder, settings):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         worker = ppo_worker(folder, ep=2, **settings)
-        metrics = [_update(worker) for _ in range(UPDATES)]
+        metrics = [_update(worker) for _ in range(2)]
     ours = [line.removeprefix("[epfsdp2] ") for line in said.getvalue().splitlines() if line.startswith("[epfsdp2]")]
     if dist.get_rank():
         assert ours == []
@@ -85,14 +85,9 @@ def test_step_estimate_outcome_compares_tensors_with_tensors():
     assert "measured 3.00 GiB (all tensors of the process, the most so far)" in plan.outcome()
 
 
-def test_step_estimate_on_a_cpu_prints_the_plan_and_no_pages(tmp_path):
-    run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), CONFIGURED)
-
-
-def test_step_estimate_with_adapters_and_chunks_equals_that_of_the_recipe(tmp_path):
-    model = {"lora_rank": 4, "lora_alpha": 4, "target_modules": "all-linear"}
-    settings = {**CONFIGURED, "model": model, "dispatch_chunks": 2}
-    run_ranks(_trains_to_the_end, 2, save_qwen3_moe(tmp_path), settings)
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.long), ADAPTERS], ids=["plain", "adapters"])
+def test_step_estimate_on_a_cpu_prints_the_plan_of_the_recipe_and_no_pages(tmp_path, more):
+    run_ranks(_trains, 2, save_qwen3_moe(tmp_path), {**CONFIGURED, **more})
 
 
 def _is_tracked(folder):
@@ -110,10 +105,6 @@ def _is_tracked(folder):
 def test_step_estimate_of_an_update_through_verls_worker_is_what_it_holds(tmp_path):
     wide = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 4, "mlp_only_layers": []}
     run_ranks(_is_tracked, 2, save_qwen3_moe(tmp_path, **wide))
-
-
-def test_step_estimate_without_a_sequence_length_is_an_example(tmp_path):
-    run_ranks(_example, 2, save_qwen3_moe(tmp_path))
 
 
 def test_configured_batch_of_an_actor_follows_its_settings():
@@ -141,8 +132,11 @@ def test_step_estimate_says_what_is_not_counted_of_shared_rows(tmp_path):
 
 
 def _keeps_copies(folder):
-    worker = ppo_worker(folder, ep=2, model={"in_background": True})
-    (line,) = (line for line in worker.engine.run_plan.lines() if line.startswith("not counted: "))
+    worker = ppo_worker(folder, ep=2, model={"in_background": True}, optimizer={"foreach": True})
+    lines = worker.engine.run_plan.lines()
+    assert any("1024 tokens are an example" in line for line in lines), "no length of sequences is set"
+    (line,) = (line for line in lines if line.startswith("not counted: "))
+    assert "foreach" in line
     _update(worker)
     worker.save_checkpoint(str(folder / "run" / "global_step_1" / "actor"), global_step=1)
     worker.engine._saves.wait()
@@ -151,14 +145,8 @@ def _keeps_copies(folder):
     assert float(said) == pytest.approx(copied / 2**20, rel=0.02)
 
 
-def test_step_estimate_counts_the_hosts_copies_of_saves_in_the_background(tmp_path):
+def test_step_estimate_counts_copies_of_saves_in_the_background_and_assumes_a_length(tmp_path):
     run_ranks(_keeps_copies, 2, save_qwen3_moe(tmp_path))
-
-
-def _example(folder):
-    lines = ppo_worker(folder, ep=1, optimizer={"foreach": True}).engine.run_plan.lines()
-    assert any("1024 tokens are an example" in line for line in lines)
-    assert any(line.startswith("not counted: ") and "foreach" in line for line in lines)
 
 
 def test_step_estimate_names_memory_outside_of_torchs_allocator(monkeypatch):

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from epfsdp2.engine.config import EPFSDP2ActorConfig
 from epfsdp2.engine.config.settings import check_settings
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.preflight.rounding import check_rounding
+from epfsdp2.engine.preflight.rollout import check_rounding
 from epfsdp2.engine.preflight.run import check_run, check_training
 from epfsdp2.rollout.vllm.server import EXTENSION
 from tests.support.models.quantised import COMPRESSED

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts, is_on_interface
 from epfsdp2.engine.moe.outside.families import OUTSIDE, prepare
-from epfsdp2.engine.preflight.model_facts import inspect_model
+from epfsdp2.engine.preflight.model import inspect_model
 from epfsdp2.recipes.plan.cli import main as plan
 from tests.parity import families
 from tests.parity.families import FAMILIES, own_values

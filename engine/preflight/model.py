@@ -1,5 +1,13 @@
-"""Facts of a model from its config; it is built on the meta device, which takes a second and no memory."""
+"""Facts of a model, checks that its experts can be sharded, and the settings of models without experts.
 
+The model is built from its config on the meta device, which takes a second and no memory.
+
+``engine.ep_size`` and the other settings of experts apply to roles whose model has experts. A role with a dense model
+ignores them and logs one line. They are refused if no trained model has experts, because the user expects some.
+"""
+
+import contextlib
+import copy
 import importlib
 import logging
 import os
@@ -16,39 +24,50 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ...rollout.servers import server_named
 from ..checkpoint.safetensors_reader import HUB_ID, check_files, missing_weights, open_checkpoint
 from ..compat.transformers_names import no_init_weights
-from ..config.values import ACTOR_MODEL, attention_of, overrides_of, plain
+from ..config.settings import expert_settings
+from ..config.values import ACTOR_MODEL, OPTIMIZERS, attention_of, overrides_of, plain
 from ..errors import SettingError
 from ..fsdp.fp32_modules import find_float32_modules, unmatched_patterns
 from ..model.families import KNOWN_AS, NOT_CAUSAL
 from ..model.meta import check_no_kernels, check_not_quantised
-from ..moe.find import ExpertsInfo, UnsupportedModelError, find_experts, is_dense
+from ..moe.find import ExpertsInfo, UnsupportedModelError, check_etp, find_experts, is_dense
 from ..moe.outside.families import prepare
-from ..topology.expert_placement import EtpDim
+from ..optim.settings import wants_muon
+from ..topology.expert_placement import EtpDim, check_experts_divide, ep_fsdp_dim
+from ..topology.mesh import Topology
 
-__all__ = ["ModelFacts", "check_model_path", "facts_of", "import_external", "inspect_model", "largest_sent"]
+__all__ = [
+    "ModelFacts",
+    "check_alone",
+    "check_expert_shards",
+    "check_model_path",
+    "facts_of",
+    "import_external",
+    "inspect_model",
+    "largest_sent",
+    "not_applied",
+    "without_experts",
+]
 
 logger = logging.getLogger("epfsdp2")
+
+_REPLAY = "disabled"
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a model for the checks.
+    """Facts of a model on the meta device, for the checks.
 
     Args:
         name: name of its class.
         experts: number of experts of each experts module, in the model's order; empty for a dense model.
         stacked: distinct shapes ``[E, ...]`` of its stacked expert parameters, each with its ``ep`` dim and the dim
             that ``etp`` shards.
-        sdpa, flash, flex: whether its class supports this attention implementation of transformers.
-        model: the model on the meta device.
     """
 
     name: str
     experts: tuple[int, ...]
     stacked: tuple[tuple[tuple[int, ...], int, EtpDim | None], ...]
-    sdpa: bool
-    flash: bool
-    flex: bool
     model: Any = field(compare=False, repr=False)
 
     @property
@@ -59,10 +78,28 @@ class ModelFacts:
 def check_model_path(model: Mapping[str, Any], setting: str = ACTOR_MODEL) -> str | None:
     """Return the folder with the model's config; None for a hub id outside the cache, or a remote path.
 
-    Raises:
-        SettingError: the path is neither a folder nor a hub id, or the folder has no complete safetensors.
+    Raises ``SettingError`` if the path is neither a folder nor a hub id, or the folder has no complete safetensors.
     """
-    return _model_folder(str(model.get("path")), f"{setting}.path")
+    path, name = str(model.get("path")), f"{setting}.path"
+    local = os.path.expanduser(path)
+    try:
+        if os.path.isdir(local):
+            check_files(open_checkpoint(local))
+            return local
+        if "://" in path:
+            return None
+        if not HUB_ID.fullmatch(path):
+            works = "an existing folder with config.json and *.safetensors"
+            raise SettingError(name, path, "there is no such folder.", works)
+        cached = try_to_load_from_cache(path, "config.json")
+        if not isinstance(cached, str):
+            return None
+        folder = os.path.dirname(cached)
+        if not missing_weights(path, folder):
+            check_files(open_checkpoint(folder))
+        return folder
+    except SettingError as error:
+        raise SettingError(name, path, error.rule, error.works) from None
 
 
 def inspect_model(
@@ -72,11 +109,7 @@ def inspect_model(
     fp32_modules: Sequence[str] = (),
     built: nn.Module | None = None,
 ) -> ModelFacts | None:
-    """Build the model on the meta device from its config, and return its facts.
-
-    Args:
-        expert_plan, fp32_modules: the engine's settings with patterns of parameter and module names.
-        built: the model on the meta device, if it is already built.
+    """Build the model on the meta device from its config, if it is not ``built``, and return its facts.
 
     Returns:
         None, with a warning, for a model that is not on this machine: a hub id outside the cache, or a remote path.
@@ -113,29 +146,6 @@ def inspect_model(
     return facts_of(built, experts)
 
 
-def _model_folder(path: str, setting: str) -> str | None:
-    """Return the local folder with the model's config; None if the model can still be downloaded."""
-    local = os.path.expanduser(path)
-    try:
-        if os.path.isdir(local):
-            check_files(open_checkpoint(local))
-            return local
-        if "://" in path:
-            return None
-        if not HUB_ID.fullmatch(path):
-            works = "an existing folder with config.json and *.safetensors"
-            raise SettingError(setting, path, "there is no such folder.", works)
-        cached = try_to_load_from_cache(path, "config.json")
-        if not isinstance(cached, str):
-            return None
-        folder = os.path.dirname(cached)
-        if not missing_weights(path, folder):
-            check_files(open_checkpoint(folder))
-        return folder
-    except SettingError as error:
-        raise SettingError(setting, path, error.rule, error.works) from None
-
-
 def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Module:
     """Return the model on the meta device, from its config with the user's overrides."""
     import_external(model, setting)
@@ -163,24 +173,14 @@ def _build(model: Mapping[str, Any], config_path: str, setting: str) -> nn.Modul
         reason = " ".join(str(error).split())[:300]
         rule = f"transformers can't build a model from its config: {type(error).__name__}: {reason}."
         works = f"a config.json of a causal language model; and look at {setting}.override_config"
-        works = KNOWN_AS.get(_model_type(config_path), works)
+        with contextlib.suppress(OSError):
+            # transformers may not know the type.
+            works = KNOWN_AS.get(str(PretrainedConfig.get_config_dict(config_path)[0].get("model_type")), works)
         raise SettingError(f"{setting}.path", model.get("path"), rule, works) from error
 
 
-def _model_type(path: str) -> str:
-    """Return the ``model_type`` of a config.json, which transformers may not know; empty without one."""
-    try:
-        return str(PretrainedConfig.get_config_dict(path)[0].get("model_type", ""))
-    except OSError:
-        return ""
-
-
 def import_external(model: Mapping[str, Any], setting: str) -> None:
-    """Import ``external_lib``, as verl does in each worker: it may register model classes or blocks of experts.
-
-    Raises:
-        SettingError: there is no such module.
-    """
+    """Import ``external_lib``, as verl does in each worker: it may register model classes or blocks of experts."""
     named = plain(model.get("external_lib")) or []
     for name in [named] if isinstance(named, str) else named:
         try:
@@ -202,30 +202,44 @@ def _auto_class(config: PretrainedConfig, trust: bool) -> Any:
 def facts_of(model: Any, experts: Sequence[ExpertsInfo]) -> ModelFacts:
     """Return the facts of a model on the meta device, which may have adapters."""
     stacked = {
-        (tuple(info.module.get_parameter(name).shape), dim, etp_dims.get(name))
+        (tuple(info.module.get_parameter(name).shape), dim, info.etp_dims.get(name))
         for info in experts
-        for etp_dims in [info.etp_dims]
         for name, dim in info.ep_dims.items()
     }
-    return ModelFacts(
-        name=type(model).__name__,
-        experts=tuple(info.num_experts for info in experts),
-        stacked=tuple(sorted(stacked, key=str)),
-        sdpa=bool(getattr(model, "_supports_sdpa", False)),
-        flash=bool(getattr(model, "_supports_flash_attn", False)),
-        flex=bool(getattr(model, "_supports_flex_attn", False)),
-        model=model,
-    )
+    counts = tuple(info.num_experts for info in experts)
+    return ModelFacts(type(model).__name__, counts, tuple(sorted(stacked, key=str)), model)
+
+
+def check_expert_shards(engine: Any, topology: Topology, facts: ModelFacts, optim: Any, setting: str) -> None:
+    """Check that the mesh divides the experts, and that Muon gathers each matrix over one axis.
+
+    ``ep`` divides the experts of every layer, ``etp`` their inner dims, and ``ep_fsdp`` the shard dim. ``optim`` is
+    None for a role without an optimizer.
+
+    Raises:
+        SettingError: for a size, with those that divide, or for the optimizer.
+    """
+    check_experts_divide(facts.experts, topology, facts.name)
+    shard_dim = engine.expert_shard_dim
+    dims = [(shape, ep, ep_fsdp_dim(shape, topology, shard_dim, ep, etp)) for shape, ep, etp in facts.stacked]
+    check_etp(find_experts(facts.model, engine.expert_plan), topology, facts.name)
+    if topology.etp == 1 or topology.ep_fsdp == 1 or optim is None or not wants_muon(optim):
+        return
+    if any(len(shape) == 3 and dim != ep_dim for shape, ep_dim, dim in dims):
+        name = f"{OPTIMIZERS.get(setting, 'optim')}.optimizer"
+        rule = (
+            f"gathers a matrix over one axis, and experts are cut over etp (engine.etp_size={topology.etp}) and "
+            f"over ep_fsdp={topology.ep_fsdp} too (engine.expert_shard_dim={shard_dim})."
+        )
+        works = f"{name}=AdamW; or engine.expert_shard_dim=0 where ep_fsdp divides the experts of a rank"
+        raise SettingError(name, "Muon", rule, works)
 
 
 def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None, server: str = "") -> tuple[str, int]:
     """Return the name and the number of elements of the largest tensor that is sent to the rollout.
 
-    Tensors are named and split as by ``Server.named``: a fused expert stack is one tensor, or one per expert.
-
-    Args:
-        itemsizes: bytes per element of each parameter as it is sent; with them bytes are compared and returned.
-        server: verl's name of the rollout.
+    Tensors are split as by ``Server.named``: a fused expert stack is one tensor, or one per expert. With ``itemsizes``,
+    the bytes per element of each parameter as it is sent, bytes are compared and returned.
     """
     size_of = {name: 1 if itemsizes is None else itemsizes[name] for name, _ in model.named_parameters()}
     largest, named = ("", 0), server_named(server).named
@@ -238,11 +252,7 @@ def largest_sent(model: Any, itemsizes: Mapping[str, int] | None = None, server:
 
 
 def _override(config: Any, overrides: Mapping[str, Any], setting: str) -> None:
-    """Set the overrides as verl does; warn of keys that the config has no field for.
-
-    Args:
-        setting: config path of the overrides.
-    """
+    """Set the overrides as verl does; warn of keys that the config has no field for."""
     for key, value in overrides.items():
         if isinstance(value, dict):
             _override(getattr(config, key), value, f"{setting}.{key}")
@@ -251,3 +261,58 @@ def _override(config: Any, overrides: Mapping[str, Any], setting: str) -> None:
             kind = type(config).__name__
             logger.warning("epfsdp2: %s.%s changes nothing, because %s has no such field", setting, key, kind)
         setattr(config, key, value)
+
+
+def without_experts(engine: Any, model: nn.Module) -> Any:
+    """Copy the engine's settings for a dense model, with the settings of experts at their defaults.
+
+    Patterns of ``fp32_modules`` that match no module of the model (routers) are removed.
+    """
+    own, replay = copy.copy(engine), copy.copy(engine.router_replay)
+    vars(replay)["mode"] = _REPLAY
+    unmatched = unmatched_patterns(model, engine.fp32_modules)
+    patterns = [pattern for pattern in engine.fp32_modules if pattern not in unmatched]
+    vars(own).update(expert_settings(), fp32_modules=patterns, router_replay=replay)
+    return own
+
+
+def not_applied(engine: Any, path: str, model: nn.Module) -> str:
+    """Format one line about the settings that do not apply to a model without experts; empty if none is set."""
+    given = _given(engine)
+    if unmatched := unmatched_patterns(model, engine.fp32_modules):
+        given["engine.fp32_modules"] = unmatched
+    if not given:
+        return ""
+    said = ", ".join(f"{name}={value}" for name, value in given.items())
+    return f"{path} has no experts: {said} {'do' if len(given) > 1 else 'does'} not apply, FSDP2 over all ranks"
+
+
+def check_alone(engine: Any, facts: ModelFacts, setting: str, critic: Mapping[str, Any] | None = None) -> None:
+    """Refuse settings of experts where neither this dense model nor the run's critic, if it has one, has experts.
+
+    Raises:
+        SettingError: for the first such setting or unmatched pattern, if the critic has no experts either.
+    """
+    given = _given(engine)
+    if not given and not unmatched_patterns(facts.model, engine.fp32_modules):
+        return
+    others = ""
+    if critic is not None:
+        beside = inspect_model(critic, "critic.model", engine.expert_plan)
+        if beside is None or not beside.is_dense:
+            return
+        others = f", nor has that of the critic, {beside.name}"
+    if engine.expert_plan:
+        find_experts(facts.model, engine.expert_plan)  # raises with the parameters that its patterns may mean
+    find_float32_modules(facts.model, [], engine.fp32_modules)
+    name, value = next(iter(given.items()))
+    rule = f"concerns experts, and {facts.name} ({setting}.path) is a dense model: it has none{others}."
+    default = _REPLAY if name.endswith("mode") else expert_settings()[name.removeprefix("engine.")]
+    raise SettingError(name, value, rule, f"{name}={default}, or leave it out: FSDP2 over all ranks")
+
+
+def _given(engine: Any) -> dict[str, Any]:
+    """Return the settings of experts that differ from their default, by full name."""
+    values = {f"engine.{name}": (getattr(engine, name), default) for name, default in expert_settings().items()}
+    values["engine.router_replay.mode"] = engine.router_replay.mode, _REPLAY
+    return {name: value for name, (value, default) in values.items() if value not in (default, {})}

@@ -81,6 +81,7 @@ def resumed(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RESUMED)
 def test_resume_of_every_family_continues_bit_for_bit(resumed, name):
     reports = [json.loads((resumed / f"{name}.{rank}.json").read_text()) for rank in range(2)]

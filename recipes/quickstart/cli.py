@@ -20,7 +20,7 @@ _say = Console(highlight=False, soft_wrap=True, markup=False).print
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser("quickstart", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--output", type=Path, default="runs/quickstart", help="folder; an earlier run is kept, and a number added")
     add("--steps", type=int, default=12, help="GRPO steps")

@@ -29,8 +29,7 @@ def conclude(steps: pd.DataFrame, expected: int, samples_per_step: int) -> dict:
     """Return the figures of ``summary.json``, with ``passed`` and the ``failures`` in words.
 
     The mean reward of the last tenth of the steps (at least two) has to exceed the first tenth's by 0.1 and three
-    standard errors. The error is the scatter between a window's steps. As two steps may agree by chance, it is at
-    least the scatter of as many independent 0/1 rewards.
+    standard errors. Two steps may agree by chance, so the error is at least that of as many independent 0/1 rewards.
     """
     if len(steps) < expected:
         return {"passed": False, "failures": [f"only {len(steps)} of {expected} steps ran"]}

@@ -69,14 +69,14 @@ class ProcessTree:
     def environment(self) -> dict[str, str]:
         """Return the variables for verl's trainers."""
         own = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}
-        own |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        own |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         # Ray and gloo listen on loopback alone, Ray because it believes that it is on an OS without clusters.
         own |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
         own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # from Ray 2.52
         own |= {"RAY_prestart_worker_first_driver": "0"}  # verl's actors use none of the workers per CPU
         # A CUDA build of torch on a machine without a GPU misleads verl's own choice.
         own |= {} if torch.accelerator.is_available() else {"VERL_PLATFORM": "cpu"}
-        return own | {"VLLM_RPC_BASE_PATH": str(self.folder)}
+        return own | {"VLLM_RPC_BASE_PATH": str(self.folder), "PYTHONUNBUFFERED": "1"}
 
     def run(self, command: list[str], env: dict[str, str], log: Path, on_tick: Callable[[], None]) -> int:
         """Run a command with its output in ``log``, and ``on_tick`` a few times a second; return its exit status.
@@ -88,6 +88,7 @@ class ProcessTree:
             process = subprocess.Popen(
                 command,
                 env=env,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so a Ctrl-C in the terminal reaches the recipe alone

@@ -11,6 +11,7 @@ the script without a GPU, and writes nothing.
 """
 
 import argparse
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +23,7 @@ from rich.console import Console
 
 from benchmarks.tables import RESULTS, report
 from epfsdp2.recipes.quickstart import sampler, task
-from epfsdp2.recipes.quickstart.commands import grpo_command, pretty
+from epfsdp2.recipes.quickstart.commands import grpo_command
 from epfsdp2.recipes.quickstart.failure import cause
 from epfsdp2.recipes.quickstart.metrics import read_records
 from epfsdp2.recipes.quickstart.model import build_model, build_tokenizer
@@ -153,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_inputs(Path(folder), options.size, options.cpu)
         for name in options.runs:
             command = command_of(name, Path(folder), options.steps, options.size, options.cpu, options.override)
-            console.print(pretty(command), markup=False, style="dim")
+            console.print(shlex.join(command), markup=False, style="dim")
             metrics, log = Path(folder) / f"{name}.jsonl", Path(folder) / f"{name}.log"
             status = tree.run(command, tree.environment() | {"VERL_FILE_LOGGER_PATH": str(metrics)}, log, lambda: None)
             found = _rows(name, read_records(metrics))

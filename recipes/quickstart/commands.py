@@ -1,17 +1,15 @@
 """The commands of verl's trainers, from the override files beside this one."""
 
 import os
-import shlex
 import sys
 from pathlib import Path
 from string import Template
 
 import yaml
 
-__all__ = ["RANKS", "grpo_command", "overrides", "pretty", "sglang_environment", "warmup_command"]
+__all__ = ["grpo_command", "overrides", "sglang_environment", "warmup_command"]
 
 _ENGINE = ["engine=epfsdp2", "engine.ep_size=2"]
-RANKS = 2
 
 
 def overrides(name: str, values: dict) -> list[str]:
@@ -21,7 +19,7 @@ def overrides(name: str, values: dict) -> list[str]:
 
 
 def warmup_command(values: dict) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return [*torchrun, "-m", "verl.trainer.sft_trainer", *_ENGINE, *overrides("warmup", values)]
 
 
@@ -38,10 +36,3 @@ def sglang_environment() -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",  # compiling its routers takes longer than a short run
         "SGLANG_NCCL_SO_PATH": "none.so",  # two tensor-parallel workers would look for a GPU with it
     }
-
-
-def pretty(command: list[str]) -> str:
-    """Format a command for a shell, one override per line."""
-    words = ["python" if word == sys.executable else shlex.quote(word) for word in command]
-    first = next((i for i, word in enumerate(command) if "=" in word), len(words))
-    return " \\\n    ".join([" ".join(words[: first + 2]), *words[first + 2 :]])

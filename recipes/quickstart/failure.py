@@ -15,7 +15,6 @@ _ERROR = re.compile(
     r"|Could not (?:override|find|load)|Error merging|In '|Key ')"
 )
 _END = ("Traceback", "Set the environment variable HYDRA")
-_SHOWN = 12
 
 
 def cause(log: Path) -> list[str]:
@@ -30,5 +29,5 @@ def cause(log: Path) -> list[str]:
             start = errors[which]
             while start - 1 in errors:
                 start -= 1  # Hydra prints several lines
-            return list(takewhile(lambda line: not line.startswith(_END), found[start : start + _SHOWN]))
-    return all_lines[-_SHOWN:]
+            return list(takewhile(lambda line: not line.startswith(_END), found[start : start + 12]))
+    return all_lines[-12:]

@@ -25,22 +25,7 @@ from ...engine.cleanup import held_by, present, remove_unused
 __all__ = ["Interrupted", "ProcessTree"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_GRACE_SECONDS = 8.0  # Ray's own shutdown takes about two
-_POLL_SECONDS = 0.3
 _libc = ctypes.CDLL(None)
-
-# For verl's trainers: one thread per process. Ray and gloo listen on loopback alone, Ray because it believes that it is
-# on an OS without clusters. Ray prestarts no worker per CPU, because verl's actors use none of them.
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "RAY_AUTH_MODE": "token",  # from Ray 2.52
-}
 
 
 class Interrupted(BaseException):
@@ -67,7 +52,7 @@ class ProcessTree:
     def __enter__(self) -> "ProcessTree":
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._held: set[str] = set()  # segments and sockets of the processes
-        self._there: set[str] = set()  # those and others', at the last look
+        self._there = present()  # those and others', at the last look
         # For Ray's session. Ray adds about 60 of the 107 characters that a unix socket's path may have.
         self.folder = Path(tempfile.mkdtemp(prefix="epfsdp2-", dir="/tmp"))
         _on_signals(_interrupt)
@@ -84,9 +69,14 @@ class ProcessTree:
     def environment(self) -> dict[str, str]:
         """Return the variables for verl's trainers."""
         own = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}
-        own |= _ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "VLLM_RPC_BASE_PATH": str(self.folder)}
+        own |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        # Ray and gloo listen on loopback alone, Ray because it believes that it is on an OS without clusters.
+        own |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        own |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # from Ray 2.52
+        own |= {"RAY_prestart_worker_first_driver": "0"}  # verl's actors use none of the workers per CPU
         # A CUDA build of torch on a machine without a GPU misleads verl's own choice.
-        return own if torch.accelerator.is_available() else own | {"VERL_PLATFORM": "cpu"}
+        own |= {} if torch.accelerator.is_available() else {"VERL_PLATFORM": "cpu"}
+        return own | {"VLLM_RPC_BASE_PATH": str(self.folder), "PYTHONUNBUFFERED": "1"}
 
     def run(self, command: list[str], env: dict[str, str], log: Path, on_tick: Callable[[], None]) -> int:
         """Run a command with its output in ``log``, and ``on_tick`` a few times a second; return its exit status.
@@ -108,9 +98,9 @@ class ProcessTree:
         try:
             while (status := process.poll()) is None:
                 on_tick()
-                if present() != self._there:  # a sync holds its segments for less than a second
+                if present() != self._there:
                     self._note_held()
-                time.sleep(_POLL_SECONDS)
+                time.sleep(0.3)  # a sync holds its segments for less than a second
             on_tick()
         finally:
             self._end_descendants()
@@ -126,7 +116,7 @@ class ProcessTree:
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
                 child.terminate()
-        deadline = time.monotonic() + _GRACE_SECONDS
+        deadline = time.monotonic() + 8.0  # Ray's own shutdown takes about two seconds
         while descendants := psutil.Process().children(recursive=True):
             self._note_held()  # a sync that begins meanwhile makes a segment and a socket
             for process in descendants if time.monotonic() > deadline else ():

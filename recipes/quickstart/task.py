@@ -9,32 +9,21 @@ from pathlib import Path
 
 import pandas as pd
 
-__all__ = ["DATA_SOURCE", "compute_score", "grpo_rows", "problems", "warmup_rows", "write_datasets"]
+__all__ = ["PROBLEMS", "compute_score", "grpo_rows", "warmup_rows", "write_datasets"]
 
-DATA_SOURCE = "epfsdp2/one_digit_sums"
-
-
-def problems() -> list[tuple[str, str]]:
-    """Return all 100 questions with their answers: ``("7+5=", "12")``."""
-    return [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
+# All 100 questions with their answers.
+PROBLEMS = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_settings) -> float:
     """Return 1.0 if the response is exactly the answer, else 0.0; the signature is verl's."""
-    if data_source != DATA_SOURCE:
-        raise ValueError(f"data_source={data_source!r}: this reward function scores {DATA_SOURCE!r} only")
     return float(solution_str == str(ground_truth))
 
 
 def warmup_rows(seed: int, copies: int, right_share: float) -> list[dict]:
-    """Return shuffled conversations, ``copies`` per question; a label is right with probability ``right_share``.
-
-    Wrong labels are spread evenly over the other sums.
-    """
-    if not 0.0 < right_share <= 1.0:
-        raise ValueError(f"right_share={right_share}: has to be in (0, 1], for example 0.4")
+    """Return shuffled conversations, ``copies`` per question; a label is right with probability ``right_share``."""
     rng, sums, rows = random.Random(seed), [str(s) for s in range(19)], []
-    for question, answer in problems() * copies:
+    for question, answer in PROBLEMS * copies:
         label = answer if rng.random() < right_share else rng.choice([s for s in sums if s != answer])
         rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": label}]})
     rng.shuffle(rows)
@@ -43,13 +32,12 @@ def warmup_rows(seed: int, copies: int, right_share: float) -> list[dict]:
 
 def grpo_rows(seed: int) -> list[dict]:
     """Return every question once, shuffled, in the columns of verl's RLHF dataset."""
-    order = problems()
+    order = list(PROBLEMS)
     random.Random(seed).shuffle(order)
     return [
         {
-            "data_source": DATA_SOURCE,
+            "data_source": "epfsdp2/one_digit_sums",
             "prompt": [{"role": "user", "content": question}],
-            "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": answer},
             "extra_info": {"index": index},
         }

@@ -1,7 +1,6 @@
 """The quickstart's options and commands, and the folders it writes to."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,10 @@ from epfsdp2.recipes.quickstart import cli, commands, metrics, processes, sample
 from tests.support.trainer.quickstart import command_values
 
 
-def test_quickstart_commands_are_verls_own_and_printed_as_they_are(tmp_path):
+def test_quickstart_commands_are_verls_own_with_every_name_filled(tmp_path):
     words = commands.grpo_command(command_values(tmp_path), ["trainer.save_freq=5"])
     assert words[1:5] == ["-m", "verl.trainer.main_ppo", "engine=epfsdp2", "engine.ep_size=2"]
     assert words[-1] == "trainer.save_freq=5"
-    shell = f'python() {{ printf "%s\\n" "$@"; }}; {commands.pretty(words)}'
-    printed = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
-    assert printed.stdout.splitlines() == words[1:]
     words = commands.warmup_command(command_values(tmp_path))
     at = words.index("verl.trainer.sft_trainer")
     assert words[at + 1 : at + 3] == ["engine=epfsdp2", "engine.ep_size=2"]
@@ -33,7 +29,6 @@ def test_quickstart_commands_are_verls_own_and_printed_as_they_are(tmp_path):
         (["--steps", "1"], "--steps is 1"),
         (["--batch-size", "7"], "even"),
         (["--batch-size", "102"], "100 questions"),
-        (["--model", "/nowhere"], "no config.json"),
     ],
 )
 def test_quickstart_options_out_of_range_are_refused(arguments, says, capsys):
@@ -85,8 +80,7 @@ def test_quickstart_where_earlier_results_are_keeps_them_and_takes_the_next_fold
     for number in (2, 3):
         assert cli.main(["--output", str(run)]) == 0
         said = capsys.readouterr().out
-        assert f"{run} has an earlier run, which is kept" in said
-        assert f"model and data in {run}-{number}" in said
+        assert f"model, data, logs and metrics in {run}-{number}" in said
         assert "step   1/12  reward 0.425  train/rollout difference 0.0e+00  1.0 s" in said
         assert said.count("train/rollout difference 0") == 20
         assert json.loads((tmp_path / f"run-{number}/summary.json").read_text())["passed"]

@@ -9,5 +9,4 @@ __all__ = ["command_values"]
 
 def command_values(folder: Path) -> dict:
     names = ("output", "model", "warmup_data", "grpo_data", "reward_file", "sampler_file", "ray_dir")
-    names += ("warmup_batch_of_a_rank",)
     return vars(cli.parse([])) | {name: folder / name for name in names}

@@ -2,7 +2,6 @@
 
 import inspect
 import io
-import re
 import time
 
 import pytest
@@ -10,39 +9,30 @@ import torch
 from omegaconf import OmegaConf
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
-from epfsdp2.recipes.resilient.checkpoints import FOLDER, NOTICE, latest, saved_steps
-from tests.support.trainer.resilient import command_of, save_step
+from epfsdp2.recipes.resilient.command import FOLDER, NOTICE, complete_steps
+from tests.support.trainer.resilient import save_step
 
 
 @pytest.mark.parametrize(
-    ("damage", "fault"),
+    "damage",
     [
-        (lambda actor: (actor / MANIFEST).unlink(), "actor was not saved to its end"),
-        (lambda actor: (actor / "weights").write_bytes(b"wei"), r"weights \(3 of 7 bytes\)"),
-        (lambda actor: (actor / "weights").unlink(), r"weights \(0 of 7 bytes\)"),
-        (lambda actor: (actor.parent / "data.pt").write_bytes(b"PK"), "data.pt was not saved to its end"),
-        (lambda actor: (actor.parent / "critic.partial").mkdir(), "critic was not saved to its end"),
-        (lambda actor: actor.rename(actor.with_name("actor.partial")), "actor was not saved to its end"),
+        lambda actor: (actor / MANIFEST).unlink(),
+        lambda actor: (actor / "weights").write_bytes(b"wei"),
+        lambda actor: (actor / "weights").unlink(),
+        lambda actor: (actor.parent / "data.pt").write_bytes(b"PK"),
+        lambda actor: (actor.parent / "critic.partial").mkdir(),
+        lambda actor: (actor.parent / "transfer_queue.tmp").mkdir(),
+        lambda actor: actor.rename(actor.with_name("actor.partial")),
     ],
 )
-def test_last_complete_checkpoint_beside_broken_ones_is_found(tmp_path, damage, fault):
-    assert latest(saved_steps(tmp_path)) is None
+def test_complete_checkpoint_beside_broken_ones_is_found(tmp_path, damage):
+    assert complete_steps(tmp_path) == {}
     for step in (2, 10):
         save_step(tmp_path, step)
-    assert latest(saved_steps(tmp_path)).step == 10
+    (tmp_path / "global_step_10" / "transfer_queue").mkdir()
+    assert set(complete_steps(tmp_path)) == {2, 10}
     damage(tmp_path / "global_step_10" / "actor")
-    assert latest(saved_steps(tmp_path)).step == 2
-    assert re.search(fault, saved_steps(tmp_path)[-1].fault)
-
-
-def test_last_complete_checkpoint_of_an_async_trainer_has_its_queue(tmp_path):
-    for step in (2, 4):
-        save_step(tmp_path, step)
-    (tmp_path / "global_step_2" / "transfer_queue").mkdir()
-    (tmp_path / "global_step_4" / "transfer_queue.tmp").mkdir()
-    assert latest(command_of(tmp_path).saved_steps()).step == 4
-    found = command_of(tmp_path, trainer__v1={"trainer_mode": "colocate_async"}).saved_steps()
-    assert latest(found).step == 2 and found[-1].fault == "transfer_queue was not saved to its end"
+    assert complete_steps(tmp_path) == {2: tmp_path / "global_step_2"}
 
 
 class _Trainer:

@@ -49,7 +49,7 @@ def write_message(folder: Path, name: str, message: Mapping[str, Any]) -> None:
 class Watch:
     """Answers the messages in ``folder``. The state of an update can be written until an optimizer steps again.
 
-    Of ``contents`` it leaves out ``hf_model``, which needs all shards; ``describe`` writes config and tokenizer.
+    ``hf_model`` in ``contents`` is skipped, because it needs all shards. ``describe`` writes config and tokenizer.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import Any
 from ...engine.errors import SettingError
 from ..quickstart.failure import cause
 from ..quickstart.processes import Interrupted, ProcessTree
-from .command import FOLDER, NOTICE, Command, Node, answering, complete_steps, living_nodes
+from .command import FOLDER, NOTICE, Command, Node, answering, living_nodes
 
 __all__ = ["Run", "check", "main", "parse"]
 
@@ -58,7 +58,7 @@ def check(command: Command, options: argparse.Namespace) -> None:
         ("trainer.save_freq", not saves and not anew, "leaves no checkpoint to resume from.", "20, or --from-scratch"),
         (_CONTENTS, lacking, f"a run can't resume without {', '.join(lacking)}.", "[model,optimizer,extra]"),
         (deletes, setting(deletes), "removes the checkpoint of the next restart.", False),
-        ("trainer.resume_mode", is_disabled and complete_steps(command.root), rule, "auto, or another folder"),
+        ("trainer.resume_mode", is_disabled and command.complete_steps(), rule, "auto, or another folder"),
     ]
     for name, works in _SAVE_NEEDS.items() if options.save_on_failure else ():
         wrong.append((name, setting(name, works) != works, "prevents --save-on-failure.", works))
@@ -107,7 +107,7 @@ class Run:
     def to_the_end(self) -> int:
         """Return as ``main``. Raises ``SettingError`` if the cluster is too small, ``Interrupted`` after SIGTERM."""
         while True:
-            mesh, saved, start = self._mesh(), complete_steps(self._root), []
+            mesh, saved, start = self._mesh(), self._command.complete_steps(), []
             resumed, is_begun = max(saved, default=0), self._reasons or any(self._root.glob("global_step_*"))
             if saved:
                 start = ["trainer.resume_mode=resume_path", f'trainer.resume_from_path="{saved[resumed]}"']
@@ -140,9 +140,8 @@ class Run:
         # A killed vLLM leaves its sockets, which the tree removes with its folder.
         env = {"VLLM_RPC_BASE_PATH": str(self._tree.folder), **os.environ}
         log = self._logs / f"attempt-{1 + len(list(self._logs.iterdir()))}.log"
-        log.touch()
         answered, lines = dict.fromkeys(self._needed, time.monotonic()), []
-        with log.open("rb") as output:
+        with log.open("w+b") as output:
 
             def tick() -> None:
                 sys.stdout.buffer.write(output.read())
@@ -200,10 +199,9 @@ class Run:
             raise TimeoutError(f"no answer from {', '.join(hosts)} for {seconds:g} s")
 
     def _save_at_sigterm(self) -> None:
-        """After SIGTERM ask for a save; end the run once it has saved or the grace is over."""
+        """After SIGTERM ask for a save; end the run once verl has noted a complete one, or the grace is over."""
         if self._sigterm is None:
             return
-        # verl writes this file when a save is complete.
         saved, grace = self._root / "latest_checkpointed_iteration.txt", self._options.grace_seconds
         self._notice.touch()
         is_saved = saved.is_file() and saved.stat().st_mtime > self._sigterm

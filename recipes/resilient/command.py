@@ -82,19 +82,22 @@ class Command:
             address = noted.read_text().strip() if noted.is_file() else "local"
         return "" if address == "local" else str(address)
 
+    def complete_steps(self) -> dict[int, Path]:
+        return complete_steps(self.root, self.setting("trainer.v1.trainer_mode", "sync") != "sync")
 
-def complete_steps(root: Path) -> dict[int, Path]:
+
+def complete_steps(root: Path, with_queue: bool = False) -> dict[int, Path]:
     """Return the folders from which a run can resume, by step. The engine verifies checksums when it loads."""
     found = {}
     for folder in root.glob("global_step_*"):
-        names = {path.name for path in folder.iterdir()}
+        roles = {path.name.partition(".")[0] for path in folder.iterdir()} & {"actor", "critic"}
         try:
-            for role in {"actor"} | {name.partition(".")[0] for name in names} & {"critic"}:
+            for role in {"actor", *roles}:
                 verify_files(folder / role, checksums=False)
         except CheckpointError:
             continue
-        # A killed save leaves a part of data.pt; verl renames its queue of prompts when it is whole.
-        if zipfile.is_zipfile(folder / "data.pt") and "transfer_queue.tmp" not in names:
+        # A killed save leaves a part of data.pt. Without verl's queue, saved last, prompts in flight would be lost.
+        if zipfile.is_zipfile(folder / "data.pt") and (not with_queue or (folder / "transfer_queue").is_dir()):
             found[int(folder.name.removeprefix("global_step_"))] = folder
     return found
 

@@ -29,8 +29,7 @@ def largest_mesh(command: Command, nodes: int, gib: float) -> tuple[int, list[st
             best = min(fitting, key=lambda choice: ((choice.topology.ep, choice.sp) != own, choice.sp != own[1]))
             return count, [f"trainer.nnodes={count}", *best.settings]
     rule = (
-        f"such nodes of {gpus} GPUs with {gib:g} GiB are left; on no mesh of them the model fits and the ranks divide "
-        "train_batch_size and ppo_mini_batch_size, each x rollout.n."
+        f"on no mesh of such nodes, {gpus} GPUs of {gib:g} GiB each, the model fits and the ranks divide the batches."
     )
     raise SettingError("trainer.nnodes", nodes, rule, "more nodes, --gib of larger GPUs, or smaller micro-batches")
 

@@ -246,7 +246,7 @@ def test_largest_mesh_of_fewer_nodes_fits_and_divides(tmp_path, model):
     assert not divides(command, 6) and divides(command, 4)
     assert largest_mesh(command, 3, 80.0)[0] == 2
     assert largest_mesh(command, 1, 80.0)[1][:2] == ["trainer.nnodes=1", "engine.ep_size=1"]
-    with pytest.raises(SettingError, match=r"trainer.nnodes=2: such nodes of 2 GPUs with 1 GiB are left; on no mesh"):
+    with pytest.raises(SettingError, match=r"trainer.nnodes=2: on no mesh of such nodes, 2 GPUs of 1 GiB"):
         largest_mesh(command, 2, 1.0)
     with pytest.raises(SettingError, match="on no mesh"):
         largest_mesh(command, 0, 80.0)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.recipes.resilient.command import FOLDER, NOTICE, complete_steps
-from tests.support.trainer.resilient import save_step
+from tests.support.trainer.resilient import command_of, save_step
 
 
 @pytest.mark.parametrize(
@@ -21,18 +21,18 @@ from tests.support.trainer.resilient import save_step
         lambda actor: (actor / "weights").unlink(),
         lambda actor: (actor.parent / "data.pt").write_bytes(b"PK"),
         lambda actor: (actor.parent / "critic.partial").mkdir(),
-        lambda actor: (actor.parent / "transfer_queue.tmp").mkdir(),
+        lambda actor: (actor.parent / "transfer_queue").rename(actor.parent / "transfer_queue.tmp"),
         lambda actor: actor.rename(actor.with_name("actor.partial")),
     ],
 )
 def test_complete_checkpoint_beside_broken_ones_is_found(tmp_path, damage):
     assert complete_steps(tmp_path) == {}
     for step in (2, 10):
-        save_step(tmp_path, step)
-    (tmp_path / "global_step_10" / "transfer_queue").mkdir()
-    assert set(complete_steps(tmp_path)) == {2, 10}
+        (save_step(tmp_path, step).parent / "transfer_queue").mkdir()
+    run = command_of(tmp_path, trainer__v1={"trainer_mode": "colocate_async"})
+    assert set(run.complete_steps()) == {2, 10}
     damage(tmp_path / "global_step_10" / "actor")
-    assert complete_steps(tmp_path) == {2: tmp_path / "global_step_2"}
+    assert run.complete_steps() == {2: tmp_path / "global_step_2"}
 
 
 class _Trainer:

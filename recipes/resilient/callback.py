@@ -56,7 +56,7 @@ class SaveBeforeTheEnd(CheckpointCallback):
     def _wrap_fit(self) -> None:
         plain = PPOTrainer.fit
 
-        def fit(trainer: Any) -> Any:
+        def fit(trainer: Any, *args: Any) -> Any:
             begun, step = trainer.global_steps, trainer.step
             first = max(begun + 1, self.config.trainer.critic_warmup)  # step that updates the actor
 
@@ -72,7 +72,7 @@ class SaveBeforeTheEnd(CheckpointCallback):
 
             trainer.step = noted_step
             try:
-                return plain(trainer)
+                return plain(trainer, *args)
             except BaseException:
                 self._save()
                 raise

@@ -50,7 +50,7 @@ class _Trainer:
             raise RuntimeError("a rank is gone")
 
 
-def _fit(trainer):
+def _fit(trainer, agent_loop_manager):
     for _ in range(4):
         trainer.global_steps += 1
         trainer.step()
@@ -91,7 +91,7 @@ def test_notice_of_an_end_makes_the_trainer_save_at_the_end_of_each_step(failing
 def test_trainer_that_fails_has_its_ranks_save_the_last_complete_step(failing, tmp_path, capsys):
     trainer_class, _, saved = failing
     with pytest.raises(RuntimeError, match="a rank is gone"):
-        trainer_class.fit(_Trainer(fails_in=7))
+        trainer_class.fit(_Trainer(fails_in=7), None)
     ((root, step, updates, data),) = saved
     assert (root, step, updates) == (tmp_path, 6, {"actor": 1, "critic": 2})
     assert torch.load(io.BytesIO(data)) == {"prompts": 60}
@@ -104,13 +104,13 @@ def test_trainer_that_fails_with_nothing_new_saves_nothing(failing, tmp_path, fa
     if is_saved:
         save_step(tmp_path, 6)
     with pytest.raises(RuntimeError, match="a rank is gone"):
-        trainer_class.fit(_Trainer(fails_in))
+        trainer_class.fit(_Trainer(fails_in), None)
     assert saved == []
 
 
 def test_trainer_that_hangs_saves_when_the_recipe_asks(failing, tmp_path):
     trainer_class, _, saved = failing
-    trainer_class.fit(_Trainer(fails_in=0))
+    trainer_class.fit(_Trainer(fails_in=0), None)
     (tmp_path / NOTICE).write_text(FOLDER)
     _wait(lambda: not (tmp_path / NOTICE).exists())
     assert [step for _, step, _, _ in saved] == [8]
@@ -126,6 +126,7 @@ def test_verls_trainer_still_needs_the_callback_and_is_as_it_assumes():
     fit, save = inspect.getsource(trainer.fit), inspect.getsource(trainer._save_checkpoint)
     assert "self.config.trainer.save_freq > 0" in fit and "self.global_steps % self.config.trainer.save_freq" in fit
     assert "self.step(metrics, self.timing_raw)" in fit and "self.global_steps += 1" in fit
+    assert "def fit(self, agent_loop_manager: AgentLoopManager)" in fit
     assert fit.index("self.step(") < fit.index("self._save_checkpoint()") < fit.index("self.on_step_end()")
     assert "torch.save(self.train_dataloader.state_dict(), dataloader_local_path)" in save
     assert "if self.config.trainer.critic_warmup <= self.global_steps:" in inspect.getsource(trainer._step_once)

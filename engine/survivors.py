@@ -10,7 +10,6 @@ trainer's process, JSON files in a folder that all nodes see:
 
 import contextlib
 import json
-import logging
 import os
 import shutil
 import threading
@@ -38,8 +37,6 @@ __all__ = ["TASK", "Watch", "write_message"]
 TASK = "task.json"
 _POLL_SECONDS = 1.0
 
-logger = logging.getLogger("epfsdp2")
-
 
 def write_message(folder: Path, name: str, message: Mapping[str, Any]) -> None:
     """Write a message atomically."""
@@ -50,13 +47,9 @@ def write_message(folder: Path, name: str, message: Mapping[str, Any]) -> None:
 
 
 class Watch:
-    """Answers the trainer's messages. The state of an update can be written until an optimizer steps again.
+    """Answers the messages in ``folder``. The state of an update can be written until an optimizer steps again.
 
-    Args:
-        folder: of the messages.
-        role: ``actor`` or ``critic``.
-        contents: ``checkpoint.save_contents``; weights in Hugging Face's layout are left out, as they need all shards.
-        describe: writes config and tokenizer into a folder.
+    ``hf_model`` in ``contents`` is skipped, because it needs all shards. ``describe`` writes config and tokenizer.
     """
 
     def __init__(
@@ -79,7 +72,7 @@ class Watch:
         self._updates: int | None = None  # that the state has had; None from the optimizer's step to the update's end
         # The main thread's stream may wait forever.
         self._stream: Any = torch.Stream() if torch.accelerator.is_available() else contextlib.nullcontext()
-        optimizer.register_step_pre_hook(self._on_step)
+        optimizer.register_step_pre_hook(self._begin_update)
         self.restart()
         threading.Thread(target=self._watch, name="survivors", daemon=True).start()
 
@@ -94,7 +87,7 @@ class Watch:
         self._random = random_state()
         self._updates = self._made
 
-    def _on_step(self, *_: Any) -> None:
+    def _begin_update(self, *_: Any) -> None:
         self._updates = None
 
     def _watch(self) -> None:
@@ -112,20 +105,15 @@ class Watch:
             (self._folder / f"{name}.claim").touch(exist_ok=False)
         except FileExistsError:
             return
-        answer: dict[str, Any]
+        folder, answer = partial_dir(Path(task["folder"]) / self._role), dict[str, Any]()
         try:
-            folder = partial_dir(Path(task["folder"]) / self._role)
-            answer = {"files": self._write(folder, rank, task["step"], updates)}
+            answer["files"] = self._write(folder, rank, task["step"], updates)
         except Exception as error:
-            logger.exception("epfsdp2: rank %d could not write its shards", rank)
-            answer = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
+            answer["error"] = f"rank {rank}: {type(error).__name__}: {error}"
         write_message(self._folder, f"{name}.json", answer)
 
     def _write(self, folder: Path, rank: int, step: int, updates: int) -> dict[str, dict[str, int]]:
-        """Write this rank's shards; the first position of a replica also writes the files that a checkpoint has once.
-
-        Returns size and checksum of each file by its name in ``folder``, into which other ranks write meanwhile.
-        """
+        """Write this rank's shards, at the first position also what a checkpoint has once; return the files' facts."""
         now = Snapshot.of(*self._state, step, self._loss_scale, parameters=self._parameters)
         with self._stream:
             snapshot = replace(now, random=self._random if now.random else {}).on_host()

@@ -25,7 +25,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "recipes/doctor/on_ray.py": frozenset({"ray", "torch"}),
     "recipes/doctor/rates.py": MODEL | {"flash_attn_interface"},
     "recipes/gpu": frozenset({"yaml"}),
-    "recipes/resilient": frozenset({"psutil", "rich", "yaml"}),
+    "recipes/resilient": frozenset({"yaml"}),
     "recipes/resilient/callback.py": frozenset({"torch", "verl"}),
     "recipes/quickstart": MODEL | {"pandas", "psutil", "rich", "tokenizers", "yaml"},
     "recipes/quickstart/sampler.py": frozenset({"verl"}),

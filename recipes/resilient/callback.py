@@ -23,25 +23,21 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from ...engine.checkpoint.atomic_folder import complete_dir, partial_dir
 from ...engine.checkpoint.saves import name_as_latest
 from ...engine.survivors import TASK, write_message
-from .checkpoints import FOLDER, NOTICE, saved_steps
+from .command import FOLDER, NOTICE, complete_steps
 
-__all__ = ["CantSaveError", "SaveBeforeTheEnd", "save_step"]
+__all__ = ["SaveBeforeTheEnd", "save_step"]
 
 _ANSWER_SECONDS, _WRITE_SECONDS, _POLL_SECONDS = 20.0, 900.0, 0.2
 
 
 class SaveBeforeTheEnd(CheckpointCallback):
-    """Save each step once the notice file exists; with ``engine.survivors_folder`` also save when ``fit`` raises.
-
-    The recipe can also ask for the save after a failure, because a run that lost a node may hang.
-    """
+    """Save each step once the notice exists; with ``engine.survivors_folder`` also when ``fit`` raises or hangs."""
 
     def __init__(self, config: Any = None):
         super().__init__(config)
         self._root = Path(config.trainer.default_local_dir)
-        self._trainer: Any = None
-        self._begun = 0
-        self._last: tuple[int, bytes] | None = None  # the last complete step, and its data.pt
+        # The last complete step, the updates of each role up to it in this attempt, and its data.pt.
+        self._last: tuple[int, dict[str, int], bytes] | None = None
         self._saving = threading.Lock()
         if config.engine.get("survivors_folder"):
             self._wrap_fit()
@@ -60,19 +56,23 @@ class SaveBeforeTheEnd(CheckpointCallback):
     def _wrap_fit(self) -> None:
         plain = PPOTrainer.fit
 
-        def fit(trainer: Any) -> Any:
-            self._trainer, self._begun, step = trainer, trainer.global_steps, trainer.step
+        def fit(trainer: Any, *args: Any) -> Any:
+            begun, step = trainer.global_steps, trainer.step
+            first = max(begun + 1, self.config.trainer.critic_warmup)  # step that updates the actor
 
             def noted_step(*args: Any) -> Any:
                 result = step(*args)
                 data = io.BytesIO()
                 torch.save(trainer.train_dataloader.state_dict(), data)  # as verl's trainers write data.pt
-                self._last = (trainer.global_steps, data.getvalue())
+                updates = {"actor": max(0, trainer.global_steps - first + 1)}
+                if trainer.use_critic:
+                    updates["critic"] = trainer.global_steps - begun
+                self._last = trainer.global_steps, updates, data.getvalue()
                 return result
 
             trainer.step = noted_step
             try:
-                return plain(trainer)
+                return plain(trainer, *args)
             except BaseException:
                 self._save()
                 raise
@@ -83,73 +83,56 @@ class SaveBeforeTheEnd(CheckpointCallback):
         """Save the last complete step unless it is saved; print the outcome."""
         with self._saving:
             last, self._last = self._last, None
-            if last is None or last[0] in [saved.step for saved in saved_steps(self._root) if not saved.fault]:
+            if last is None or last[0] in complete_steps(self._root):
                 return
-            step, data = last
-            # Updates of each role in this attempt; the ranks count the same.
-            first = max(self._begun + 1, self.config.trainer.critic_warmup)
-            updates = {"actor": max(0, step - first + 1)}
-            if self._trainer.use_critic:
-                updates["critic"] = step - self._begun
             try:
-                folder = save_step(self._root, step, updates, data)
-                print(f"[resilient] the living ranks have saved step {step} in {folder}", flush=True)
-            except (CantSaveError, OSError) as error:
-                print(f"[resilient] step {step} is not saved: {error}", flush=True)
-
-
-class CantSaveError(RuntimeError):
-    """The living ranks do not hold all of a step, or could not write it."""
+                outcome = f"the living ranks have saved step {last[0]} in {save_step(self._root, *last)}"
+            except (RuntimeError, OSError) as error:
+                outcome = f"step {last[0]} is not saved: {error}"
+            print(f"[resilient] {outcome}", flush=True)
 
 
 def save_step(root: Path, step: int, updates: Mapping[str, int], data: bytes) -> Path:
-    """Save a step with the living ranks; return the checkpoint's folder.
+    """Save a step with the living ranks; return the checkpoint's folder. Raises ``RuntimeError`` if they can't.
 
-    Args:
-        updates: number of updates of each role (``actor``, ``critic``) in this attempt up to this step.
-        data: content of ``data.pt``.
-
-    Raises:
-        CantSaveError: with the reason; there is no checkpoint of this step then.
+    ``updates`` has the number of updates of each role (``actor``, ``critic``) in this attempt. ``data`` is ``data.pt``.
     """
     messages, folder, id = root / FOLDER, root / f"global_step_{step}", uuid4().hex
     partials = [partial_dir(folder / role) for role in updates]
 
-    def found(role: str, ending: str) -> dict[tuple[int, int], Path]:
-        """Return the ranks' files by position in a replica and number of its ranks."""
-        files = {path: path.stem.split("-") for path in messages.glob(f"{id}-{role}-*.{ending}")}
-        return {(int(position), int(ranks)): path for path, (_, _, position, ranks) in files.items()}
+    def found(role: str, ending: str) -> set[tuple[int, ...]]:
+        """Return positions in a replica, each with the number of its ranks."""
+        files = messages.glob(f"{id}-{role}-*.{ending}")
+        return {tuple(map(int, path.stem.split("-")[2:])) for path in files}
 
-    def all_claimed() -> bool:
-        return all((claims := found(role, "claim")) and len(claims) == max(claims)[1] for role in updates)
-
-    def all_written() -> bool:
-        return all(found(role, "claim").keys() == found(role, "json").keys() for role in updates)
+    def lacking(role: str) -> list[int] | None:
+        """Return the positions that no rank has claimed; None if no rank has claimed any."""
+        claims = found(role, "claim")
+        return sorted(set(range(max(claims)[1])) - {position for position, _ in claims}) if claims else None
 
     try:
         for partial in partials:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         write_message(messages, TASK, {"id": id, "step": step, "updates": dict(updates), "folder": str(folder)})
-        _wait(all_claimed, _ANSWER_SECONDS)
+        _wait(lambda: all(lacking(role) == [] for role in updates), _ANSWER_SECONDS)
         (messages / TASK).unlink()
         # Also if shards lack, because a rank that still writes would bring back a folder that is removed.
-        is_written = _wait(all_written, _WRITE_SECONDS)
+        if not _wait(lambda: all(found(r, "claim") == found(r, "json") for r in updates), _WRITE_SECONDS):
+            raise RuntimeError(f"ranks did not write their shards within {_WRITE_SECONDS:g} s")
         for role, made in updates.items():
-            claims = found(role, "claim")
-            if not claims:
-                raise CantSaveError(f"no living rank of the {role} holds a shard after {made} updates")
-            if lacking := sorted(set(range(max(claims)[1])) - {position for position, _ in claims}):
-                raise CantSaveError(
-                    f"no living rank holds the shards of the {role}'s ranks {lacking} of a replica after {made} updates"
-                )
-        if not is_written:
-            raise CantSaveError(f"ranks did not write their shards within {_WRITE_SECONDS:g} s")
-        answers = {role: [json.loads(path.read_text()) for path in found(role, "json").values()] for role in updates}
-        if errors := [answer["error"] for part in answers.values() for answer in part if "error" in answer]:
-            raise CantSaveError(errors[0])
-        for role, part in answers.items():
-            complete_dir(folder / role, {name: facts for answer in part for name, facts in answer["files"].items()})
+            if (missing := lacking(role)) != []:
+                shards = f"the shards of the {role}'s ranks {missing} of a replica" if missing else f"the {role}"
+                raise RuntimeError(f"no living rank holds {shards} after {made} updates")
+        files: dict[str, dict[str, Any]] = {role: {} for role in updates}
+        for role, facts in files.items():
+            for path in messages.glob(f"{id}-{role}-*.json"):
+                answer = json.loads(path.read_text())
+                if "error" in answer:
+                    raise RuntimeError(answer["error"])
+                facts.update(answer["files"])
+        for role, facts in files.items():
+            complete_dir(folder / role, facts)
         (folder / "data.pt").write_bytes(data)
     except BaseException:
         for partial in partials:

@@ -1,50 +1,37 @@
 """The largest mesh that a run can continue on."""
 
 import math
-from typing import Any
-
-import psutil
 
 from ...engine.config.settings import PLANNED, planned_settings
 from ...engine.errors import SettingError
 from ..plan.cards import config_of
 from ..plan.cli import parse, request_of
-from ..plan.meshes import Request, choices, smallest
+from ..plan.meshes import Request, choices
 from ..plan.roofline import Cluster
 from .command import Command
 
 __all__ = ["divides", "largest_mesh"]
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_SIZES = ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")
 
 
-def largest_mesh(command: Command, nodes: int, gib: float | None) -> tuple[int, list[str]]:
+def largest_mesh(command: Command, nodes: int, gib: float) -> tuple[int, list[str]]:
     """Return nodes and settings of the largest mesh on at most these nodes: it divides the batches and fits the plan.
 
-    Among meshes of one size the run's own ``ep_size`` and sequence parallelism come first, then the fastest.
-    A GPU has ``gib``; by default 80, on CPUs the host's. Raises ``SettingError`` if none fits.
+    Meshes of one size: the run's own ``ep_size`` comes first, then the fastest. Raises ``SettingError`` if none fits.
     """
     gpus = command.setting("trainer.n_gpus_per_node", 8)
-    if gib is None:
-        on_cpu = command.setting("trainer.device") == "cpu"
-        gib = psutil.virtual_memory().total / gpus / 2**30 if on_cpu else 80.0
     own = command.setting("engine.ep_size", 1), command.setting("engine.ulysses_sequence_parallel_size", 1)
     request = _request(command, gib)
     for count in range(nodes, 0, -1):
-        if divides(command, count * gpus):
-            fitting = [choice for choice in choices(request, Cluster(nodes=count, gpus=gpus, gib=gib)) if choice.fits]
-            if fitting:
-                best = min(fitting, key=lambda choice: ((choice.topology.ep, choice.sp) != own, choice.sp != own[1]))
-                return count, [f"trainer.nnodes={count}", *best.settings]
-    larger = smallest(request, Cluster(nodes=max(nodes, 1), gpus=gpus, gib=gib))
-    size, mini, answers = (command.setting(name, 1) for name in (*_SIZES, f"{_ROLLOUT}.n"))
+        found = choices(request, Cluster(nodes=count, gpus=gpus, gib=gib)) if divides(command, count * gpus) else []
+        if fitting := [choice for choice in found if choice.fits]:
+            best = min(fitting, key=lambda choice: ((choice.topology.ep, choice.sp) != own, choice.sp != own[1]))
+            return count, [f"trainer.nnodes={count}", *best.settings]
     rule = (
-        f"such nodes of {gpus} GPUs with {gib:g} GiB are left; on no mesh of them the model fits and the ranks divide "
-        f"train_batch_size={size} and ppo_mini_batch_size={mini}, each x rollout.n={answers}."
+        f"on no mesh of such nodes, {gpus} GPUs of {gib:g} GiB each, the model fits and the ranks divide the batches."
     )
-    works = f"at least {larger[0].nodes} such nodes" if larger else "another model, or smaller micro-batches"
-    raise SettingError("trainer.nnodes", nodes, rule, works)
+    raise SettingError("trainer.nnodes", nodes, rule, "more nodes, --gib of larger GPUs, or smaller micro-batches")
 
 
 def divides(command: Command, world: int) -> bool:
@@ -53,7 +40,8 @@ def divides(command: Command, world: int) -> bool:
     if not command.setting(f"{_ROLLOUT}.nnodes", 0):
         parts = ("tensor_model", "pipeline_model", "data")
         replica = math.prod(command.setting(f"{_ROLLOUT}.{part}_parallel_size", 1) for part in parts)
-    return world % replica == 0 and all(command.setting(name, 0) * answers % world == 0 for name in _SIZES)
+    sizes = "data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size"
+    return world % replica == 0 and all(command.setting(name, 0) * answers % world == 0 for name in sizes)
 
 
 def _request(command: Command, gib: float) -> Request:
@@ -61,12 +49,10 @@ def _request(command: Command, gib: float) -> Request:
     tokens = sequences * sum(command.setting(f"data.max_{part}_length", 512) for part in ("prompt", "response"))
     if command.setting(f"{_ACTOR}.use_dynamic_bsz"):
         tokens, sequences = command.setting(f"{_ACTOR}.ppo_max_token_len_per_gpu", 16384), 1
-    model = str(command.setting("actor_rollout_ref.model.path"))
-    options: Any = parse(["--model", model, f"--tokens={tokens}", f"--sequences={sequences}", f"--gib={gib}"])
+    model = command.setting("actor_rollout_ref.model.path")
+    options = parse([f"--model={model}", f"--tokens={tokens}", f"--sequences={sequences}", f"--gib={gib}"])
     options.fused_kernels = bool(command.setting("actor_rollout_ref.model.use_fused_kernels"))
+    options.lora_rank = command.setting("actor_rollout_ref.model.lora_rank", 0)
     given = {name: command.setting(f"engine.{name}") for name in PLANNED}
     options.engine = planned_settings({name: value for name, value in given.items() if value is not None})
-    options.lora_rank = command.setting("actor_rollout_ref.model.lora_rank", 0)
-    if command.setting("trainer.device") == "cpu":
-        options.reserve = 0.0
     return request_of(options, config_of(model))

@@ -2,7 +2,6 @@
 
 import inspect
 import io
-import re
 import time
 
 import pytest
@@ -10,39 +9,30 @@ import torch
 from omegaconf import OmegaConf
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
-from epfsdp2.recipes.resilient.checkpoints import FOLDER, NOTICE, latest, saved_steps
+from epfsdp2.recipes.resilient.command import FOLDER, NOTICE, complete_steps
 from tests.support.trainer.resilient import command_of, save_step
 
 
 @pytest.mark.parametrize(
-    ("damage", "fault"),
+    "damage",
     [
-        (lambda actor: (actor / MANIFEST).unlink(), "actor was not saved to its end"),
-        (lambda actor: (actor / "weights").write_bytes(b"wei"), r"weights \(3 of 7 bytes\)"),
-        (lambda actor: (actor / "weights").unlink(), r"weights \(0 of 7 bytes\)"),
-        (lambda actor: (actor.parent / "data.pt").write_bytes(b"PK"), "data.pt was not saved to its end"),
-        (lambda actor: (actor.parent / "critic.partial").mkdir(), "critic was not saved to its end"),
-        (lambda actor: actor.rename(actor.with_name("actor.partial")), "actor was not saved to its end"),
+        lambda actor: (actor / MANIFEST).unlink(),
+        lambda actor: (actor / "weights").write_bytes(b"wei"),
+        lambda actor: (actor / "weights").unlink(),
+        lambda actor: (actor.parent / "data.pt").write_bytes(b"PK"),
+        lambda actor: (actor.parent / "critic.partial").mkdir(),
+        lambda actor: (actor.parent / "transfer_queue").rename(actor.parent / "transfer_queue.tmp"),
+        lambda actor: actor.rename(actor.with_name("actor.partial")),
     ],
 )
-def test_last_complete_checkpoint_beside_broken_ones_is_found(tmp_path, damage, fault):
-    assert latest(saved_steps(tmp_path)) is None
+def test_complete_checkpoint_beside_broken_ones_is_found(tmp_path, damage):
+    assert complete_steps(tmp_path) == {}
     for step in (2, 10):
-        save_step(tmp_path, step)
-    assert latest(saved_steps(tmp_path)).step == 10
+        (save_step(tmp_path, step).parent / "transfer_queue").mkdir()
+    run = command_of(tmp_path, trainer__v1={"trainer_mode": "colocate_async"})
+    assert set(run.complete_steps()) == {2, 10}
     damage(tmp_path / "global_step_10" / "actor")
-    assert latest(saved_steps(tmp_path)).step == 2
-    assert re.search(fault, saved_steps(tmp_path)[-1].fault)
-
-
-def test_last_complete_checkpoint_of_an_async_trainer_has_its_queue(tmp_path):
-    for step in (2, 4):
-        save_step(tmp_path, step)
-    (tmp_path / "global_step_2" / "transfer_queue").mkdir()
-    (tmp_path / "global_step_4" / "transfer_queue.tmp").mkdir()
-    assert latest(command_of(tmp_path).saved_steps()).step == 4
-    found = command_of(tmp_path, trainer__v1={"trainer_mode": "colocate_async"}).saved_steps()
-    assert latest(found).step == 2 and found[-1].fault == "transfer_queue was not saved to its end"
+    assert run.complete_steps() == {2: tmp_path / "global_step_2"}
 
 
 class _Trainer:
@@ -60,7 +50,7 @@ class _Trainer:
             raise RuntimeError("a rank is gone")
 
 
-def _fit(trainer):
+def _fit(trainer, agent_loop_manager):
     for _ in range(4):
         trainer.global_steps += 1
         trainer.step()
@@ -101,7 +91,7 @@ def test_notice_of_an_end_makes_the_trainer_save_at_the_end_of_each_step(failing
 def test_trainer_that_fails_has_its_ranks_save_the_last_complete_step(failing, tmp_path, capsys):
     trainer_class, _, saved = failing
     with pytest.raises(RuntimeError, match="a rank is gone"):
-        trainer_class.fit(_Trainer(fails_in=7))
+        trainer_class.fit(_Trainer(fails_in=7), None)
     ((root, step, updates, data),) = saved
     assert (root, step, updates) == (tmp_path, 6, {"actor": 1, "critic": 2})
     assert torch.load(io.BytesIO(data)) == {"prompts": 60}
@@ -114,13 +104,13 @@ def test_trainer_that_fails_with_nothing_new_saves_nothing(failing, tmp_path, fa
     if is_saved:
         save_step(tmp_path, 6)
     with pytest.raises(RuntimeError, match="a rank is gone"):
-        trainer_class.fit(_Trainer(fails_in))
+        trainer_class.fit(_Trainer(fails_in), None)
     assert saved == []
 
 
 def test_trainer_that_hangs_saves_when_the_recipe_asks(failing, tmp_path):
     trainer_class, _, saved = failing
-    trainer_class.fit(_Trainer(fails_in=0))
+    trainer_class.fit(_Trainer(fails_in=0), None)
     (tmp_path / NOTICE).write_text(FOLDER)
     _wait(lambda: not (tmp_path / NOTICE).exists())
     assert [step for _, step, _, _ in saved] == [8]
@@ -136,6 +126,7 @@ def test_verls_trainer_still_needs_the_callback_and_is_as_it_assumes():
     fit, save = inspect.getsource(trainer.fit), inspect.getsource(trainer._save_checkpoint)
     assert "self.config.trainer.save_freq > 0" in fit and "self.global_steps % self.config.trainer.save_freq" in fit
     assert "self.step(metrics, self.timing_raw)" in fit and "self.global_steps += 1" in fit
+    assert "def fit(self, agent_loop_manager: AgentLoopManager)" in fit
     assert fit.index("self.step(") < fit.index("self._save_checkpoint()") < fit.index("self.on_step_end()")
     assert "torch.save(self.train_dataloader.state_dict(), dataloader_local_path)" in save
     assert "if self.config.trainer.critic_warmup <= self.global_steps:" in inspect.getsource(trainer._step_once)

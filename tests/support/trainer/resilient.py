@@ -9,8 +9,7 @@ from pathlib import Path
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.recipes.resilient import cli
-from epfsdp2.recipes.resilient.checkpoints import NOTICE
-from epfsdp2.recipes.resilient.command import Command
+from epfsdp2.recipes.resilient.command import NOTICE, Command
 
 __all__ = ["CONFIG", "TRAINER", "Tree", "command_of", "run_of", "save_step"]
 

@@ -94,6 +94,8 @@ class PlacedChecksums:
 
     def difference(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         """Describe the first tensor that differs from its recorded values; empty if there is none."""
+        if not self._placed:
+            return ""
         for name, tensor in tensors:
             if any(checksum(tensor[rows]) != placed for rows, placed in self._placed.get(name, ())):
                 return f"the values of {name} on the worker differ from those that were received"

@@ -169,7 +169,7 @@ def _arguments(config: Any) -> Mapping[str, Any]:
 
 def check_graphs(config: Any, model: Any, device: str) -> None:
     """Check that no sync moves the matrices of latent attention in memory, which CUDA graphs would not notice."""
-    is_latent = getattr(model.get_text_config(), "kv_lora_rank", None)
+    is_latent = model is not None and getattr(model.get_text_config(), "kv_lora_rank", None)
     if device == "cuda" and is_latent and not (config.get("enforce_eager") or versions.vllm_in(_KEEPS_LATENT_MATRICES)):
         rule = (
             f"vllm {versions.installed('vllm')} allocates the matrices of latent attention anew in every weight sync, "

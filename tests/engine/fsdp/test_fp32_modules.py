@@ -30,10 +30,13 @@ def _named_routers_stay(folder):
     for name, module in model.named_modules():
         if name.endswith((".mlp.gate", ".self_attn.q_proj", ".mlp.experts")):
 
-            def after(module, args, output, name=name):
-                output = output[0] if isinstance(output, tuple) else output
-                seen[name] = {next(module.parameters()).dtype, output.dtype}
+            def before(module, args, name=name):
+                seen[name] = {next(module.parameters()).dtype}
 
+            def after(module, args, output, name=name):
+                seen[name].add((output[0] if isinstance(output, tuple) else output).dtype)
+
+            module.register_forward_pre_hook(before)
             module.register_forward_hook(after)
     loss = token_loss(model.train(), torch.randint(0, VOCAB, (2, 9)))
     for name, dtypes in seen.items():

@@ -89,7 +89,8 @@ bench-scale: setup
 	$(BIN)/python -m benchmarks.weights.scale $(ARGS)
 
 kernels: setup
-	$(BIN)/python -m pytest -m long tests/engine/moe/gemm/test_compiled.py $(ARGS)
+	$(BIN)/python -m pytest -m long -k compile tests/engine/moe/gemm/test_compiled.py tests/engine/head tests/engine/dense \
+		tests/rollout/quantise $(ARGS)
 
 verl-scripts: setup
 	$(BIN)/python -W ignore -m benchmarks.scripts.verl_scripts --verl $(VERL) $(ARGS)

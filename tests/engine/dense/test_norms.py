@@ -89,7 +89,8 @@ def test_norm_that_is_called_with_a_gate_or_another_dtype_runs_as_it_was(monkeyp
         module(x.float())
 
 
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in (80, 100))])
+@pytest.mark.long
+@pytest.mark.parametrize("arch", (80, 90, 100))
 def test_kernels_of_norms_compile_for_gpus_without_spills(arch):
     rows = compiled_passes("norms", str(arch))
     assert {(row["kernel"], row["arch"]) for row in rows} == {("norm_rows", arch), ("norm_rows_backward", arch)}

@@ -63,7 +63,8 @@ def test_triton_tiles_are_used_on_gpus_in_float32(kernels):
     assert choose("cuda", torch.float64) is choose("cpu", torch.float32) is None
 
 
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in (80, 100))])
+@pytest.mark.long
+@pytest.mark.parametrize("arch", (80, 90, 100))
 def test_triton_tiles_compile_for_gpus_without_spills(arch):
     rows = compiled_passes("head", str(arch))
     assert {(row["kernel"], row["arch"]) for row in rows} == {("reduce_rows", arch), ("write_gradients", arch)}

@@ -50,6 +50,7 @@ def test_triton_blocks_are_used_on_gpus_with_fp8(kernels, monkeypatch, device, c
     assert found is (kernels if used else None)
 
 
+@pytest.mark.long
 def test_triton_blocks_compile_for_gpus_with_fp8_without_spills():
     rows = compiled_passes("fp8")
     assert {(row["kernel"], row["arch"]) for row in rows} == {

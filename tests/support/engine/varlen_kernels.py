@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.attention.varlen  # before sys.modules is restored to a state without it
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from epfsdp2.engine.packing import varlen

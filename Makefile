@@ -3,7 +3,7 @@
 #                    STACK=users|next|newest makes another set of versions in .venv_STACK, here and in what follows
 #   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
 #   make test        the whole test suite
-#   make test-fast   the core's tests, for the inner loop: no vLLM, no Ray (under 4 min)
+#   make test-fast   the core's tests, for the inner loop: no vLLM, no Ray (under 3 min)
 #   make test-stack  the tests that a stack is for (STACK=default|users|next|newest|sglang)
 #   make test-long   the tests that the suite leaves out for their time
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)

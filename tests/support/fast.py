@@ -1,4 +1,4 @@
-"""Tests of the inner loop (``make test-fast``): the core's, in under four minutes on two cores.
+"""Tests of the inner loop (``make test-fast``): the core's, in under three minutes on two cores.
 
 None starts vLLM or Ray. A listed file includes its future tests. Tests over ten seconds of a core run in ``make test``.
 """

@@ -22,12 +22,12 @@ import torch
 from rich.console import Console
 
 from benchmarks.tables import RESULTS, report
+from epfsdp2.recipes.launch.failure import cause
+from epfsdp2.recipes.launch.processes import ProcessTree
 from epfsdp2.recipes.quickstart import sampler, task
 from epfsdp2.recipes.quickstart.commands import grpo_command
-from epfsdp2.recipes.quickstart.failure import cause
 from epfsdp2.recipes.quickstart.metrics import read_records
 from epfsdp2.recipes.quickstart.model import build_model, build_tokenizer
-from epfsdp2.recipes.quickstart.processes import ProcessTree
 
 __all__ = ["SIZES", "command_of", "compute_score", "main"]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..launch.failure import cause
+from ..launch.processes import Interrupted, ProcessTree
 from . import task
 from .commands import grpo_command, overrides, sglang_environment, warmup_command
-from .failure import cause
 from .metrics import conclude, read_steps
 from .model import write_model
-from .processes import Interrupted, ProcessTree
 
 __all__ = ["main", "parse"]
 

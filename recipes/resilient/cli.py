@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...engine.errors import SettingError
-from ..quickstart.failure import cause
-from ..quickstart.processes import Interrupted, ProcessTree
+from ..launch.failure import cause
+from ..launch.processes import Interrupted, ProcessTree
 from .command import FOLDER, NOTICE, Command, Node, answering, living_nodes
 
 __all__ = ["Run", "check", "main", "parse"]

@@ -16,7 +16,7 @@ import pytest
 
 from epfsdp2.engine.checkpoint.atomic_folder import MANIFEST
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.recipes.quickstart.processes import Interrupted
+from epfsdp2.recipes.launch.processes import Interrupted
 from epfsdp2.recipes.resilient import cli, mesh
 from epfsdp2.recipes.resilient.command import FOLDER, NOTICE, Node, complete_steps, living_nodes
 from epfsdp2.recipes.resilient.mesh import divides, largest_mesh

@@ -16,6 +16,7 @@ ROOMS = (
     "recipes/doctor",
     "recipes/resilient",
     "recipes/quickstart",
+    "recipes/launch",
     "recipes/plan",
     "recipes/convert",
     "engine/plugin.py",

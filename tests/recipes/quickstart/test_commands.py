@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from epfsdp2.recipes.quickstart import cli, commands, metrics, processes, sampler
+from epfsdp2.recipes.launch import processes
+from epfsdp2.recipes.quickstart import cli, commands, metrics, sampler
 from tests.support.trainer.quickstart import command_values
 
 

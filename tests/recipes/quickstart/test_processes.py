@@ -25,7 +25,7 @@ time.sleep(float(sys.argv[2]))
 
 _RUNNER = """
 import pathlib, sys
-from epfsdp2.recipes.quickstart.processes import Interrupted, ProcessTree
+from epfsdp2.recipes.launch.processes import Interrupted, ProcessTree
 try:
     with ProcessTree() as tree:
         print(tree.folder, flush=True)
@@ -80,7 +80,7 @@ if os.fork() == 0:
 
 _TREE = """
 import os, pathlib, sys
-from epfsdp2.recipes.quickstart import processes
+from epfsdp2.recipes.launch import processes
 first, second, others = (pathlib.Path("/dev/shm") / name for name in sys.argv[2:5])
 with processes.ProcessTree() as tree:
     others.write_bytes(b"")

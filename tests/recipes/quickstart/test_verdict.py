@@ -6,7 +6,8 @@ import math
 import pandas as pd
 import pytest
 
-from epfsdp2.recipes.quickstart import failure, metrics
+from epfsdp2.recipes.launch import failure
+from epfsdp2.recipes.quickstart import metrics
 
 
 def _steps(rewards, probs_diff=1e-8):

@@ -81,9 +81,10 @@ def run_under_autocast(
     """
     mixing = []
     for module in model.modules() if param_dtype != torch.float32 else ():
+        if not any(buffer.is_floating_point() for buffer in module.buffers(recurse=False)):
+            continue
         below = list(module.modules())[1:]
-        has_buffers = any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
-        if has_buffers and any(isinstance(m, nn.Linear) for m in below) and not any(m in experts for m in below):
+        if any(isinstance(m, nn.Linear) for m in below) and not any(m in experts for m in below):
             mixing.append(module)
             wrap_forward(module, "autocast", functools.partial(_under_autocast, device_type, param_dtype))
     if mixing and dist.get_rank() == 0:

@@ -127,8 +127,8 @@ class _LogProbs(torch.autograd.Function):
                 to_bias[columns] += grads.sum(dim=0, dtype=lse.dtype)
             if to_weight is not None:
                 if rows.start == 0:
-                    own = to_weight[columns].zero_()
-                    part = own if own.dtype == lse.dtype else torch.zeros_like(own, dtype=lse.dtype)
+                    own = to_weight[columns]
+                    part = own.zero_() if own.dtype == lse.dtype else torch.zeros_like(own, dtype=lse.dtype)
                 add_product(part, grads.t(), hidden[rows])
                 if rows.stop == len(hidden) and part.dtype != to_weight.dtype:
                     to_weight[columns] = part

@@ -144,8 +144,9 @@ class Reload:
         self._unused += [name for name, values in kept if not self.used & {name, values.untyped_storage().data_ptr()}]
 
     def _offer(self, weights: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for self.offered, tensor in weights:
-            yield self.offered, tensor
+        for name, tensor in weights:
+            self.offered = name
+            yield name, tensor
         self.offered = ""
 
     def _load_unit(self, name: str, values: torch.Tensor) -> None:

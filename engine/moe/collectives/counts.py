@@ -23,8 +23,8 @@ def start_counts(
 
     Returns:
         A function that waits. It returns the numbers of received rows, ``(sources, chunks, e)``. Sources are the EP
-        ranks, or with ``etp`` the EP ranks of each of its ranks, this one last. It also returns for each chunk the rows
-        to and from each EP rank, and the rows of each ``etp`` rank.
+        ranks. With ``etp`` each rank of ``etp_group`` adds its own EP ranks, and this rank's come last. The function
+        also returns for each chunk the rows to and from each EP rank, and the rows of each ``etp`` rank.
     """
     received, work = sent, None
     if group is not None:

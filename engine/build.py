@@ -13,6 +13,7 @@ from torch import nn
 
 from .checkpoint.load import load_weights, match_weights, verify_experts
 from .checkpoint.safetensors_reader import CheckpointFiles
+from .dense.products import prepare
 from .fsdp.options import ShardingOptions
 from .model.meta import check_initialized, materialize
 from .parallelize import parallelize
@@ -49,6 +50,8 @@ def shard_and_load(
     Raises:
         UninitializedError: a parameter or buffer got no value.
     """
+    if options.batch_invariant:
+        prepare(device)
     if device == "cuda" and importlib.util.find_spec("triton") is not None:
         from .compat.triton_cache import compile_once_per_node
 

@@ -105,10 +105,11 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
         experts,
         meshes.ep.get_group() if meshes.topology.ep > 1 else None,
         meshes.etp_group,
-        choose_backend(options.experts_backend, device_type, options.param_dtype).name,
+        choose_backend(options.experts_backend, device_type, options.param_dtype, options.batch_invariant).name,
         dispatcher=options.dispatcher,
         chunks=options.dispatch_chunks,
         overlap_shared_experts=options.overlap_shared_experts,
+        batch_invariant=options.batch_invariant,
     )
     leave_sms(options.communication_sms, device_type == "cuda" and meshes.topology.world > 1)
 

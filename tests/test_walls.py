@@ -37,6 +37,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/integration": MODEL | {"tensordict", "verl"},
     "engine/preflight": MODEL | {"huggingface_hub", "pyarrow"},
     "engine/build.py": TORCH,
+    "engine/invariance.py": TORCH,
     "engine/planner": MODEL,
     "engine/checkpoint": MODEL | {"huggingface_hub", "safetensors", "tqdm"},
     "engine/survivors.py": TORCH | {"safetensors"},

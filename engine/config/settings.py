@@ -185,6 +185,9 @@ class EngineSettings:
     """Random seed"""
     full_determinism: bool = setting(False, FLAG)
     """Enable full determinism, for debugging"""
+    batch_invariant: bool = setting(False, FLAG, shards=True)
+    """Compute log-probs with the same bits whatever shares the sequence's micro-batch, on any mesh
+    (docs/features.md); needs model.use_remove_padding"""
     forward_only: bool = setting(False, FLAG)
     """Never run a backward; ref sets it for itself"""
     rollout_sync: str = setting("auto", _SYNCED_AS)

@@ -47,3 +47,4 @@ class ShardingOptions:
     chunked_logits: bool = True
     cpu_offload: bool = False
     keep_casts: bool = False
+    batch_invariant: bool = False

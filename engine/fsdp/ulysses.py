@@ -94,16 +94,17 @@ class SequenceParallel:
     """Makes a model compute on slices; install it before the model is sharded.
 
     From then on the model gets ``input_ids [B, s]`` (``[B, S]`` if it has a vision tower, as in verl), ``position_ids
-    [B, S]`` or ``[4, B, S]``, and no attention mask. The ranks of ``group`` share rows, in the order of the slices.
+    [B, S]`` or ``[4, B, S]``, and no attention mask. The ranks of ``group`` share rows, in the order of the slices. For
+    ``whole`` see ``SharedMixers``.
 
     Raises:
         UnsupportedModelError, SettingError: see ``check_attention_splits``.
     """
 
-    def __init__(self, model: Any, group: dist.ProcessGroup, packed: PackedSequences):
+    def __init__(self, model: Any, group: dist.ProcessGroup, packed: PackedSequences, whole: bool = False):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         check_attention_splits(model, self.size)
-        packed.share(group)
+        packed.share(group, whole)
         self._positions = torch.empty(0)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         decoder = model.get_submodule(decoder_layers(model)[0].rsplit(".", 2)[0])  # above layers.0

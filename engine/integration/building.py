@@ -166,7 +166,8 @@ class BuildsModel(FSDPEngineWithLMHead):
             embed_apart(module, lambda: None, longest)
         if self.ulysses_parallel_group is not None:
             assert self.packed is not None, "check_sequence_parallel refuses rows that are not packed"
-            SequenceParallel(module, self.ulysses_parallel_group, self.packed)
+            whole = self.engine_config.batch_invariant
+            SequenceParallel(module, self.ulysses_parallel_group, self.packed, whole)
         config, lora = self.engine_config, self._lora_settings()
         if lora is not None:
             self._lora = Lora(module, lora, config.expert_plan)
@@ -213,7 +214,8 @@ class BuildsModel(FSDPEngineWithLMHead):
 
     def _announce(self, module: nn.Module, options: ShardingOptions) -> None:
         """Plan the run and print the plan; of a role that does not train, print its mesh."""
-        backend = choose_backend(options.experts_backend, get_device_name(), options.param_dtype).line
+        wanted = options.experts_backend, get_device_name(), options.param_dtype, options.batch_invariant
+        backend = choose_backend(*wanted).line
         lines = [
             backend if find_experts(module, options.expert_plan) else "",
             self.packed.line() if self.packed is not None else "",
@@ -290,7 +292,8 @@ class BuildsModel(FSDPEngineWithLMHead):
             module.get_parameter(name).requires_grad_(False)
 
     def _features_of(self, module: Any) -> list[StepFeature]:
-        vision = [VisionTowers(VisionTowerSync(module))] if hasattr(module.config, "vision_config") else []
+        has_tower, invariant = hasattr(module.config, "vision_config"), self.engine_config.batch_invariant
+        vision = [VisionTowers(VisionTowerSync(module, invariant))] if has_tower else []
         planned = [] if self.run_plan is None else [PlannedMemory(self.run_plan)]
         return [*vision, *self.router_features, *planned]
 

@@ -18,6 +18,8 @@ from ..checkpoint.saves import CheckpointSaver
 from ..config.settings import sharding_options
 from ..fsdp.after_gather import reshard_all
 from ..fsdp.single_rank import keeping_casts
+from ..invariance import check_invariance
+from ..moe.gemm.backends import ROWS
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from . import shims
 from .building import BuildsModel, print_lines
@@ -102,6 +104,8 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints):
         module, files = self._open()
         self._announce(module, options)
         self._shard_and_load(module, files, options)
+        if options.batch_invariant:
+            check_invariance(module, get_device_name(), self.ulysses_parallel_group)
         self._take_shards(module, options)
         self.module, self.features = module, self._features_of(module)
         self._prepare_saves(files.folder)
@@ -155,6 +159,12 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints):
         for feature in self.features:
             loss = feature.add_loss(loss)
         return loss, output
+
+    def _get_packed_pad_size(self, packed_length: int) -> int:
+        padding = super()._get_packed_pad_size(packed_length)
+        if not self.engine_config.batch_invariant:
+            return padding
+        return padding + -(packed_length + padding) % (ROWS * self.ulysses_sequence_parallel_size)
 
     def prepare_model_inputs(self, micro_batch):
         inputs, arguments = super().prepare_model_inputs(micro_batch)

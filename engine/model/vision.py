@@ -31,12 +31,14 @@ _KINDS = {
 }
 
 
-def why_not_images(model: Any) -> str | None:
+def why_not_images(model: Any, batch_invariant: bool = False) -> str | None:
     """Return why a model can't be trained on images; None if it can."""
     if not hasattr(model.config, "vision_config") or not hasattr(model, "get_image_features"):
         return "it has no vision tower"
     if "image_grid_thw" not in signature(model.get_image_features).parameters:
         return "its images are not rows of patches with a grid (pixel_values and image_grid_thw)"
+    if batch_invariant:
+        return "its tower computes the images of a micro-batch together, which engine.batch_invariant=True rules out"
     return IMAGES_UNSUPPORTED.get(model.config.model_type)
 
 
@@ -58,9 +60,9 @@ def tower_parameters(model: Any) -> set[str]:
 class VisionTowerSync:
     """Keeps the vision towers of a transformers model, sharded or not yet, in step over all ranks."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, batch_invariant: bool = False):
         self._model = model
-        self._refused = why_not_images(model)
+        self._refused = why_not_images(model, batch_invariant)
         self._rows = any(hasattr(part, "get_rope_index") for part in (model, model.base_model))
         self._widths = dict.fromkeys(_KINDS, 0)  # of a row of patches, by kind; 0 if no rank has any in this batch
         self._missing: list[str] = []  # kinds that this micro-batch lacks and another rank may have

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from ..compat.function_modes import without_function_modes
 from ..compat.transformers_names import ALL_EXPERTS_FUNCTIONS, set_experts_implementation
 from . import deepep, fused, overlap
-from .collectives.weights import with_whole_outputs
+from .collectives.weights import with_whole_experts, with_whole_outputs
 from .dispatch import combine, deferred_router_grad, dispatch, start_dispatch_plans, to_slots
 from .find import CustomExperts, ExpertsInfo
 from .gemm.backends import (
@@ -59,6 +59,8 @@ class ExpertsRuntime:
     backend: str = "torch"  # name of a ``backends.BackendChoice``
     exchange: TokenExchange | None = None  # replaces the synchronous all-to-alls, where the settings ask for it
     etp_group: dist.ProcessGroup | None = None  # the ranks that share each expert
+    # Gathers the weights over the ranks that share each expert, in place of rows: outputs are no sums of partial ones.
+    gather_weights: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
     # (Token, expert) pairs that this rank's experts have computed so far, recomputations included. Each rank of
     # ``etp_group`` counts a pair.
     rows_computed: int = 0
@@ -74,18 +76,22 @@ def install_experts_forward(
     dispatcher: str = "all_to_all",
     chunks: int = 1,
     overlap_shared_experts: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
     """Replace each experts module's computation by dispatch, the computation of the local experts, and combine.
 
     Args:
         dispatcher: one of ``deepep.DISPATCHERS``.
         chunks: parts in which a layer's tokens are dispatched, one while another computes.
+        batch_invariant: gather weights instead of rows over ``etp_group``.
 
     Raises:
         SettingError: as ``overlap.check_overlap``.
     """
     overlap.check_overlap(chunks, overlap_shared_experts, dispatcher, model, experts)
+    whole_group, etp_group = (etp_group, None) if batch_invariant else (None, etp_group)
     for info in experts:
+        gather = functools.partial(with_whole_experts, dims=info.etp_dims, group=whole_group) if whole_group else None
         exchange: TokenExchange | None = None
         options: dict[str, Any] = {"num_experts": info.num_experts, "group": group, "backend": backend_named(backend)}
         if group is not None and dispatcher == "deepep":
@@ -93,7 +99,7 @@ def install_experts_forward(
         elif group is not None and (chunks > 1 or overlap_shared_experts):
             shared = SharedExperts(model.get_submodule(info.block), info.module) if overlap_shared_experts else None
             exchange = functools.partial(overlap.exchange, **options, etp_group=etp_group, chunks=chunks, shared=shared)
-        attach(info.module, ExpertsRuntime(info.num_experts, group, backend, exchange, etp_group))
+        attach(info.module, ExpertsRuntime(info.num_experts, group, backend, exchange, etp_group, gather))
     if on_interface := [info.module for info in experts if not isinstance(info.module, CustomExperts)]:
         set_experts_implementation(model, on_interface, EXPERTS_IMPLEMENTATION)
 
@@ -140,7 +146,9 @@ def experts_forward(
     # FSDP gathers back to the parameter's type before sharding: a DTensor over ``ep`` alone.
     own = self.named_parameters(recurse=False)
     weight = {name: param.to_local() if isinstance(param, DTensor) else param for name, param in own}
-    if runtime.etp_group is not None:
+    if runtime.gather_weights is not None:
+        weight = runtime.gather_weights(weight)
+    elif runtime.etp_group is not None:
         weight = with_whole_outputs(weight, runtime.etp_group)
     hidden = hidden_states.to(weight["down_proj"].dtype)
 

@@ -49,9 +49,10 @@ class Experts:
         return replace(self, up=self.up.holding(tensors[:4]), down=self.down.holding(tensors[4:]))
 
     def activation(self, pre: torch.Tensor) -> torch.Tensor:
+        rows, pre = len(pre), self.backend.aligned(pre)
         act = self.module._apply_gate(pre) if self.module.has_gate else self.module.act_fn(pre)
         # Under autocast the activation may return another dtype than it got.
-        return act.to(self.down.weight.dtype)
+        return act[:rows].to(self.down.weight.dtype)
 
     def forward_up(self, rows: Rows, groups: Groups) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the pre-activation, and the activation where the backend fuses it (else ``None``)."""

@@ -150,9 +150,12 @@ class PackedSequences:
             call = functools.partial(self._call_mixer, module, self._taken[fqn])
             wrap_forward(module, "packed_sequences", torch.compiler.disable(call, recursive=False))
 
-    def share(self, group: dist.ProcessGroup) -> None:
-        """From now on expect a slice of a row that ``group`` shares, with the positions of the whole row."""
-        self._shared = SharedMixers(group)
+    def share(self, group: dist.ProcessGroup, whole: bool = False) -> None:
+        """From now on expect a slice of a row that ``group`` shares, with the positions of the whole row.
+
+        For ``whole`` see ``SharedMixers``.
+        """
+        self._shared = SharedMixers(group, whole)
 
     def line(self) -> str:
         """Format how each kind of mixer is computed, for the log."""

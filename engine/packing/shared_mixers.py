@@ -48,9 +48,13 @@ def kernel_argument(name: str, spans: Sequence[Span]) -> torch.Tensor:
 
 
 class SharedMixers:
-    """Shares the mixers of a model among the ranks of ``group``, which are in the order of the slices."""
+    """Shares the mixers of a model among the ranks of ``group``, which are in the order of the slices.
 
-    def __init__(self, group: dist.ProcessGroup):
+    ``whole`` keeps sequences whole in unbalanced rows too, because parts of one have other bits.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, whole: bool = False):
+        self._whole = whole
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
 
     def begin(self, spans: Sequence[Span], device: torch.device) -> list[Span]:
@@ -109,7 +113,7 @@ class SharedMixers:
 
         With ``gathers_by_calls`` all ranks have to call parts of the module equally often.
         """
-        if not self._is_unbalanced:
+        if self._whole or not self._is_unbalanced:
             return None
         if (reach := _reach(module)) is not None:
             return None if gathers_by_calls else functools.partial(self._on_slice, forward, reach)

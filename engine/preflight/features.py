@@ -36,6 +36,7 @@ __all__ = [
     "ROUNDING",
     "check_activation_offload",
     "check_attention",
+    "check_batch_invariant",
     "check_casts",
     "check_dispatcher",
     "check_fused_kernels",
@@ -99,6 +100,30 @@ def check_attention(
     if wanted.rpartition("|")[2] == DEFAULT_ATTENTION and not installed:
         rule = "flash attention 2 (verl's default) needs the distribution flash-attn, which is not installed."
         raise SettingError(name, wanted, rule, f"pip install 'verl[vllm,fsdp]' (it brings flash-attn), or {works}")
+
+
+def check_batch_invariant(engine: Any, model: Mapping[str, Any], device: str, setting: str = ACTOR_MODEL) -> None:
+    """Check that nothing is set whose result for a sequence depends on others; modules are checked when they are built.
+
+    Experts' backends have a check of their own (``choose_backend``).
+    """
+    if not engine.batch_invariant:
+        return
+    on_gpu, needs = device != "cpu", "engine.batch_invariant=True needs"
+    refused = {
+        f"{setting}.use_remove_padding": (False, not model.get("use_remove_padding", True), "packed rows", True),
+        f"{setting}.use_fused_kernels": (True, model.get("use_fused_kernels"), "the engine's own head", False),
+        "engine.dispatcher": ("deepep", engine.dispatcher == "deepep", "sums in the order of slots", "all_to_all"),
+        "engine.compile_dense": (True, engine.compile_dense, "kernels that no shape chooses", False),
+        "engine.fuse_dense": (False, on_gpu and not engine.fuse_dense, "the fused norms", True),
+        "engine.full_determinism": (False, on_gpu and not engine.full_determinism, "it for gradients", True),
+    }
+    for name, (value, is_set, rule, works) in refused.items():
+        if is_set:
+            raise SettingError(name, value, f"{needs} {rule}.", f"{name}={works}")
+    if attention_of(model).rpartition("|")[2] == "flex_attention":
+        name = f"{setting}.override_config.attn_implementation"
+        raise SettingError(name, "flex_attention", f"{needs} attention that no other sequence shares.", f"+{name}=sdpa")
 
 
 def check_casts(engine: Any, topology: Topology) -> None:
@@ -211,7 +236,7 @@ def check_routers(engine: Any, facts: ModelFacts) -> None:
             raise SettingError(f"engine.{name}", value, rule, "leave it out") from None
 
 
-def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
+def check_images(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
     """Check that a model with a vision tower can be trained on images if the data have a column of images.
 
     Args:
@@ -219,7 +244,7 @@ def check_images(rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
     """
     if facts is None or not hasattr(facts.model.config, "vision_config"):
         return
-    why, files = why_not_images(facts.model), plain(rollout.get("train_files") or ())
+    why, files = why_not_images(facts.model, engine.batch_invariant), plain(rollout.get("train_files") or ())
     for file in [files] if isinstance(files, str) else files:
         if why and Path(file).is_file() and rollout.get("image_key") in parquet.read_schema(file).names:
             raise images_error(facts.name, why)

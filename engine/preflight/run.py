@@ -26,6 +26,7 @@ from ..topology.mesh import Topology
 from .features import (
     check_activation_offload,
     check_attention,
+    check_batch_invariant,
     check_casts,
     check_dispatcher,
     check_fused_kernels,
@@ -103,7 +104,7 @@ def check_run(
         engine = without_experts(engine, facts.model)
     check_adapters_alone(model, rollout, facts, device)
     check_distillation(engine, model, rollout)
-    check_images(rollout, facts)
+    check_images(engine, rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name"):
         check_sync(engine, n_gpus, rollout, facts, device, colocated=colocated)
@@ -143,7 +144,8 @@ def check_training(
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
     topology = Topology.arrange(world, engine.ep_size, engine.fsdp_size, engine.etp_size)
-    choose_backend(engine.experts_backend, device, param_dtype(engine))
+    check_batch_invariant(engine, model, device, setting)
+    choose_backend(engine.experts_backend, device, param_dtype(engine), engine.batch_invariant)
     check_casts(engine, topology)
     if facts is not None:
         check_expert_shards(engine, topology, facts, optim, setting)

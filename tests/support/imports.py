@@ -25,6 +25,7 @@ ROOMS = (
     "engine/integration",
     "engine/preflight",
     "engine/build.py",
+    "engine/invariance.py",
     "engine/planner",
     "engine/survivors.py",
     "engine/checkpoint",

@@ -1,4 +1,4 @@
-"""Parameters that ``etp`` shards along the hidden dim, made whole for the experts' linears."""
+"""Parameters that ``etp`` shards, gathered for the experts' linears: those along the hidden dim, or all of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-__all__ = ["is_gathered", "with_whole_outputs"]
+from ...topology.expert_placement import EtpDim
+
+__all__ = ["is_gathered", "with_whole_experts", "with_whole_outputs"]
 
 # The halves of an adapter without the inner dim, and the dim along which they are sharded.
 _UP_LORA_A, _DOWN_LORA_B = ("gate_up_proj_lora_A", "up_proj_lora_A"), ("down_proj_lora_B",)
@@ -32,6 +34,21 @@ def with_whole_outputs(weight: Mapping[str, torch.Tensor], group: dist.ProcessGr
         whole["down_proj_bias"] = F.pad(bias, (rank * part, (ranks - 1 - rank) * part))
     for names, dim in ((_UP_LORA_A, 2), (_DOWN_LORA_B, 1)):
         whole |= {name: _Gather.apply(weight[name], dim, group) for name in names if name in weight}
+    return whole
+
+
+def with_whole_experts(
+    weight: Mapping[str, torch.Tensor], dims: Mapping[str, EtpDim], group: dist.ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """Return an experts module's local parameters as with ``etp == 1``; collective in forward and backward.
+
+    Args:
+        dims: the sharded dim of each parameter (``ExpertsInfo.etp_dims``).
+    """
+    whole = dict(weight)
+    for name, (dim, parts) in ((name, (of.dim, of.parts)) for name, of in dims.items()):
+        gathered = _Gather.apply(weight[name].unflatten(dim, (parts, -1)), dim + 1, group)
+        whole[name] = gathered.flatten(dim, dim + 1)
     return whole
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "EXPERTS_IMPLEMENTATION",
     "MOST_BY_INDEX",
     "REGISTERED",
+    "ROWS",
     "TORCH",
     "Backend",
     "BackendChoice",
@@ -42,6 +43,8 @@ __all__ = [
 
 BACKENDS = ("auto", "torch", "triton", "reference")
 REGISTERED = "transformers:"
+INVARIANT = "invariant"  # the name of ``torch`` on a CPU with ``engine.batch_invariant``
+ROWS = 32  # a CPU's operators give each of a multiple of so many rows the same bits (``invariant.py``)
 EXPERTS_IMPLEMENTATION = "epfsdp2"  # the name under which ``experts_forward`` is registered with transformers
 MOST_BY_INDEX = 1024  # an outer product with more columns copies the rows of an index
 _SETTING = "engine.experts_backend"
@@ -162,6 +165,10 @@ class Backend:
         """Multiply rows ``(R, n)`` by their experts' vectors ``(e, n)``: ``(R,)``."""
         return self.mm(rows, _columns(vectors), groups)[:, 0]
 
+    def aligned(self, pre: torch.Tensor) -> torch.Tensor:
+        """Return a pre-activation to which any function may be applied, with further rows at its end."""
+        return pre
+
     def activate(self, pre: torch.Tensor, gate: Gate) -> torch.Tensor:
         """Compute the gated activation, in float32 at least: ``(R, 2 * I)`` -> ``(R, I)``."""
         act = pre.new_empty(pre.shape[0], pre.shape[1] // 2)
@@ -229,7 +236,7 @@ def _wide(pre: torch.Tensor) -> torch.dtype:
 
 def _blocks(pre: torch.Tensor) -> Iterator[slice]:
     """Yield blocks of rows: on a CPU as many as a cache holds, elsewhere few enough for small temporaries."""
-    rows = max(1, (_BLOCK if _on_cpu(pre) else _LARGE_BLOCK) // pre.shape[1])
+    rows = max(1, (_BLOCK if _on_cpu(pre) else _LARGE_BLOCK) // pre.shape[1] // ROWS) * ROWS
     yield from (slice(first, first + rows) for first in range(0, pre.shape[0], rows))
 
 
@@ -258,16 +265,28 @@ class BackendChoice:
     line: str | None = None
 
 
-def choose_backend(wanted: str, device_type: str, dtype: torch.dtype) -> BackendChoice:
+def choose_backend(wanted: str, device_type: str, dtype: torch.dtype, batch_invariant: bool = False) -> BackendChoice:
     """Choose the backend that ``engine.experts_backend`` means on this machine.
 
     Args:
         wanted: one of ``BACKENDS``, or ``transformers:NAME``.
         dtype: the experts' compute dtype.
+        batch_invariant: whether a row's result must not depend on the other rows.
 
     Raises:
-        SettingError: there is no such backend, or it can't run here.
+        SettingError: there is no such backend, it can't run here, or it is not ``batch_invariant``.
     """
+    choice = _choose(wanted, device_type, dtype)
+    if not batch_invariant or choice.name == "triton":
+        return choice
+    if choice.name == "torch" and device_type == "cpu":
+        return BackendChoice(INVARIANT)
+    rule = f"needs experts whose rows do not depend on each other; {_SETTING}={wanted} promises none here."
+    works = f"{_SETTING}=auto" if device_type == "cpu" else f"{_SETTING}=triton"
+    raise SettingError("engine.batch_invariant", True, rule, works)
+
+
+def _choose(wanted: str, device_type: str, dtype: torch.dtype) -> BackendChoice:
     if wanted.startswith(REGISTERED):
         names = sorted(set(ALL_EXPERTS_FUNCTIONS.valid_keys()) - {EXPERTS_IMPLEMENTATION})
         if wanted.removeprefix(REGISTERED) not in names:
@@ -296,6 +315,10 @@ def has_backend(setting: str) -> bool:
 
 def backend_named(name: str) -> Backend:
     """Return the backend of ``BackendChoice.name``; ``reference`` and ``transformers:NAME`` move rows with torch's."""
+    if name == INVARIANT:
+        from .invariant import InvariantBackend
+
+        return InvariantBackend()
     if name == "torch" or not has_backend(name):
         return TORCH
     from . import triton_backend  # Triton is optional

@@ -17,6 +17,7 @@ from tests.support.engine.sharded import whole_gradients, whole_parameters
 from tests.support.models.vlm import plain_vlm, save_vlm, vlm_batch, vlm_logits, vlm_samples
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import SAMPLES, of_this_rank, plain_ppo_loss, ppo_worker
+from tests.support.trainer.settings import engine
 
 WORLD = 4
 RELATIVE = 1e-5
@@ -162,10 +163,14 @@ def test_vision_update_of_unsuitable_images_is_refused_on_all_ranks_and_on_the_d
     data = tmp_path / "train.parquet"
     facts = SimpleNamespace(model=FAMILIES[name].build(), name=name)
     pd.DataFrame({"prompt": ["?"]}).to_parquet(data)
-    check_images({"train_files": str(data), "image_key": "images"}, facts)
+    check_images(engine(), {"train_files": str(data), "image_key": "images"}, facts)
     pd.DataFrame({"prompt": ["?"], "images": [[b""]]}).to_parquet(data)
     with pytest.raises(SettingError, match=f"data.train_files=data with images: {name} can't be trained on images"):
-        check_images({"train_files": [str(data)], "image_key": "images"}, facts)
+        check_images(engine(), {"train_files": [str(data)], "image_key": "images"}, facts)
+    facts = SimpleNamespace(model=FAMILIES["qwen3_vl_moe"].build(), name="qwen3_vl_moe")
+    check_images(engine(), {"train_files": str(data), "image_key": "images"}, facts)
+    with pytest.raises(SettingError, match="which engine.batch_invariant=True rules out"):
+        check_images(engine(batch_invariant=True), {"train_files": str(data), "image_key": "images"}, facts)
 
 
 def test_vision_updates_of_two_steps_equal_the_plain_model(tmp_path):

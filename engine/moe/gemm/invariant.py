@@ -27,9 +27,9 @@ class InvariantBackend(Backend):
         assert isinstance(rows, torch.Tensor)
         out = rows.new_empty(groups.rows, in_out.shape[2])
         for expert, begin, end in groups:
-            if begin < end:
-                product = torch.mm(self.aligned(rows[begin:end]), in_out[expert])[: end - begin]
-                out[begin:end] = product if bias is None else product + bias[expert]
+            own = rows[begin:end]
+            product = torch.mm(own if len(own) >= ROWS else self.aligned(own), in_out[expert])[: len(own)]
+            out[begin:end] = product if bias is None else product + bias[expert]
         return out if order_R is None else self.take(out, inverse(order_R))
 
     def aligned(self, pre: torch.Tensor) -> torch.Tensor:

@@ -8,24 +8,26 @@ from torch import nn
 
 from epfsdp2.engine.build import shard_and_load
 from epfsdp2.engine.checkpoint.safetensors_reader import open_checkpoint
+from epfsdp2.engine.dense.products import replace_products
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.invariance import first_difference
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.packing.sequences import PackedSequences
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity import families
+from tests.support.moe.interpreter import interpreted_kernels
 from tests.support.ranks import run_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _sharded(name, folder, dtype, batch_invariant=True, before=lambda model: None):
+def _sharded(name, folder, dtype, batch_invariant=True, before=lambda model: None, **options):
     plain = families.ALL[name].build()
     kind = SimpleNamespace(from_config=lambda config, dtype, **_: type(plain)._from_config(config, dtype=dtype))
     model = build_on_meta(kind, plain.config, torch.float32)
     PackedSequences(model)
     before(model)
-    options = ShardingOptions(param_dtype=dtype, batch_invariant=batch_invariant)
+    options = ShardingOptions(param_dtype=dtype, batch_invariant=batch_invariant, **options)
     meshes = build_meshes("cpu", Topology.arrange(1, 1, -1, 1))
     shard_and_load(model, open_checkpoint(folder), meshes, options, device="cpu", device_id="cpu")
     return model
@@ -74,3 +76,16 @@ def _named(root):
 
 def test_first_module_whose_bits_differ_is_named(tmp_path):
     run_ranks(_named, 1, tmp_path)
+
+
+def _interpreted(root):
+    folder = families.save("qwen3_moe", root)
+    with interpreted_kernels():
+        replace_products("cpu")
+        model = _sharded("qwen3_moe", folder, torch.bfloat16, experts_backend="triton")
+        assert first_difference(model, "cpu") is None
+
+
+def test_kernels_of_a_gpu_compute_a_sequence_with_the_same_bits(tmp_path):
+    """Interpreted: products and experts."""
+    run_ranks(_interpreted, 1, tmp_path)

@@ -47,11 +47,11 @@ def random_checkpoint(model_type: str, sizes: Mapping[str, Any], **saving: Any) 
         yield Path(folder) / "model"
 
 
-def figures_of(measure: Callable[..., Any], world: int, *args: Any, timeout: float = 1800.0) -> Any:
+def figures_of(measure: Callable[..., Any], world: int, *args: Any, backend: str = "cpu:gloo") -> Any:
     """Call ``measure(*args)`` on ``world`` ranks, and return the first rank's result by way of JSON."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
-        run_ranks(_write, world, out, measure, *args, timeout=timeout)
+        run_ranks(_write, world, out, measure, *args, timeout=1800.0, backend=backend)
         return json.loads(out.read_text())
 
 

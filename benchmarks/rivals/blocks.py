@@ -8,6 +8,7 @@ sides compute in bfloat16, because torchtitan's experts have no other dtype, and
 
 import copy
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
@@ -37,13 +38,10 @@ WORLDS, TOKENS = (2, 4), (256, 1024, 4096)
 MLP, MOE = "layers.0.mlp", "layers.0.moe"  # the names of this block and of torchtitan's
 
 
-class Layer(nn.Module):
-    def __init__(self, config: Qwen3MoeConfig):
-        super().__init__()
-        self.mlp = Qwen3MoeSparseMoeBlock(config)
+class Layer(nn.Sequential):
+    """A block under the name that it has in a model."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.mlp(hidden)
+    moe_enabled = True  # which torchtitan asks for
 
 
 class OneLayer(PreTrainedModel):
@@ -54,7 +52,7 @@ class OneLayer(PreTrainedModel):
 
     def __init__(self) -> None:
         super().__init__(copy.deepcopy(CONFIG))  # which names the experts' implementation
-        self.layers = nn.ModuleList([Layer(self.config)])
+        self.layers = nn.ModuleList([Layer(OrderedDict(mlp=Qwen3MoeSparseMoeBlock(self.config)))])
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for param in self.parameters():
@@ -107,22 +105,12 @@ def torchtitan(world: int) -> nn.Module:
     set_moe_sharding_config(config, enable_ep=True, enable_sp=False, expert_param_layout=layouts)
     moe = config.build()
 
-    class Block(nn.Module):
-        moe_enabled = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.moe = moe
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.moe(hidden)
-
     class Decoder(nn.Module):
         enable_weight_tying, tok_embeddings, norm, lm_head = False, None, None, None
 
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleDict({"0": Block()})
+            self.layers = nn.ModuleDict({"0": Layer(OrderedDict(moe=moe))})
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return self.layers["0"](hidden)

@@ -12,11 +12,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.engine.memory import peak_of
 from tests.support.ranks import run_ranks
 
-__all__ = ["figures_of", "in_turns", "median_ratio", "options", "random_checkpoint", "seconds_on_ranks", "turns_of"]
+__all__ = [
+    "figures_of",
+    "in_turns",
+    "median_ratio",
+    "memory_bytes",
+    "options",
+    "random_checkpoint",
+    "seconds_on_ranks",
+    "turns_of",
+]
 
 
 def options(text: str | None, repeats: int = 5) -> argparse.ArgumentParser:
@@ -36,11 +47,11 @@ def random_checkpoint(model_type: str, sizes: Mapping[str, Any], **saving: Any) 
         yield Path(folder) / "model"
 
 
-def figures_of(measure: Callable[..., Any], world: int, *args: Any, timeout: float = 1800.0) -> Any:
+def figures_of(measure: Callable[..., Any], world: int, *args: Any, backend: str = "cpu:gloo") -> Any:
     """Call ``measure(*args)`` on ``world`` ranks, and return the first rank's result by way of JSON."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
-        run_ranks(_write, world, out, measure, *args, timeout=timeout)
+        run_ranks(_write, world, out, measure, *args, timeout=1800.0, backend=backend)
         return json.loads(out.read_text())
 
 
@@ -79,3 +90,15 @@ def seconds_on_ranks(call: Callable[[], object]) -> float:
     call()
     dist.barrier()
     return time.monotonic() - began
+
+
+def memory_bytes(call: Callable[[], object]) -> int:
+    """Return the most bytes that a call allocates at once, on the rank with the most; collective.
+
+    Allocations from before the call are not counted.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("call"):
+        call()
+    most = torch.tensor(peak_of(profiler, "call")[0])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)

@@ -4,8 +4,8 @@
 
 Needs torch, Triton, transformers, and one file of verl; no network, no vLLM, no Ray. ``make gpu-wheels`` collects the
 packages that such a machine may lack. Each section runs in a process of its own with a time limit, and one that fails
-has its error in the table. Sections that measure times are alone on the GPU, the others share it. With a GPU the table
-is written to ``benchmarks/results/gpu.md``. Without one the sections run in Triton's interpreter and over gloo.
+has its error in the table. With a GPU the table is written to ``benchmarks/results/gpu.md``. Without one the sections
+run in Triton's interpreter and over gloo.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +24,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu.gpu_rows import Row
-from benchmarks.gpu.gpu_sections import SECTIONS, TIMED
+from benchmarks.gpu.gpu_sections import SECTIONS
 from benchmarks.tables import RESULTS, judged, report
 
 _TAIL = 1500  # characters of a failed section's output
@@ -58,14 +57,6 @@ def run(name: str, folder: Path) -> list[Row]:
     return rows + ([Row("all of it", failure, "no error", False)] if failure else [])
 
 
-def run_here(name: str, out: Path) -> None:
-    """Run a section in this process, and write its rows as they come."""
-    rows = []
-    for row in SECTIONS[name][0]():
-        rows.append(asdict(row))
-        out.write_text(json.dumps(rows))
-
-
 def cells(name: str, row: Row) -> dict[str, str]:
     measured = " ".join(row.value.split()).replace("|", "/")
     return {"section": name, "what": row.what, "measured": measured, "wanted": row.wanted, **judged(row.holds)}
@@ -73,34 +64,26 @@ def cells(name: str, row: Row) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=[], metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--results", type=Path, help="write the table there, with or without a GPU")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
-        run_here(asked.one, asked.out)
+        rows = []
+        for row in SECTIONS[asked.one][0]():
+            rows.append(asdict(row))
+            asked.out.write_text(json.dumps(rows))  # as they come: the section may fail
         return 0
     if unknown := set(asked.sections) - set(SECTIONS):
         parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    console, began = Console(width=160), time.monotonic()
+    console, began, lines = Console(width=160), time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
-        names = asked.sections or [*SECTIONS]
-        alone = [name for name in names if name in TIMED]
-        together = [name for name in names if name not in TIMED]
-
-        def run_one(name: str) -> list[Row]:
+        for name in asked.sections or SECTIONS:
             console.print(f"{time.monotonic() - began:4.0f} s: {name}: {SECTIONS[name][0].__doc__}")
-            return run(name, Path(folder))
-
-        with ThreadPoolExecutor(len(SECTIONS) if torch.cuda.is_available() else 1) as pool:
-            ran = {name: run_one(name) for name in alone} | dict(
-                zip(together, pool.map(run_one, together), strict=True)
-            )
-        found = {name: ran[name] for name in names}
+            lines += [cells(name, row) for row in run(name, Path(folder))]
     took, gpu = time.monotonic() - began, torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     folder = asked.results or (RESULTS if torch.cuda.is_available() and not asked.sections else None)
-    lines = [cells(name, row) for name, rows in found.items() for row in rows]
     text = [f"{gpu}. All of it took {took / 60:.1f} minutes."]
     return report("gpu", "On a GPU", "make gpu-check", ("torch",), text, lines, folder=folder)
 

@@ -27,8 +27,7 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
-        config = Qwen3MoeConfig(**sizes, attn_implementation="sdpa")
+        config = Qwen3MoeConfig(head_dim=128, attn_implementation="sdpa")
         self.before, self.after = (qwen3.Qwen3MoeRMSNorm(2048) for _ in range(2))
         self.attention, self.rotary = qwen3.Qwen3MoeAttention(config, 0), qwen3.Qwen3MoeRotaryEmbedding(config)
 

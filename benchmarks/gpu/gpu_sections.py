@@ -6,7 +6,6 @@ A section yields rows. Sizes are those of a GPU of 80 GB, or so small that Trito
 import asyncio
 import copy
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -21,18 +20,18 @@ import torch.multiprocessing as mp
 from benchmarks.gpu.gpu_attention import attention
 from benchmarks.gpu.gpu_contention import contention
 from benchmarks.gpu.gpu_dense import dense
-from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, MIB, NEEDS_A_GPU, Row
+from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, MIB, Row
 from benchmarks.gpu.gpu_timed import head, quantise, speeds, step
+from benchmarks.measure import figures_of
 from epfsdp2.engine.checkpoint.background import copied_to_host
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.rollout.remote.process_group import Members, SyncGroup
 from tests.support.engine.sharded import sharded_model, whole_tensor
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe, token_batch, token_loss
 from tests.support.moe.experts import FAMILIES, Config, make, routed, tokens_with
-from tests.support.ranks import run_ranks
 from tests.support.rollout.verls_transport import find_verls_transport, receive
 
-__all__ = ["SECTIONS", "TIMED"]
+__all__ = ["SECTIONS"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if HAS_GPU else (torch.float32,)
 # A kernel in half precision may be this much further from float64 than torch's operators are, which round elsewhere.
@@ -61,7 +60,8 @@ def _compared(dtype: torch.dtype) -> Row:
     for family, (config, tokens) in itertools.product(FAMILIES, sizes):
         module = make(family, dtype, config=config).to(DEVICE)
         inputs = [tensor.to(DEVICE) for tensor in routed(tokens, dtype, width=config.hidden_size)]
-        exact = tokens_with(copy.deepcopy(module).double(), "reference", *_doubled(inputs))
+        doubled = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
+        exact = tokens_with(copy.deepcopy(module).double(), "reference", *doubled)
         twin, found, again = (_in_dirty_memory(module, name, inputs) for name in ("torch", "triton", "triton"))
         repeats &= all(torch.equal(found[name], again[name]) for name in found)
         for name, value in found.items():
@@ -82,10 +82,6 @@ def _largest(named: dict[str, float]) -> tuple[float, str]:
     return values.max().item(), [*named][int(values.argmax())]
 
 
-def _doubled(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
-
-
 def _in_dirty_memory(module: Any, backend: str, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Fill freed memory with NaN, so that values that a kernel does not write show."""
     dirty = [torch.full((size,), float("nan"), device=DEVICE) for size in (1 << 8, 1 << 14, 1 << 20, 1 << 22)]
@@ -96,7 +92,8 @@ def _in_dirty_memory(module: Any, backend: str, inputs: list[torch.Tensor]) -> d
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def _against_one_process(folder: Path, ep: int, out: Path) -> None:
+def _against_one_process(folder: Path, ep: int) -> float:
+    """Return the largest relative error of a gradient or of the norm; collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     ids = token_batch(world).to(DEVICE)
     reference = reference_model(folder).to(DEVICE).train()
@@ -108,17 +105,15 @@ def _against_one_process(folder: Path, ep: int, out: Path) -> None:
     errors = [relative_error(whole_tensor(p.grad), wanted[name].grad) for name, p in model.named_parameters()]
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
     errors.append(abs(clip_grad_norm_(model.parameters(), 1.0, meshes).item() / norm.item() - 1))
-    if rank == 0:
-        out.write_text(json.dumps(torch.tensor(errors).max().item()))
+    return torch.tensor(errors).max().item()  # NaN if one is
 
 
 def processes() -> Iterator[Row]:
     """Gradients of two and four processes, on the one GPU over gloo, beside one process."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint, out = save_qwen3_moe(Path(folder) / "model"), Path(folder) / "error.json"
+        checkpoint = save_qwen3_moe(Path(folder) / "model")
         for world, ep in ((2, 1), (2, 2), (4, 2), (4, 4)) if HAS_GPU else ((2, 2), (4, 4)):
-            run_ranks(_against_one_process, world, checkpoint, ep, out, backend="gloo")
-            error = json.loads(out.read_text())
+            error = figures_of(_against_one_process, world, checkpoint, ep, backend="gloo")
             yield Row(f"{world} ranks, ep {ep}", f"{error:.1e}", f"< {RELATIVE}", error < RELATIVE)
 
 
@@ -157,8 +152,6 @@ def weights() -> Iterator[Row]:
     yield Row("sender", "ours" if ours else "verl's: another release of verl", "ours", ours)
     if HAS_GPU:
         yield Row("still reserved afterwards", f"{left / MIB:.0f} MiB", "0 MiB", left <= 0)
-    else:
-        yield Row("still reserved afterwards", NEEDS_A_GPU)
 
 
 # -- saves and NCCL ---------------------------------------------------------------------------------------------------
@@ -210,5 +203,3 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], float]] = {
     "nccl": (nccl, 120.0),
 }
 """By name: the function that yields the rows, and its limit in seconds."""
-TIMED = ("speeds", "step", "head", "dense", "attention", "contention", "saves", "quantise")
-"""Sections that run alone on the GPU."""

@@ -2,15 +2,14 @@
 
 import contextlib
 import io
-import itertools
 import math
 import os
 import statistics
-import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,15 +19,18 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from benchmarks.experts.compare import BASE, OURS, Local, rates
+from benchmarks.experts.compare import BASE, OURS, Local
 from benchmarks.experts.layer import Geometry, seconds_of
 from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, MIB, NEEDS_A_GPU, Row
+from benchmarks.measure import in_turns
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.head import tiles
 from epfsdp2.engine.head.causal_head import CausalHead, Wanted
 from epfsdp2.engine.head.log_probs import log_probs_and_entropy
 from epfsdp2.engine.model.meta import build_on_meta, materialize
+from epfsdp2.engine.moe.dispatch import start_dispatch_plans
 from epfsdp2.engine.moe.forward import ExpertsRuntime, attach
+from epfsdp2.engine.moe.gemm.backends import backend_named, choose_backend, inverse
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.packing.sequences import PackedSequences
@@ -42,19 +44,10 @@ from epfsdp2.recipes.plan.roofline import Cluster, roofline
 from epfsdp2.recipes.plan.tables import time_by_part
 from tests.support.models.tiny import relative_error
 
-__all__ = ["head", "quantise", "speeds", "step"]
+__all__ = ["head", "quantise", "rates", "speeds", "step"]
 
 WITHIN = 0.1  # of the planned memory
-QWEN3_30B = {
-    "hidden_size": 2048,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-}
+QWEN3_30B = {"head_dim": 128, "num_experts": 128}  # beside transformers' defaults
 TINY = {
     "hidden_size": 64,
     "moe_intermediate_size": 48,
@@ -67,6 +60,30 @@ TINY = {
 }
 SEQUENCES = 8  # of a packed row
 _KERNELS, _NAME = 16, 100  # kernels that have a row, and letters of their names
+
+
+def rates(geometry: Geometry) -> dict[str, float]:
+    """Return TFLOP/s of one large product, GB/s of a copy; and GB/s of permuting rows and summing them.
+
+    The least that these two could move is ``T + T * K`` rows each.
+    """
+    device, dtype = geometry.device, geometry.torch_dtype
+    size = 8192 if device != "cpu" else 512
+    square = torch.randn(size, size, device=device, dtype=dtype)
+    matrix = 2 * size**3 / seconds_of(lambda: square @ square, device)
+    backend = backend_named(choose_backend("auto", device, dtype).name)
+    hidden, index, weights = (tensor.detach() for tensor in geometry.inputs())
+    moved = (geometry.tokens + index.numel()) * geometry.hidden * dtype.itemsize
+    into, out_of = (torch.empty(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
+    (route,) = start_dispatch_plans(index, geometry.experts, None).wait()
+    tokens_S, slots_TK = route.slot_order // geometry.top_k, inverse(route.slot_order).view_as(index)
+    rows = backend.take(hidden, tokens_S)
+    return {
+        "matrix_tflops": matrix / 1e12,
+        "copy_gbs": 2 * into.numel() / seconds_of(lambda: into.copy_(out_of), device) / 1e9,
+        "permute_gbs": moved / seconds_of(lambda: backend.take(hidden, tokens_S), device) / 1e9,
+        "sum_gbs": moved / seconds_of(lambda: backend.gather_sum(rows, slots_TK, weights, dtype), device) / 1e9,
+    }
 
 
 def speeds() -> Iterator[Row]:
@@ -91,16 +108,14 @@ def speeds() -> Iterator[Row]:
         attach(local.module, ExpertsRuntime(geometry.experts, None, side))
         return OURS
 
-    times: dict[str, dict[str, list[float]]] = {side: {"forward": [], "total": []} for side in sides}
+    def passes(side: str) -> dict[str, float]:
+        return local.passes(implementation_of(side), 10 if HAS_GPU else 3)
+
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        for turn, side in itertools.product(range(6), sides):
-            took = local.passes(implementation_of(side), 10 if HAS_GPU else 3)
-            if turn:  # the first compiles
-                times[side]["forward"].append(took["forward"])
-                times[side]["total"].append(took["total"])
-    base = statistics.median(times[BASE]["total"])
+        turns = in_turns({side: partial(passes, side) for side in sides}, 5)
+    base = statistics.median(turn["total"] for turn in turns[BASE])
     for side in sides:
-        forward, total = (statistics.median(times[side][key]) for key in ("forward", "total"))
+        forward, total = (statistics.median(turn[key] for turn in turns[side]) for key in ("forward", "total"))
         shares = [
             flops / seconds / 1e12 / measured["matrix_tflops"]
             for flops, seconds in ((geometry.flops / 3, forward), (geometry.flops * 2 / 3, total - forward))
@@ -120,15 +135,15 @@ def speeds() -> Iterator[Row]:
 def step() -> Iterator[Row]:
     """Steps of a model of two layers at full width, on one rank: waits for the device, memory, speed."""
     tokens, sizes = (8192, QWEN3_30B) if HAS_GPU else (64, TINY)
+    config = Qwen3MoeConfig(**sizes, num_hidden_layers=2, attn_implementation="sdpa")
 
     def build(dtype: torch.dtype = torch.float32) -> Any:
-        config = Qwen3MoeConfig(**sizes, num_hidden_layers=2, attn_implementation="sdpa")
         return build_on_meta(AutoModelForCausalLM, config, dtype)
 
     options = ShardingOptions(
         param_dtype=torch.bfloat16 if HAS_GPU else torch.float32, checkpointing="full", expert_shard_dim=0
     )
-    with tempfile.TemporaryDirectory() as folder, _one_rank(folder, "nccl" if HAS_GPU else "gloo"):
+    with _one_rank():
         topology = Topology.arrange(1, 1, -1)
         meshes = build_meshes(DEVICE, topology)
         planned_sizes = ModelSizes.built_by(build, options)
@@ -144,7 +159,7 @@ def step() -> Iterator[Row]:
         model.train()
         optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=1e-4))
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, sizes["vocab_size"], (1, tokens), generator=generator).to(DEVICE)
+        ids = torch.randint(0, config.vocab_size, (1, tokens), generator=generator).to(DEVICE)
         positions = torch.arange(tokens, device=DEVICE).remainder(tokens // SEQUENCES)[None]
 
         def update(micro_batches: int) -> tuple[float, float, Counter]:
@@ -206,9 +221,9 @@ def _kernels_by_time(profiler: profile) -> Iterator[Row]:
 
 
 @contextlib.contextmanager
-def _one_rank(folder: str, backend: str) -> Iterator[None]:
+def _one_rank() -> Iterator[None]:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+    dist.init_process_group("nccl" if HAS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

@@ -8,9 +8,9 @@ sides compute in bfloat16, because torchtitan's experts have no other dtype, and
 
 import copy
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -19,38 +19,29 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from benchmarks.measure import figures_of, in_turns, median_ratio, options, seconds_on_ranks
-from benchmarks.rivals.measured import wire_bytes
-from benchmarks.tables import judged, report
+from benchmarks.measure import figures_of, options
+from benchmarks.rivals.measured import cells, largest_error, measured
+from benchmarks.rivals.sides import OURS
+from benchmarks.tables import report
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.engine.sharded import whole_gradients
-from tests.support.models.tiny import relative_error
 
-OURS, TITAN = "epfsdp2", "torchtitan"
+TITAN = "torchtitan"
 SPEEDUP = 1.15  # over the rival's, as in compare.py
 LARGEST_ERROR = 2e-2  # of gradients in bfloat16
 CONFIG = Qwen3MoeConfig(
     hidden_size=256, moe_intermediate_size=512, num_experts=32, num_experts_per_tok=2, norm_topk_prob=True
 )
 WORLDS, TOKENS = (2, 4), (256, 1024, 4096)
-# torchtitan's names of parameters, by the block's.
-NAMES = {
-    "gate.weight": "router.gate.weight",
-    "experts.down_proj": "routed_experts.inner_experts.w2_EDF",
-    "experts.gate_proj": "routed_experts.inner_experts.w1_EFD",
-    "experts.up_proj": "routed_experts.inner_experts.w3_EFD",
-}
+MLP, MOE = "layers.0.mlp", "layers.0.moe"  # the names of this block and of torchtitan's
 
 
-class Layer(nn.Module):
-    def __init__(self, config: Qwen3MoeConfig):
-        super().__init__()
-        self.mlp = Qwen3MoeSparseMoeBlock(config)
+class Layer(nn.Sequential):
+    """A block under the name that it has in a model."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.mlp(hidden)
+    moe_enabled = True  # which torchtitan asks for
 
 
 class OneLayer(PreTrainedModel):
@@ -61,7 +52,7 @@ class OneLayer(PreTrainedModel):
 
     def __init__(self) -> None:
         super().__init__(copy.deepcopy(CONFIG))  # which names the experts' implementation
-        self.layers = nn.ModuleList([Layer(self.config)])
+        self.layers = nn.ModuleList([Layer(OrderedDict(mlp=Qwen3MoeSparseMoeBlock(self.config)))])
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for param in self.parameters():
@@ -113,33 +104,20 @@ def torchtitan(world: int) -> nn.Module:
     layouts = dict.fromkeys(weights)
     set_moe_sharding_config(config, enable_ep=True, enable_sp=False, expert_param_layout=layouts)
     moe = config.build()
-    values = by_rivals_names({name: param.detach() for name, param in OneLayer().layers[0].mlp.named_parameters()})
-    with torch.no_grad():
-        for name, param in moe.named_parameters():
-            param.copy_(values[name])
-    moe.parallelize(dims)
-
-    class Block(nn.Module):
-        moe_enabled = True
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.moe = moe
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.moe(hidden)
 
     class Decoder(nn.Module):
         enable_weight_tying, tok_embeddings, norm, lm_head = False, None, None, None
 
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleDict({"0": Block()})
+            self.layers = nn.ModuleDict({"0": Layer(OrderedDict(moe=moe))})
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return self.layers["0"](hidden)
 
     decoder = Decoder()
+    decoder.load_state_dict(by_rivals_names(OneLayer().state_dict()))
+    moe.parallelize(dims)
     apply_fsdp_to_decoder(
         decoder,
         dims.get_mesh(["fsdp"]),
@@ -156,10 +134,11 @@ def torchtitan(world: int) -> nn.Module:
 
 
 def by_rivals_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values or gradients of the block's parameters by torchtitan's names, gate and up apart."""
-    gate, up = tensors["experts.gate_up_proj"].chunk(2, dim=1)
-    split = {**tensors, "experts.gate_proj": gate, "experts.up_proj": up}
-    return {theirs: split[name] for name, theirs in NAMES.items()}
+    """Return values or gradients of our model's parameters by torchtitan's names, gate and up apart."""
+    gate, up = tensors[f"{MLP}.experts.gate_up_proj"].chunk(2, dim=1)
+    experts = {"w1_EFD": gate, "w2_EDF": tensors[f"{MLP}.experts.down_proj"], "w3_EFD": up}
+    named = {f"{MOE}.routed_experts.inner_experts.{name}": tensor for name, tensor in experts.items()}
+    return named | {f"{MOE}.router.gate.weight": tensors[f"{MLP}.gate.weight"]}
 
 
 class Side:
@@ -167,26 +146,21 @@ class Side:
 
     Args:
         scale: of the loss, so that gradients are of the sum over the ranks.
-        prefix: of its parameters' names.
-        names: the plain block's tensors by the names here.
+        names: the plain model's tensors by the names here.
     """
 
-    def __init__(self, model: nn.Module, scale: float, prefix: str, names: Callable[[dict], dict] = dict):
-        self.model, self.scale, self.prefix, self.names = model.train(), scale, prefix, names
+    def __init__(self, model: nn.Module, scale: float, names: Callable[[dict], dict] = dict):
+        self.model, self.scale, self.names = model.train(), scale, names
 
     def update(self, hidden: torch.Tensor) -> None:
         """A forward and backward; gradients of before are dropped."""
-        for param in self.model.parameters():
-            param.grad = None
+        self.model.zero_grad()
         (self.scale * self.model(hidden).float().square().sum()).backward()
 
     def error(self, hidden: torch.Tensor, wanted: dict[str, torch.Tensor]) -> float:
         """The largest relative error of a gradient; collective."""
         self.update(hidden)
-        found, wanted = whole_gradients(self.model), self.names(wanted)
-        assert found.keys() == {self.prefix + name for name in wanted}
-        errors = [relative_error(found[self.prefix + name].float(), want) for name, want in wanted.items()]
-        return torch.tensor(errors).max().item()  # NaN if one is
+        return largest_error(whole_gradients(self.model), self.names(wanted))
 
 
 def inputs_and_gradients(world: int, tokens: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -202,46 +176,27 @@ def inputs_and_gradients(world: int, tokens: int) -> tuple[torch.Tensor, dict[st
     whole = (rows + 48 * first + 32 * second).bfloat16()
     for row in whole:
         plain(row.float()).square().sum().backward()
-    return whole, {name: param.grad for name, param in block.named_parameters() if param.grad is not None}
+    return whole, {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
 
 
 def _measure(repeats: int) -> list[dict]:
-    """Return for each number of tokens seconds of each turn, bytes on the wire and gradients' error, by side."""
+    """Return for each number of tokens the figures of ``measured`` and gradients' errors."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    sides = {
-        TITAN: Side(torchtitan(world), 1.0, "layers.0.moe.", by_rivals_names),
-        OURS: Side(ours(world), float(world), "layers.0.mlp."),
-    }
+    sides = {TITAN: Side(torchtitan(world), 1.0, by_rivals_names), OURS: Side(ours(world), float(world))}
     found = []
     for count in TOKENS:
         whole, wanted = inputs_and_gradients(world, count)
         hidden = whole[rank].clone().requires_grad_()
         errors = {name: side.error(hidden, wanted) for name, side in sides.items()}
         updates = {name: partial(side.update, hidden) for name, side in sides.items()}
-        wire = {name: wire_bytes(update) for name, update in updates.items()}
-        seconds = in_turns({name: partial(seconds_on_ranks, update) for name, update in updates.items()}, repeats)
-        found.append({"seconds": seconds, "wire": wire, "error": errors})
+        found.append(measured(updates, repeats) | {"error": errors})
     return found
-
-
-def _row(world: int, tokens: int, side: str, found: dict) -> dict[str, str]:
-    speedup, error = median_ratio(found["seconds"][TITAN], found["seconds"][side]), found["error"][side]
-    return {
-        "ranks": str(world),
-        "tokens of a rank": str(tokens),
-        "side": side,
-        "forward and backward s": f"{median(found['seconds'][side]):.3f}",
-        "of the rival's": f"{speedup:.2f} x",
-        "wire MB": f"{found['wire'][side] / 1e6:.1f}",
-        "gradient error": f"{error:.1e}",
-        **judged(speedup >= SPEEDUP and error <= LARGEST_ERROR if side == OURS else None),
-    }
 
 
 def main() -> int:
     repeats = options(__doc__, repeats=25).parse_args().repeats
     rows = [
-        _row(world, tokens, side, found)
+        {"ranks": str(world), "tokens of a rank": str(tokens), **cells(found, side, TITAN, SPEEDUP, LARGEST_ERROR)}
         for world in WORLDS
         for tokens, found in zip(TOKENS, figures_of(_measure, world, repeats), strict=True)
         for side in (TITAN, OURS)
@@ -250,8 +205,9 @@ def main() -> int:
         "Forward and backward in bfloat16 of router, dispatch and experts, `ep` over all ranks, gradients reduced",
         f"in float32, one thread a rank. Sides take turns: medians of {repeats}, ratios within",
         f"a turn. Hidden {CONFIG.hidden_size}, {CONFIG.num_experts} experts of {CONFIG.moe_intermediate_size},",
-        f"{CONFIG.num_experts_per_tok} for each token. Wire: bytes that all ranks together receive. Gradient error:",
-        "the largest relative error of a parameter against the plain block in float32 in one process.",
+        f"{CONFIG.num_experts_per_tok} for each token. Peak: bytes that a pass allocates at once, on the rank with the",
+        "most. Wire: bytes that all ranks together receive. Gradient error: the largest relative error of a parameter",
+        "against the plain block in float32 in one process.",
         "",
         f"Bound: {SPEEDUP} x.",
     ]

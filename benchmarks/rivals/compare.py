@@ -12,19 +12,17 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.measure import figures_of, in_turns, median_ratio, options, random_checkpoint, seconds_on_ranks
-from benchmarks.rivals.measured import gradient_error, memory_bytes, wire_bytes
+from benchmarks.measure import figures_of, options, random_checkpoint
+from benchmarks.rivals.measured import cells, gradient_error, measured
 from benchmarks.rivals.sides import OURS, THEIRS, Batch, Ours, Side, Theirs
-from benchmarks.tables import RESULTS, judged, report
-from benchmarks.update.step import LARGE_VOCABULARY, MODEL, samples_of
+from benchmarks.tables import RESULTS, report
+from benchmarks.update.step import LARGE_VOCABULARY, MODEL, PER_RANK, samples_of
 
-PER_RANK = 4
 POLICY, TEXT = "policy", "next tokens"
 # Least speedups over the rival: with ep over all ranks, and elsewhere.
 FULL_EP_SPEEDUP, LEAST_SPEEDUP = 1.15, 1.0
@@ -105,10 +103,7 @@ def _measure(folder: Path, case: Case, repeats: int) -> list[dict]:
     for tokens, loss in case.batches:
         batch = batch_of(rank, world, tokens, loss, case.vocabulary)
         updates = {name: partial(side.update, batch) for name, side in sides.items()}
-        seconds = in_turns({name: partial(seconds_on_ranks, update) for name, update in updates.items()}, repeats)
-        memory = {name: memory_bytes(update) for name, update in updates.items()}
-        wire = {name: wire_bytes(update) for name, update in updates.items()}
-        found.append({"seconds": seconds, "memory": memory, "wire": wire, "error": errors})
+        found.append(measured(updates, repeats) | {"error": errors})
     return found
 
 
@@ -116,33 +111,13 @@ def run(case: Case, repeats: int, model_type: str, sizes: dict[str, Any]) -> lis
     """Measure both sides on a random model of these sizes; returns the rival's row before ours for each batch."""
     with random_checkpoint(model_type, sizes | {"vocab_size": case.vocabulary}) as folder:
         figures = figures_of(_measure, case.world, folder, case, repeats)
+    least = FULL_EP_SPEEDUP if case.ep == case.world else LEAST_SPEEDUP
+    shape = {"model": case.model, "vocabulary": str(case.vocabulary), "ranks": str(case.world), "ep": str(case.ep)}
     return [
-        _row(case, tokens, loss, side, found)
+        {**shape, "tokens of a rank": str(tokens), "loss": loss, **cells(found, side, THEIRS, least, LARGEST_ERROR)}
         for (tokens, loss), found in zip(case.batches, figures, strict=True)
         for side in (THEIRS, OURS)
     ]
-
-
-def _row(case: Case, tokens: int, loss: str, side: str, found: dict[str, Any]) -> dict[str, str]:
-    seconds = median(found["seconds"][side])
-    speedup, error = median_ratio(found["seconds"][THEIRS], found["seconds"][side]), found["error"][side]
-    least = FULL_EP_SPEEDUP if case.ep == case.world else LEAST_SPEEDUP
-    return {
-        "model": case.model,
-        "vocabulary": str(case.vocabulary),
-        "ranks": str(case.world),
-        "ep": str(case.ep),
-        "tokens of a rank": str(tokens),
-        "loss": loss,
-        "side": side,
-        "update s": f"{seconds:.2f}",
-        "tokens/s": f"{case.world * tokens / seconds:.0f}",
-        "of the rival's": f"{speedup:.2f} x",
-        "peak MB": f"{found['memory'][side] / 1e6:.0f}",
-        "wire MB": f"{found['wire'][side] / 1e6:.1f}",
-        "gradient error": f"{error:.1e}",
-        **judged(speedup >= least and error <= LARGEST_ERROR if side == OURS else None),
-    }
 
 
 def main() -> int:
@@ -153,7 +128,7 @@ def main() -> int:
     rows = [row for case in chosen for row in run(case, asked.repeats, *SIZES[case.model])]
     text = [
         "Updates with AdamW in float32 with activation checkpointing, one thread a rank. Sides take turns in the same",
-        f"processes: medians of {asked.repeats}, ratios within a turn. Tokens/s are of all ranks, without padding.",
+        f"processes: medians of {asked.repeats}, ratios within a turn.",
         f"A policy's loss has entropies and {PER_RANK} sequences a rank of different lengths; `{TEXT}` is a",
         "plain loss on sequences of one length. Peak: bytes that an update allocates besides weights and optimizer, on",
         "the rank with the most. Wire: bytes that all ranks together receive. Gradient error: the largest relative",

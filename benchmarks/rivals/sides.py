@@ -5,7 +5,7 @@ and gradients clipped by one norm. Neither needs verl, so that both run with the
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,21 +74,10 @@ class Side(ABC):
     def step(self) -> None:
         """Clip the gradients and step the optimizer."""
 
-    @abstractmethod
-    def zero_grad(self) -> None: ...
-
     def update(self, batch: Batch) -> None:
         self.loss(batch).backward()
         self.step()
-        self.zero_grad()
-
-    def gradients(self, batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter's gradient, sharded; nothing is stepped."""
-        self.loss(batch).backward()
-        for name, param in self.model.named_parameters():
-            assert param.grad is not None, name
-            yield name, param.grad
-        self.zero_grad()
+        self.model.zero_grad()
 
 
 class Ours(Side):
@@ -117,9 +106,6 @@ class Ours(Side):
 
     def step(self) -> None:
         self._clipped(self._optimizer)
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
 
 
 class Theirs(Side):
@@ -154,9 +140,8 @@ class Theirs(Side):
         is_token = torch.arange(rows.shape[1]) < lengths[:, None]
         if batch.advantages is None:
             labels = torch.where(is_token, rows, -100)
-            return self.model(
-                input_ids=rows, labels=labels, use_cache=False, num_items_in_batch=batch.tokens
-            ).loss  # its sum over as many
+            out = self.model(input_ids=rows, labels=labels, use_cache=False, num_items_in_batch=batch.tokens)
+            return out.loss  # its sum over as many
         logits = self.model(input_ids=rows, use_cache=False).logits[:, :-1][is_token[:, 1:]]
         return loss_of(batch, *log_probs_and_entropies(logits, rows[:, 1:][is_token[:, 1:]]))
 
@@ -167,10 +152,6 @@ class Theirs(Side):
             nn.utils.clip_grads_with_norm_(params, MAX_NORM, norm)
         for optimizer in self._optimizers:
             optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
 
 
 def _adamw(params: Any, **options: Any) -> torch.optim.Optimizer:

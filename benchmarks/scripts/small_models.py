@@ -50,7 +50,9 @@ def small_model(name: str, models: Path) -> Path:
     Raises:
         KeyError: for an architecture that is not in the table.
     """
-    kind, kept = _architecture(name)
+    kind, kept = next((each[1:] for each in ARCHITECTURES if re.search(each[0], name)), (None, {}))
+    if kind is None:
+        raise KeyError(name)
     folder = models / f"{kind}_{kept.get('num_attention_heads', '')}"
     if not folder.exists():
         config = _small_config(kind, kept)
@@ -63,21 +65,13 @@ def small_model(name: str, models: Path) -> Path:
     return folder
 
 
-def _architecture(name: str) -> tuple[str, dict]:
-    """Return the transformers type of a model's name, and the sizes of its config that stay."""
-    for pattern, kind, kept in ARCHITECTURES:
-        if re.search(pattern, name):
-            return kind, kept
-    raise KeyError(name)
-
-
 def _small_config(kind: str, kept: dict) -> PretrainedConfig:
+    if text := kept.get("text_config"):
+        sizes = _sizes(text["model_type"], text)
+        return AutoConfig.for_model(kind, text_config=sizes, vision_config={"depth": 1})
+    return AutoConfig.for_model(kind, **_sizes(kind, kept))
+
+
+def _sizes(kind: str, kept: dict) -> dict:
     stock = AutoConfig.for_model(kind)
-    sizes = {key: value for key, value in SMALL.items() if hasattr(stock, key)}
-    text = kept.get("text_config")
-    if text is not None:
-        inner = AutoConfig.for_model(text["model_type"])
-        small = {key: value for key, value in SMALL.items() if hasattr(inner, key)}
-        kept = {"text_config": {**small, **text}, "vision_config": {"depth": 1}}
-        sizes = {}
-    return AutoConfig.for_model(kind, **{k: v for k, v in {**sizes, **kept}.items() if v is not None})
+    return {key: value for key, value in SMALL.items() if hasattr(stock, key)} | kept

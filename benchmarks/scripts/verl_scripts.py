@@ -172,7 +172,9 @@ def examine(recorded: dict, models: Path) -> dict:
         folder = small_model(name, models)
     except KeyError:
         return row | {"checks": "no small model of this architecture"}
-    paths = _paths(module, config, folder)
+    paths = [f"{'model.path' if module == SFT else 'actor_rollout_ref.model.path'}={folder}"]
+    if module != SFT and need_critic(config):
+        paths += [f"critic.model.path={folder}", "++critic.model.load_tokenizer=False"]
     row["checks"] = checks(module, [*arguments, *paths]).replace(str(folder), "SMALL")
     # A refusal of ours names a setting; anything else may be verl's own, with its own engine too.
     theirs = row["checks"] != "passes" and not re.match(r"[\w.]+=", row["checks"])
@@ -243,15 +245,6 @@ def checks(module: str, arguments: list[str]) -> str:
         except Exception as error:
             return _first_line(error)
     return "passes"
-
-
-def _paths(module: str, config, folder: Path) -> list[str]:
-    if module == SFT:
-        return [f"model.path={folder}"]
-    paths = [f"actor_rollout_ref.model.path={folder}"]
-    if need_critic(config):
-        paths += [f"critic.model.path={folder}", "++critic.model.load_tokenizer=False"]
-    return paths
 
 
 def _first_line(error: BaseException) -> str:

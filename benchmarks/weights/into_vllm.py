@@ -1,10 +1,10 @@
 """Syncs of trainer ranks into vLLM engines that are started for them, one after the other, and the seconds of each."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -25,18 +25,16 @@ def seconds_of_syncs(
     *args: Any,
     arguments: Mapping[str, Mapping[str, Any]] | None = None,
     world: int = WORLD,
-    replicas: int | None = None,
     **settings: Any,
 ) -> tuple[dict, dict[str, list[float]]]:
-    """Run ``ranks(handles, *args, turns)`` on trainer ranks beside the replicas that the first of them feed.
+    """Run ``ranks(handles, *args, turns)`` on trainer ranks beside the replicas that the first two of them feed.
 
     Args:
         model: the checkpoint that vLLM starts with.
         turns: the side of each sync; the first of a side warms up.
         ranks: makes as many syncs. It returns figures, with the times when each was begun as ``began``.
         arguments: of vLLM's worker, by side.
-        world: trainer ranks.
-        replicas: number of vLLM engines, by default ``world // tp``. ``handles`` are of their workers.
+        world: trainer ranks. ``handles`` are of the workers, one for each of the first two.
         settings: of ``Engine``.
 
     Returns:
@@ -47,7 +45,7 @@ def seconds_of_syncs(
     settings = {"dtype": "bfloat16", **settings}
     engines: list[Engine] = []
     try:
-        for _ in range(world // tp if replicas is None else replicas):
+        for _ in range(WORLD // tp):
             engines.append(Engine(str(model), tp_size=tp, **settings))
         ended = [[_when_done(engine, **(arguments or {}).get(side, {})) for side in turns] for engine in engines]
         handles = [engine.handle(rank) for engine in engines for rank in range(tp)]
@@ -81,21 +79,14 @@ def send_together(weights: Iterable[Any], handles: Sequence[str], megabytes: int
 
 
 def _when_done(engine: Any, **arguments: Any) -> Callable[[], float]:
-    """Ask for one sync; returns a function that waits for its end and returns the time of it."""
-    ended: list[float] = []
-    done = threading.Event()
+    """Ask for one sync; returns a function that waits for its end and returns the time of it, once."""
+    ended: SimpleQueue[float] = SimpleQueue()
     arguments |= {"use_shm": True, "sync_timeout_seconds": 500.0}
     future = engine.call("update_weights_from_ipc", timeout=600.0, **arguments)
-
-    def note(_):
-        ended.append(time.monotonic())
-        done.set()
-
-    future.add_done_callback(note)
+    future.add_done_callback(lambda _: ended.put(time.monotonic()))
 
     def when() -> float:
         future.result()
-        done.wait()
-        return ended[0]
+        return ended.get()
 
     return when

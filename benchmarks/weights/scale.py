@@ -3,8 +3,7 @@
     python -m benchmarks.weights.scale [--repeats 5]
 
 Tensors are on meta and no byte is moved, so that one core measures what one rank of 16 to 1,024 runs in Python. Each
-figure is the median of repetitions in a process of its own. "Before" is what it took with blocks as the unit of a sync.
-The constants of ``recipes/plan/sync.py`` follow from these figures.
+figure is the median of repetitions in a process of its own. The constants of ``recipes/plan/sync.py`` follow from them.
 """
 
 import time
@@ -91,39 +90,35 @@ def _match(size: Size, repeats: int) -> dict[str, Any]:
         return {"seconds": median(found), "names": len(shapes)}
 
 
-def measure(repeats: int) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows: what is measured, what it took before, and now."""
-    before = {SIZES[0]: ("9,056", "0.24 s"), SIZES[1]: ("100,112", "1.8 s, first 6.4 s")}
+def measure(repeats: int) -> Iterator[tuple[str, str]]:
+    """Yield the cells of each row."""
     for size, rollout in SYNCS.items():
         found = alone(_sync, size, repeats)
-        sent, seconds = before.get(size, ("", ""))
         what = f"{size}, ep {size.ep}, TP {rollout.tp}"
-        yield f"tensors sent, {what}", sent, f"{found['parameters']:,} in {found['rounds']} rounds"
-        yield f"a trainer rank, {what}", seconds, f"{found['again']:.2f} s, first {found['first']:.2f} s"
+        yield f"tensors sent, {what}", f"{found['parameters']:,} in {found['rounds']} rounds"
+        yield f"a trainer rank, {what}", f"{found['again']:.2f} s, first {found['first']:.2f} s"
         if size in FULL:
-            cells = f"{found['full']:.2f} s for {found['tensors']:,} tensors"
-            yield f"the same in full, {what}", "3.2 s for layouts alone" if size == SIZES[1] else "", cells
-    for (name, layers), old in zip(LOADS.items(), ("3 s", "60 s"), strict=True):
+            yield f"the same in full, {what}", f"{found['full']:.2f} s for {found['tensors']:,} tensors"
+    for name, layers in LOADS.items():
         found = alone(_load, layers, repeats)
         each = f"{found['seconds']:.2f} s, {1e3 * found['seconds'] / found['units']:.2f} ms each"
-        yield f"a worker's loads, {name}, {found['units']} parameters", f"about {old}", each
-    for (size, rollout), old in zip(PLANS, ("0.9 s", "5 s", "13 s", "71 s, 1.5 GB", ""), strict=True):
+        yield f"a worker's loads, {name}, {found['units']} parameters", each
+    for size, rollout in PLANS:
         found = alone(_plan, size, rollout, repeats)
-        yield f"a plan, {size}, TP {rollout.tp}", old, f"{found['seconds']:.2f} s, {found['megabytes']:.0f} MB"
+        yield f"a plan, {size}, TP {rollout.tp}", f"{found['seconds']:.2f} s, {found['megabytes']:.0f} MB"
     seconds = alone(_plan_sync, repeats)["seconds"]
-    yield "`plan_sync`, Kimi-K2 on 1,024 ranks, TP 16", "over 200 s", f"{seconds:.1f} s"
+    yield "`plan_sync`, Kimi-K2 on 1,024 ranks, TP 16", f"{seconds:.1f} s"
     found = alone(_match, SIZES[1], repeats)
-    cells = f"{found['seconds']:.1f} s for {found['names']:,} names"
-    yield "a checkpoint's names matched, Qwen3-235B-A22B", "59 s, twice", cells
+    yield "a checkpoint's names matched, Qwen3-235B-A22B", f"{found['seconds']:.1f} s for {found['names']:,} names"
 
 
 def main() -> int:
     repeats = options(__doc__).parse_args().repeats
     text = [
-        "CPU seconds of one rank in Python, on a fake group with tensors on meta, so that no byte is moved; medians of",
-        f"{repeats}. Before: the same measurements with a block as the unit of a sync.",
+        "CPU seconds of one rank in Python, on a fake group with tensors on meta, so that no byte is moved.",
+        f"Medians of {repeats}.",
     ]
-    rows = [dict(zip(("what", "before", "now"), row, strict=True)) for row in measure(repeats)]
+    rows = [dict(zip(("what", "measured"), row, strict=True)) for row in measure(repeats)]
     return report("scale", "Published sizes", "make bench-scale", ("torch",), text, rows)
 
 

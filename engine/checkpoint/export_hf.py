@@ -23,7 +23,7 @@ from .atomic_folder import CheckpointError
 from .safetensors_writer import Entry, split_into_files, write_file, write_index
 from .stored_shards import MODEL, StoredTensor
 
-__all__ = ["FILE_BYTES", "MODEL", "Base", "reader", "write_hf_weights"]
+__all__ = ["FILE_BYTES", "Base", "reader", "write_hf_weights"]
 
 FILE_BYTES = 5 * 10**9
 

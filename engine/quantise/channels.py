@@ -21,7 +21,7 @@ _AT_ONCE = 1 << 20  # elements converted to bfloat16 at once on a CPU
 
 @dataclass(frozen=True)
 class Channels:
-    """FP8 or INT8 with one scale per row. The methods are those of ``schemes.Blocks``; ``held`` is not needed."""
+    """FP8 or INT8 with one scale per row. The methods are those of ``blocks.Blocks``; ``held`` is not needed."""
 
     dtype: torch.dtype
 

@@ -30,9 +30,10 @@ from torch.distributed.tensor import DTensor, Shard
 from tqdm import tqdm
 
 from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_checkpoint_dir, copy_files
-from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL
+from ...engine.checkpoint.export_hf import FILE_BYTES
 from ...engine.checkpoint.safetensors_writer import Entry, write_safetensors
-from ...engine.checkpoint.state import HF, OPTIMIZER, RNG, SHARDS, STATE, plain_value
+from ...engine.checkpoint.state import RNG, plain_value
+from ...engine.checkpoint.stored_shards import HF, MODEL, OPTIMIZER, SHARDS, STATE
 from ...engine.compat.transformers_names import own_name
 from ...engine.errors import listed
 from ...engine.model.meta import model_of_checkpoint

@@ -19,6 +19,7 @@ from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors, local_pieces
 from epfsdp2.engine.topology.mesh import Topology, build_meshes, divisors
+from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.engine.sharded import sharded_model, whole_tensor
 from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import each_case, run_ranks
@@ -142,7 +143,7 @@ def _train_and_save(folder: Path, out: Path, sources: Sequence[tuple[str, Mesh]]
         trainer = _Trainer(folder, source, optimizer)
         trainer.train(range(BEFORE))
         state = (trainer.model, trainer.optimizer, trainer.schedule)
-        checkpoint.save_checkpoint(at, *state, CONTENTS, step=BEFORE)
+        save_checkpoint(at, *state, CONTENTS, step=BEFORE)
         trainer.write(at / "saved.safetensors")
         (at / "rates.json").write_text(json.dumps(trainer.rates()))
         trainer.train(range(BEFORE, BEFORE + AFTER))

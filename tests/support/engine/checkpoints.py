@@ -5,6 +5,7 @@ import errno
 import torch
 import torch.distributed as dist
 
+from epfsdp2.engine.checkpoint.state import Snapshot
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
@@ -12,7 +13,7 @@ from epfsdp2.engine.optim.muon import Muon
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import token_loss
 
-__all__ = ["ALL", "build_trainer", "raise_full_disk", "train_step"]
+__all__ = ["ALL", "build_trainer", "raise_full_disk", "save_checkpoint", "train_step"]
 
 ALL = {"model", "optimizer", "extra"}
 
@@ -25,6 +26,13 @@ def build_trainer(folder, ep, fsdp_size=-1, dim="auto", muon=False):
         optimizer, lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (step + 1))
     )
     return model, meshes, optimizer, schedule
+
+
+def save_checkpoint(
+    folder, model, optimizer, lr_scheduler, contents, step, describe=lambda folder: None, device="cpu", with_base=True
+):
+    """Write a folder in the foreground; collective."""
+    Snapshot.of(model, optimizer, lr_scheduler, contents, step, with_base=with_base).write(folder, describe, device)
 
 
 def train_step(trainer, ids):

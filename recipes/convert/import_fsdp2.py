@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from tqdm import tqdm
 
-from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_checkpoint_dir, copy_files
+from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_dir, copy_files
 from ...engine.checkpoint.export_hf import FILE_BYTES
 from ...engine.checkpoint.safetensors_writer import Entry, write_safetensors
 from ...engine.checkpoint.state import RNG, plain_value
@@ -118,7 +118,7 @@ def import_fsdp2(
     schedule = _entry(files["extra_state"][0], extras[0], "lr_scheduler") if extras else None
     schedules = None if schedule is None else dict.fromkeys(_parts(model), schedule)
     facts = {"step": step, "lr_scheduler": schedules, "param_groups": groups}
-    with atomic_checkpoint_dir(out) as partial:
+    with atomic_dir(out, manifest=True) as partial:
         for folder in (SHARDS, RNG):
             (partial / folder).mkdir()
         entries = [Entry(name, stored.shape, stored.dtype) for name, stored in tensors.items()]

@@ -6,9 +6,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from epfsdp2.engine.checkpoint.atomic_folder import CheckpointError
-from epfsdp2.engine.checkpoint.export_hf import MODEL
 from epfsdp2.engine.checkpoint.state import load_checkpoint
-from epfsdp2.engine.checkpoint.stored_shards import HF, SHARDS
+from epfsdp2.engine.checkpoint.stored_shards import HF, MODEL, SHARDS
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import is_adapter

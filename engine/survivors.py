@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from .checkpoint.atomic_folder import file_facts, file_names, partial_dir
-from .checkpoint.state import HF, RNG, SHARDS, STATE, Snapshot, random_state
-from .checkpoint.stored_shards import write_shards
+from .checkpoint.state import RNG, Snapshot, random_state
+from .checkpoint.stored_shards import HF, SHARDS, STATE, write_shards
 from .optim.loss_scale import LossScale
 from .optim.multi_optimizer import MultiOptimizer
 from .topology.dtensor import is_first_holder

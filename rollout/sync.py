@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..engine.lora.adapters import A, B, lora_of
 from ..engine.lora.frozen_base import SentBase
-from ..engine.lora.merge import AdapterUse, adapter_weights, local_values, weights
+from ..engine.lora.merge import AdapterUse, local_values, weights
 from ..engine.lora.rollout_names import RolloutNames
 from ..engine.model import hf_names
 from ..engine.quantise.schemes import scheme_of
@@ -168,7 +168,7 @@ class RolloutSync:
         """Return the exchange that gathers each tensor whole on every rank."""
         if of_adapters not in self._exchanges:
             limit = round_bytes(self.settings.memory_bytes, in_full=True)
-            found = adapter_weights(self.model) if of_adapters else ()
+            found = weights(self.model, of_adapters=True) if of_adapters else ()
             halves = [TensorSpec(n, tuple(p.shape), self.dtypes[n].itemsize, shard_steps(p)) for n, p in found]
             specs = halves if of_adapters else self.sent_model().tensors
             large = [tensor for tensor in specs if tensor.nbytes > limit and not of_adapters]
@@ -266,7 +266,7 @@ class RolloutWeights:
     def min_received_bytes(self) -> int:
         """Return the bytes of the worker's tensors that this rank does not hold."""
         if self.mode != "sliced":
-            found = (adapter_weights if self.mode == "adapters" else weights)(self.sync.model)
+            found = weights(self.sync.model, of_adapters=self.mode == "adapters")
             missing = ((name, p.numel() - local_tensor(p).numel()) for name, p in found)
             return sum(count * self.sync.dtypes[name].itemsize for name, count in missing)
         plan, kind = self._exchange.plan, self._exchange.member.kind

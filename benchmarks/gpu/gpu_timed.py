@@ -39,6 +39,7 @@ from epfsdp2.engine.planner.memory import Batch, peak
 from epfsdp2.engine.planner.model_sizes import ModelSizes
 from epfsdp2.engine.quantise import blocks
 from epfsdp2.engine.topology.dtensor import local_tensor
+from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from epfsdp2.recipes.plan.roofline import Cluster, roofline
 from epfsdp2.recipes.plan.tables import time_by_part
@@ -289,16 +290,19 @@ def quantise() -> Iterator[Row]:
         return
     from triton.testing import do_bench
 
-    def fp8(values: torch.Tensor, first: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        scales = blocks.scales_of(blocks.block_maxima(values, first, 128))
-        out = torch.empty_like(values, dtype=blocks.FP8)
-        blocks.quantise(values, scales, first, 128, out)
+    scheme = blocks.Blocks(128)
+
+    def fp8(values: torch.Tensor, held: IndexRange) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = scheme.scales(scheme.maxima(values, held))
+        out = torch.empty_like(values, dtype=scheme.dtype)
+        scheme.quantise(values, scales, held, out)
         return scales, out
 
     def all_of(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        whole, part = fp8(weight, (0, 0)), fp8(weight[:, 100:1500, 50:1999], (100, 50))
+        held = IndexRange((0, 100, 50), (len(weight), 1500, 1999))
+        whole, part = fp8(weight, IndexRange.of(weight.shape)), fp8(weight[held.slices], held)
         rounded = weight.clone()
-        blocks.round_in_place(rounded, 128)
+        scheme.round_in_place(rounded)
         names = ("scales", "FP8", "a shard's scales", "its FP8", "rounded")
         return dict(zip(names, (*whole, *part, rounded), strict=True))
 
@@ -310,5 +314,6 @@ def quantise() -> Iterator[Row]:
         differ = [name for name in found if not torch.equal(found[name].float(), wanted[name].float())]
         yield Row(f"of {dtype}, kernels and torch", ", ".join(differ) or "equal", "equal", not differ)
     weight = torch.randn(64, 1536, 2048, device=DEVICE)
-    cast, took = (do_bench(what, return_mode="median") for what in (weight.bfloat16, lambda: fp8(weight, (0, 0))))
+    whole = IndexRange.of(weight.shape)
+    cast, took = (do_bench(what, return_mode="median") for what in (weight.bfloat16, lambda: fp8(weight, whole)))
     yield Row("scales and FP8 values of float32", f"{took / cast:.2f} x a cast to bfloat16")

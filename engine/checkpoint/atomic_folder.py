@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ..errors import listed
 from ..model.safetensors_files import check_within
-from ..topology.rank_consistency import raise_on_all_ranks
+from ..topology.rank_consistency import gathered, raise_on_all_ranks
 
 __all__ = [
     "FORMAT",
@@ -27,7 +27,6 @@ __all__ = [
     "CheckpointError",
     "verify_files",
     "verify_all_ranks",
-    "atomic_checkpoint_dir",
     "atomic_dir",
     "atomic_dir_all_ranks",
     "complete_dir",
@@ -68,11 +67,10 @@ def atomic_dir_all_ranks(
         mine: dict[str, dict[str, int]] = {}
         with raise_on_all_ranks(device, group):
             mine = {name: file_facts(partial / name, sync=True) for name in _share(file_names(partial))}
-        files = {name: facts for part in _gathered(mine, group) for name, facts in part.items()}
+        files = {name: facts for part in gathered(mine, group) for name, facts in part.items()}
         with raise_on_all_ranks(device, group):
             if is_first:
-                _write_manifest(partial, files)
-                _replace(partial, folder)
+                complete_dir(folder, files)
     except BaseException:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)  # frees the disk space
@@ -80,21 +78,15 @@ def atomic_dir_all_ranks(
 
 
 @contextlib.contextmanager
-def atomic_checkpoint_dir(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces ``folder``, with a manifest; one process, no group."""
-    with atomic_dir(folder) as partial:
-        yield partial
-        _write_manifest(partial, {name: file_facts(partial / name, sync=True) for name in file_names(partial)})
-
-
-@contextlib.contextmanager
-def atomic_dir(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces ``folder`` after the block; one process, no manifest."""
+def atomic_dir(folder: Path, manifest: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder that replaces ``folder`` after the block, with a ``manifest`` or not; in one process."""
     partial = partial_dir(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
+        if manifest:
+            _write_manifest(partial, {name: file_facts(partial / name, sync=True) for name in file_names(partial)})
         _replace(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -121,7 +113,7 @@ def verify_all_ranks(folder: Path, device: torch.device | str = "cpu") -> None:
     with raise_on_all_ranks(device):
         files = _manifest(folder)["files"]
         wrong = _faults(folder, {name: files[name] for name in _share(files)})
-    _raise_for(folder, sorted(entry for part in _gathered(wrong) for entry in part))
+    _raise_for(folder, sorted(entry for part in gathered(wrong) for entry in part))
 
 
 def verify_files(folder: Path, checksums: bool = True) -> None:
@@ -140,12 +132,6 @@ def copy_files(folder: Path, out: Path, *ignored: str) -> None:
     if linked:
         raise CheckpointError(f"{folder} holds links to files outside of it: {listed(sorted(linked))}.")
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns(*ignored), dirs_exist_ok=True)
-
-
-def _gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group)
-    return everyone
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -201,7 +187,12 @@ def file_facts(path: Path, sync: bool = False) -> dict[str, int]:
 
 
 def _write_manifest(partial: Path, files: dict[str, dict[str, int]]) -> None:
-    _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
+    new = (partial / MANIFEST).with_suffix(".new")
+    with new.open("w") as file:
+        file.write(json.dumps({"format": FORMAT, "files": files}, indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(partial / MANIFEST)
 
 
 def _replace(partial: Path, folder: Path) -> None:
@@ -219,14 +210,6 @@ def _replace(partial: Path, folder: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.with_suffix(".new").open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    path.with_suffix(".new").replace(path)
 
 
 def partial_dir(folder: Path) -> Path:

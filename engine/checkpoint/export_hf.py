@@ -3,7 +3,7 @@
 Each rank writes some of the files and holds one tensor of the model in memory at a time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,57 +23,26 @@ from .atomic_folder import CheckpointError
 from .safetensors_writer import Entry, split_into_files, write_file, write_index
 from .stored_shards import MODEL, StoredTensor
 
-__all__ = ["FILE_BYTES", "MODEL", "Base", "reader", "write_hf_weights"]
+__all__ = ["FILE_BYTES", "Base", "reader", "write_hf_weights"]
 
 FILE_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
-class _StoredTensor:
-    """A tensor of the checkpoint, stored in dtype ``stored`` and written in ``dtype``.
-
-    Args:
-        pieces: offset of each shard, and a function that opens its file.
-        adapter: the adapter to merge into it.
-        elsewhere: reads it by its name, if it is not in the checkpoint.
-    """
+class _Source:
+    """A tensor of the model to write in ``dtype``; ``load`` reads it from its files, in the dtype that it has there."""
 
     name: str
     shape: tuple[int, ...]
-    stored: torch.dtype
     dtype: torch.dtype
-    pieces: Sequence[tuple[tuple[int, ...], Callable[[], SafetensorsFile]]]
-    adapter: "_Adapter | None" = None
-    elsewhere: Callable[[str], torch.Tensor] | None = None
+    load: Callable[[], torch.Tensor]
 
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def read(self) -> torch.Tensor:
-        """Read the full tensor, with its adapter merged."""
-        if self.elsewhere is not None:
-            tensor = self.elsewhere(self.name)
-        else:
-            tensor = torch.empty(self.shape, dtype=self.stored)
-            for offset, opened in self.pieces:
-                values = opened().read(MODEL + self.name)
-                tensor[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))] = values
-        return (tensor if self.adapter is None else self.adapter.merged_into(tensor)).to(self.dtype)
-
-
-@dataclass(frozen=True)
-class _Adapter:
-    """The tensors of an adapter, and the arguments of ``lora.merge.merged``."""
-
-    a: _StoredTensor
-    b: _StoredTensor
-    magnitude: _StoredTensor | None
-    target: Target
-
-    def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
-        magnitude = None if self.magnitude is None else self.magnitude.read()
-        return merged(weight, self.a.read(), self.b.read(), self.target.scaling, self.target.is_transposed, magnitude)
+        return self.load().to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -85,7 +54,7 @@ class Base:
 
 
 # Tensors of the model that are converted together, mostly one; held in memory at once.
-_Group = list[_StoredTensor]
+_Group = list[_Source]
 
 
 def write_hf_weights(
@@ -135,28 +104,33 @@ def reader(stored: Mapping[str, StoredTensor]) -> Callable[[str], torch.Tensor]:
 
 
 def _with_adapters(
-    stored: Mapping[str, StoredTensor], tensors: list[_StoredTensor], targets: Mapping[str, Target]
-) -> list[_StoredTensor]:
+    stored: Mapping[str, StoredTensor], tensors: list[_Source], targets: Mapping[str, Target]
+) -> list[_Source]:
     """Merge adapters into their tensors, and replace tensors that were trained in full."""
     ends = (A, B, MAGNITUDE, SAVED)
     beside = [t.name + end for t in tensors for end in ends if MODEL + t.name + end in stored]
     found = {tensor.name: tensor for tensor in _stored(None, stored, dict.fromkeys(beside))}
 
-    def adapted(tensor: _StoredTensor) -> _StoredTensor:
+    def adapted(tensor: _Source) -> _Source:
         copy, a = found.get(tensor.name + SAVED), found.get(tensor.name + A)
         if copy is not None:
-            return replace(tensor, shape=copy.shape, stored=copy.stored, elsewhere=lambda name: copy.read())
+            return replace(tensor, shape=copy.shape, load=copy.read)
         if a is None:
             return tensor
         b, magnitude = found[tensor.name + B], found.get(tensor.name + MAGNITUDE)
-        return replace(tensor, adapter=_Adapter(a, b, magnitude, targets[tensor.name]))
+        return replace(tensor, load=partial(_merged, tensor, a, b, magnitude, targets[tensor.name]))
 
     return [adapted(tensor) for tensor in tensors]
 
 
+def _merged(weight: _Source, a: _Source, b: _Source, magnitude: _Source | None, target: Target) -> torch.Tensor:
+    scales = None if magnitude is None else magnitude.read()
+    return merged(weight.load(), a.read(), b.read(), target.scaling, target.is_transposed, scales)
+
+
 def _stored(
     model: Any, stored: Mapping[str, StoredTensor], dtypes: Mapping[str, torch.dtype | None], base: Base | None = None
-) -> list[_StoredTensor]:
+) -> list[_Source]:
     opened = cache(SafetensorsFile)
     missing = [name for name in dtypes if MODEL + name not in stored]
     if missing and base is None:
@@ -167,12 +141,20 @@ def _stored(
         if base is not None and MODEL + name not in stored:
             own = of_base[name]
             kept = base.dtypes.get(name, own.dtype)
-            found.append(_StoredTensor(name, tuple(own.shape), kept, dtype or kept, [], elsewhere=base.read))
+            found.append(_Source(name, tuple(own.shape), dtype or kept, partial(base.read, name)))
             continue
         tensor = stored[MODEL + name]
-        pieces = [(offset, partial(opened, path)) for offset, (_, path) in tensor.shards.items()]
-        found.append(_StoredTensor(name, tensor.shape, tensor.dtype, dtype or tensor.dtype, pieces))
+        found.append(_Source(name, tensor.shape, dtype or tensor.dtype, partial(_assembled, name, tensor, opened)))
     return found
+
+
+def _assembled(name: str, stored: StoredTensor, opened: Callable[[Path], SafetensorsFile]) -> torch.Tensor:
+    """Read a tensor's shards."""
+    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    for offset, (_, path) in stored.shards.items():
+        values = opened(path).read(MODEL + name)
+        tensor[tuple(slice(at, at + size) for at, size in zip(offset, values.shape, strict=True))] = values
+    return tensor
 
 
 def _entries(model: Any, group: _Group) -> list[Entry]:

@@ -78,12 +78,11 @@ class CheckpointSlice:
 
     def expected(self, experts: int | None) -> tuple[int, ...]:
         """Return the tensor's shape in a checkpoint with that many experts."""
-        if self.rows and experts is not None:
+        if experts is None:
+            return self.shape
+        if self.rows:
             return (experts * self.rows, *self.shape[1:])
-        return tuple(
-            experts if dim == 0 and experts is not None else size
-            for dim, size in zip(self.dims, self.shape, strict=True)
-        )
+        return tuple(experts if dim == 0 else size for dim, size in zip(self.dims, self.shape, strict=True))
 
     def copy_into(self, wanted: IndexRange, size: tuple[int, ...]) -> SliceCopy | None:
         """Return the copy of a tensor of shape ``size`` into a range of the parameter; None if it has no part of it."""

@@ -1,8 +1,7 @@
 """Load this rank's shards from Hugging Face safetensors.
 
 A rank reads only the rows and columns of its own shards, expert by expert if the checkpoint stores single experts
-(``hf_slices.py``). The first replica of the model reads, and broadcasts to the others. Names and layouts come from
-transformers' own weight converters (``core_model_loading.py``).
+(``hf_slices.py``). The first replica of the model reads, and broadcasts to the others.
 """
 
 import copy
@@ -196,10 +195,7 @@ def verify_experts(model: nn.Module, matched: Matched, count: int = 2) -> list[s
         for held_range, values in local_pieces(target.detach()):
             expert = held_range.low[0] + index % (held_range.high[0] - held_range.low[0])
             one = held_range.with_dim(0, expert, expert + 1)
-            if sources[name].converter is None:
-                wanted = files.read(sources[name].keys[-1][1], one.slices)
-            else:
-                wanted = _convert(name, target, sources[name], one.slices, model, files)
+            wanted = _convert(name, target, sources[name], one.slices, model, files)
             found = values[one.slices_in(held_range)].cpu()
             if not torch.equal(found, wanted.to(found.dtype)):
                 raise ValueError(f"{name}[{expert}] differs from {files.folder} after loading.")
@@ -245,8 +241,13 @@ def _slices_of(
     if one_by_one:
         # A converter with several targets gives each an equal part of the experts.
         experts = target.shape[0]
+        wanted = experts * len(source.converter.target_patterns)
         for keys in lists:
-            _check_experts(name, keys, experts, len(source.converter.target_patterns), files)
+            if len(keys) != wanted or (len(keys) > 1 and list_numbers(keys) != list(range(len(keys)))):
+                raise ValueError(
+                    f"{files.folder}: {name} stacks {experts} experts, but the checkpoint has {len(keys)} tensors from "
+                    f"{keys[0]} to {keys[-1]}."
+                )
         lists = [keys[source.part * experts : (source.part + 1) * experts] for keys in lists]
     is_stack = one_by_one or is_expert_parameter(target)
     found = finder.find(name, target.shape, is_stack, (id(source.converter), source.part))
@@ -319,13 +320,12 @@ def _parts_in(
 def _convert(
     name: str, target: torch.Tensor, source: Source, index: tuple[slice, ...], model: nn.Module, files: CheckpointFiles
 ) -> torch.Tensor:
-    """Run transformers' converter, only on the experts of ``index`` if the checkpoint stores single experts."""
-    by_pattern = source.by_pattern()
+    """Read a part of a tensor, by transformers' converter if it has one, and no single experts outside ``index``."""
+    if source.converter is None:
+        return files.read(source.keys[-1][1], index)
+    by_pattern, converter = source.by_pattern(), copy.deepcopy(source.converter)
     one_by_one = any(len(keys) > 1 for keys in by_pattern.values())
     owned = index[0] if one_by_one else slice(None)
-
-    converter = copy.deepcopy(source.converter)
-    assert converter is not None
     for pattern, keys in by_pattern.items():
         if one_by_one:
             # A converter with several targets gives each an equal part of the experts.
@@ -343,11 +343,3 @@ def _convert(
             f"tensors like it give {tuple(value.shape)}."
         )
     return value[(slice(None), *index[1:])] if one_by_one else value[index]
-
-
-def _check_experts(name: str, keys: list[str], experts: int, targets: int, files: CheckpointFiles) -> None:
-    if len(keys) != targets * experts or (len(keys) > 1 and list_numbers(keys) != list(range(len(keys)))):
-        raise ValueError(
-            f"{files.folder}: {name} stacks {experts} experts, but the checkpoint has {len(keys)} tensors from "
-            f"{keys[0]} to {keys[-1]}."
-        )

@@ -20,7 +20,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from ..errors import SettingError
 from ..model.safetensors_files import DamagedFileError, SafetensorsFile, check_within
 from ..model_files import PATTERNS
-from ..topology.rank_consistency import raise_on_all_ranks
+from ..topology.rank_consistency import gathered, raise_on_all_ranks
 from .safetensors_writer import DTYPES
 
 __all__ = ["HUB_ID", "CheckpointFiles", "check_files", "local_checkpoint", "missing_weights", "open_checkpoint"]
@@ -100,9 +100,8 @@ def local_checkpoint(path: str, revision: str | None = None, device: torch.devic
         folder = os.path.dirname(next((file for file in cached if isinstance(file, str)), ""))
         lacking = missing_weights(path, folder)
     # LOCAL_RANK is 0 on each of verl's Ray workers, so hosts are compared.
-    mine: Any = (socket.gethostname(), bool(lacking))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    mine = (socket.gethostname(), bool(lacking))
+    everyone = gathered(mine)
     if any(lacks for _, lacks in everyone):
         _download(path, revision, bool(lacking) and everyone.index(mine) == dist.get_rank(), device)
         with raise_on_all_ranks(device):

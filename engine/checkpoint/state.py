@@ -58,20 +58,7 @@ from .stored_shards import (
     write_shards,
 )
 
-__all__ = [
-    "BASE",
-    "HF",
-    "KNOWN_CONTENTS",
-    "OPTIMIZER",
-    "RNG",
-    "SHARDS",
-    "STATE",
-    "Snapshot",
-    "load_checkpoint",
-    "plain_value",
-    "random_state",
-    "save_checkpoint",
-]
+__all__ = ["BASE", "KNOWN_CONTENTS", "RNG", "Snapshot", "load_checkpoint", "plain_value", "random_state"]
 
 logger = logging.getLogger("epfsdp2")
 
@@ -182,21 +169,6 @@ class Snapshot:
             with raise_on_all_ranks(device, group):
                 if rank == 0:
                     shutil.rmtree(partial / _FOR_HF, ignore_errors=True)
-
-
-def save_checkpoint(
-    folder: Path,
-    model: nn.Module,
-    optimizer: MultiOptimizer | None,
-    lr_scheduler: Any,
-    contents: Iterable[str],
-    step: int,
-    describe: Callable[[Path], None] = lambda folder: None,
-    device: torch.device | str = "cpu",
-    with_base: bool = True,
-) -> None:
-    """Write what ``contents`` names; collective. See ``Snapshot``."""
-    Snapshot.of(model, optimizer, lr_scheduler, contents, step, with_base=with_base).write(folder, describe, device)
 
 
 def load_checkpoint(

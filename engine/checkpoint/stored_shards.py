@@ -173,17 +173,6 @@ def read_shards(stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.
         raise CheckpointError(f"{error.path.parent}: {error}.") from error
 
 
-def _contents_of(folder: Path) -> set[str]:
-    """Return which of ``model``, ``optimizer`` and ``extra`` a checkpoint holds."""
-    facts, files = read_facts(folder), sorted((folder / SHARDS).glob("*.safetensors"))
-    try:
-        has_model = any(name.startswith(MODEL) for file in files for name in SafetensorsFile(file).shapes)
-    except DamagedFileError as error:
-        raise CheckpointError(f"{error.path.parent}: {error}.") from error
-    found = {"model": has_model, "optimizer": facts["param_groups"] is not None, "extra": bool(facts["lr_scheduler"])}
-    return {content for content, is_there in found.items() if is_there}
-
-
 def check_contents(folder: Path, contents: Collection[str], node: str = "checkpoint") -> set[str]:
     """Check that a run can resume by loading ``contents`` of a checkpoint, and return what the checkpoint holds.
 
@@ -195,8 +184,14 @@ def check_contents(folder: Path, contents: Collection[str], node: str = "checkpo
             run would continue from its step with the weights of ``model.path``.
         CheckpointError: it is damaged.
     """
-    held, setting = _contents_of(folder), f"{node}.load_contents"
-    resumed = [content for content in ("model", "optimizer", "extra") if content in held]
+    facts, files, setting = read_facts(folder), sorted((folder / SHARDS).glob("*.safetensors")), f"{node}.load_contents"
+    try:
+        has_model = any(name.startswith(MODEL) for file in files for name in SafetensorsFile(file).shapes)
+    except DamagedFileError as error:
+        raise CheckpointError(f"{error.path.parent}: {error}.") from error
+    found = {"model": has_model, "optimizer": facts["param_groups"] is not None, "extra": bool(facts["lr_scheduler"])}
+    resumed = [content for content, is_there in found.items() if is_there]
+    held = set(resumed)
     works = f"{setting}=[{','.join(resumed)}]"
     if "model" not in held:
         rule = f"{folder} holds no state to resume from, because it was saved with {node}.save_contents without model."

@@ -145,12 +145,9 @@ class Unit:
 
     def local_numel(self, name: str, topology: Topology, expert_shard_dim: int | str = "auto") -> int:
         """Return the elements of a rank's padded shard of one parameter; arguments as in ``shard_dim``."""
-        shape, dim = list(self.shapes[name]), self.shard_dim(name, topology, expert_shard_dim)
-        if name in self.ep_dims:
-            shape[self.ep_dims[name]] //= topology.ep
-        if name in self.etp_dims:
-            shape[self.etp_dims[name].dim] //= topology.etp
-        shape[dim] = -(-shape[dim] // self.ranks(topology))
+        shape = list(self.shapes[name])
+        for step in self.cuts(name, topology, expert_shard_dim):
+            shape[step.dim] = -(-shape[step.dim] // step.parts)
         return math.prod(shape)
 
     def sizes(self, topology: Topology, expert_shard_dim: int | str = "auto") -> UnitSizes:

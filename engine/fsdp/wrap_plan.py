@@ -19,13 +19,11 @@ from ..model.layers import layer_names
 from ..model.vision import tower_parameters
 from ..moe.find import ExpertsInfo, find_experts
 from ..topology.dtensor import is_adapter
-from ..topology.index_ranges import ShardStep
-from ..topology.mesh import Topology
 from .fp32_modules import correction_biases, find_float32_modules
 from .options import ShardingOptions
 from .unit import EMBEDDINGS, HEAD, ROOT, Kind, Unit
 
-__all__ = ["compute_dtypes", "cuts_before_sharding", "frozen_parameters", "wrap_plan"]
+__all__ = ["compute_dtypes", "frozen_parameters", "wrap_plan"]
 
 
 def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
@@ -198,19 +196,3 @@ def compute_dtypes(model: nn.Module, options: ShardingOptions) -> dict[str, torc
     """Return the dtype in which the forward of the sharded model reads each parameter, by name."""
     gathered = {name: unit.param_dtype for unit in wrap_plan(model, options) for name in unit.shapes}
     return {name: gathered.get(name, param.dtype) for name, param in model.named_parameters()}
-
-
-def cuts_before_sharding(
-    model: nn.Module,
-    topology: Topology,
-    expert_shard_dim: int | str = "auto",
-    expert_plan: Mapping[str, int] | None = None,
-) -> dict[str, tuple[ShardStep, ...]]:
-    """Return the shard steps of ``parallelize`` for each parameter of an unsharded model, the outermost first.
-
-    Raises:
-        UnsupportedModelError, SettingError: as ``wrap_plan`` and ``Unit.cuts``.
-    """
-    plan = wrap_plan(model, ShardingOptions(expert_plan=expert_plan))
-    cuts = {name: unit.cuts(name, topology, expert_shard_dim) for unit in plan for name in unit.shapes}
-    return {name: cuts.get(name, ()) for name, _ in model.named_parameters()}

@@ -35,7 +35,7 @@ from ..moe.gemm.backends import choose_backend
 from ..moe.router.losses import RouterLosses
 from ..optim.clip import ClippedStep
 from ..optim.loss_scale import LossScale
-from ..optim.lr_scheduler import build_multi_lr_scheduler
+from ..optim.lr_scheduler import MultiLRScheduler
 from ..optim.multi_optimizer import optimizer_from_config
 from ..packing.positions import embed_apart, positions_line
 from ..packing.sequences import PackedSequences
@@ -305,7 +305,7 @@ class BuildsModel(FSDPEngineWithLMHead):
             return
         config = self.optimizer_config
         self.optimizer = optimizer_from_config(module, config, lambda params: build_optimizer(params, config))
-        self.lr_scheduler = build_multi_lr_scheduler(self.optimizer, self._build_lr_scheduler)
+        self.lr_scheduler = MultiLRScheduler(self.optimizer, self._build_lr_scheduler)
         if param_dtype(self.engine_config) is torch.float16:
             self.scaler = LossScale(module, self.layer_names)
         self.clipped_step = ClippedStep(config.clip_grad, self.meshes, self.scaler)

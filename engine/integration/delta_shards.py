@@ -17,7 +17,7 @@ from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_i
 
 from ..lora.merge import local_values
 from ..model import hf_names
-from ..topology.dtensor import checkpoint_tensors, is_adapter, local_range, shard_steps
+from ..topology.dtensor import checkpoint_tensors, is_adapter, local_ranges, shard_steps
 from ..topology.mesh import Meshes
 
 __all__ = ["ExpertsSpec", "ShardExport", "experts_entry"]
@@ -79,7 +79,7 @@ class ShardExport:
             yield own, values.reshape(-1), self._spec(name, tensor, rows)
 
     def _spec(self, name: str, tensor: torch.Tensor, rows: _ExpertLayout | None) -> ShardSpec:
-        block, shape = local_range(tensor), tuple(tensor.shape)
+        (block,), shape = local_ranges(tensor), tuple(tensor.shape)
         if not shard_steps(tensor):
             return ShardSpec(full_shape=shape)  # replicated; verl sends rank 0's
         placed: dict[str, Any] = {
@@ -98,12 +98,8 @@ class ShardExport:
 
     def _chunk(self, name: str, start: int, segment: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Convert rows of a stack, from expert ``start`` on, to checkpoint tensors in the order of ``hf_slots``."""
-        one_by_one = (hf_names.as_checkpoint(self.model, [(name, row[None])]) for row in segment)
-        return [
-            (hf_names.shift_expert_index(own, start + i), values)
-            for i, row in enumerate(one_by_one)
-            for own, values in row
-        ]
+        rows = enumerate(segment, start)
+        return [part for i, row in rows for part in hf_names.experts_from(self.model, name, row[None], i)]
 
     def _layout(self, name: str, tensor: torch.Tensor) -> tuple[str, _ExpertLayout | None]:
         """Return a tensor's name in the checkpoint; for a stack of experts its own name, and its layout."""
@@ -111,7 +107,7 @@ class ShardExport:
         found = list(hf_names.as_checkpoint(self.model, [(name, whole)], waiting={}))
         if len(found) == 1 and found[0][1] is whole:
             return found[0][0], None
-        if not found or not hf_names.is_of_expert(found[0][0]):
+        if not found or hf_names.expert_of(found[0][0]) is None:
             rule = f"do not store {name} as a tensor of its own."
             raise ValueError(f"checkpoints of {self.model.config.model_type} {rule}")
         count = tensor.shape[1:].numel()

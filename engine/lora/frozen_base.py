@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import listed
-from ..topology.dtensor import checkpoint_tensors, is_adapter, local_pieces, shard_steps
+from ..topology.dtensor import checkpoint_tensors, is_adapter, is_first_holder, local_pieces
 from ..topology.index_ranges import IndexRange
 from .adapters import lora_of
 
@@ -61,12 +61,8 @@ def difference(saved: dict[str, list[Any]], own: dict[str, list[Any]]) -> list[s
 
 def _own_share(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a checksum: its shard, if it is the first rank that holds it."""
-    if isinstance(tensor, DTensor):
-        cut, mesh = {step.axis for step in shard_steps(tensor)}, tensor.device_mesh
-        is_first = all(mesh.get_local_rank(axis) == 0 for axis in mesh.mesh_dim_names or () if axis not in cut)
-    else:
-        is_first = dist.get_rank() == 0
-    sums = [_sum_of(values.detach(), held, tensor.shape) for held, values in local_pieces(tensor)] if is_first else []
+    pieces = local_pieces(tensor) if is_first_holder(tensor, dist.get_rank(), replica=0) else ()
+    sums = [_sum_of(values.detach(), held, tensor.shape) for held, values in pieces]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
 
 

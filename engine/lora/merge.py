@@ -17,20 +17,15 @@ from ..topology.dtensor import is_adapter, local_pieces, local_ranges, local_ten
 from ..topology.index_ranges import IndexRange, bounding_range, slices_in_shard
 from .adapters import MAGNITUDE, SAVED, A, B, lora_of
 
-__all__ = ["AdapterUse", "adapter_weights", "local_values", "merged", "weights"]
+__all__ = ["AdapterUse", "local_values", "merged", "weights"]
 
 # The use of adapters in a sync: merged into weights, left out, or sent without weights.
 AdapterUse = Literal["merged", "left out", "alone"]
 
 
-def weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Iterate over a model's parameters except adapters: the parameters of the merged model."""
-    return ((name, param) for name, param in model.named_parameters() if not is_adapter(name))
-
-
-def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Iterate over the parameters of a model's adapters."""
-    return ((name, param) for name, param in model.named_parameters() if is_adapter(name))
+def weights(model: nn.Module, of_adapters: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """Iterate over the parameters of the merged model, all but the adapters', or over those of the adapters."""
+    return ((name, param) for name, param in model.named_parameters() if is_adapter(name) == of_adapters)
 
 
 def local_values(

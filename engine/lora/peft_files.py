@@ -157,10 +157,10 @@ def check_dora(lora: Lora, setting: str) -> None:
     Raises:
         SettingError: names the first of them.
     """
-    taken = [name for name in lora.targets if _is_taken_for_experts(lora, name.removesuffix(".weight"))]
+    linears = (name.removesuffix(".weight") for name in lora.targets)
+    taken = [linear for linear in linears if _is_taken_for_experts(lora, linear)]
     if lora.settings.use_dora and taken:
-        linear = taken[0].removesuffix(".weight")
-        rule = f"peft takes {linear} for a parameter in models with experts, and has DoRA for linears alone."
+        rule = f"peft takes {taken[0]} for a parameter in models with experts, and has DoRA for linears alone."
         works = f"{setting}.target_modules=[q_proj,k_proj,v_proj,o_proj], or use_dora=False"
         raise SettingError(f"{setting}.lora.use_dora", True, rule, works)
 

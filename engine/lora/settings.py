@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,40 @@ _PLAIN = {
     "lora_dropout": 0.0,
     "trainable_token_indices": None,
 }
+
+
+def _is_a(kind: Any, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _are(kind: Any, value: Any) -> bool:
+    return _is_a(kind, value) or isinstance(value, list | tuple) and all(_is_a(kind, each) for each in value)
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return _is_a(int, value) and value >= least
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_a(int | float, value) and value > 0
+
+
+def _map(fits: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return all(re.compile(pattern) and fits(each) for pattern, each in value.items())
+    except (re.error, TypeError, AttributeError):
+        return False
+
+
 # peft's settings that verl has no name for, with their rules; users set them under ``lora`` of a model's settings.
 _OF_PEFT: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "use_rslora": (lambda value: isinstance(value, bool), "is true or false.", "true"),
     "use_dora": (lambda value: isinstance(value, bool), "is true or false.", "true"),
-    "rank_pattern": (
-        lambda value: _maps_patterns(value, _is_count),
-        "maps patterns of names to an integer of at least 1.",
-        "{q_proj: 16}",
-    ),
-    "alpha_pattern": (
-        lambda value: _maps_patterns(value, _is_positive),
-        "maps patterns of names to a positive number.",
-        "{q_proj: 32}",
-    ),
-    "layers_to_transform": (lambda value: _are(int, value), "is a list of numbers of layers.", "[0,1]"),
-    "layers_pattern": (lambda value: _are(str, value), "is a list of names of a list of layers.", "[layers]"),
-    "modules_to_save": (lambda value: _are(str, value), "is a list of names of modules, or their ends.", "[lm_head]"),
+    "rank_pattern": (partial(_map, _is_count), "maps patterns of names to an integer of at least 1.", "{q_proj: 16}"),
+    "alpha_pattern": (partial(_map, _is_positive), "maps patterns of names to a positive number.", "{q_proj: 32}"),
+    "layers_to_transform": (partial(_are, int), "is a list of numbers of layers.", "[0,1]"),
+    "layers_pattern": (partial(_are, str), "is a list of names of a list of layers.", "[layers]"),
+    "modules_to_save": (partial(_are, str), "is a list of names of modules, or their ends.", "[lm_head]"),
 }
 
 
@@ -134,7 +152,18 @@ class LoraSettings:
         if not (folder / ADAPTER_CONFIG).is_file():
             works = "a folder with an adapter that peft or this engine has saved (.../actor/lora_adapter)"
             raise SettingError(setting, folder, f"it holds no {ADAPTER_CONFIG}.", works)
-        found = _config_of(folder, setting)
+        try:
+            found = json.loads((folder / ADAPTER_CONFIG).read_text())
+            is_right = {"r": _is_a(int, found["r"]), "lora_alpha": _is_a(int | float, found["lora_alpha"])}
+            for name in ("target_modules", "target_parameters", "exclude_modules"):
+                names = found.get(name)
+                is_right[name] = names is None or all(isinstance(each, str) for each in list(names))
+            wrong = [name for name in is_right if not is_right[name]]
+            if wrong:
+                raise ValueError(f"{wrong[0]} is {str(found[wrong[0]])[:80]}")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            rule = f"its {ADAPTER_CONFIG} is damaged ({type(error).__name__}: {error})."
+            raise SettingError(setting, folder, rule, "a folder with an adapter as peft saves it") from error
         for name, off in _PLAIN.items():
             if found.get(name, off) not in (off, None):
                 rule = f"its {name} is {found[name]}, which this engine does not compute."
@@ -149,30 +178,6 @@ class LoraSettings:
             folder,
             **_of_peft({name: found[name] for name in _OF_PEFT if name in found}, setting),
         )
-
-
-def _config_of(folder: Path, setting: str) -> dict[str, Any]:
-    """Read a folder's ``adapter_config.json``.
-
-    Raises:
-        SettingError: the file is no config of an adapter.
-    """
-    names = ("target_modules", "target_parameters", "exclude_modules")
-    try:
-        found = json.loads((folder / ADAPTER_CONFIG).read_text())
-        is_right = {"r": _is_a(int, found["r"]), "lora_alpha": _is_a(int | float, found["lora_alpha"])}
-        is_right |= {name: _is_names(found.get(name)) for name in names}
-        wrong = [name for name in is_right if not is_right[name]]
-        if wrong:
-            raise ValueError(f"{wrong[0]} is {str(found[wrong[0]])[:80]}")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        rule = f"its {ADAPTER_CONFIG} is damaged ({type(error).__name__}: {error})."
-        raise SettingError(setting, folder, rule, "a folder with an adapter as peft saves it") from error
-    return found
-
-
-def _is_names(value: Any) -> bool:
-    return value is None or isinstance(value, str) or all(isinstance(name, str) for name in list(value))
 
 
 def _of_peft(given: Mapping[str, Any], node: str) -> dict[str, Any]:
@@ -199,29 +204,6 @@ def _by_pattern(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     # Some linears are parameters in peft, named with ``.weight`` (``peft_files.py``).
     names = (name, name.removesuffix(".weight"))
     return next((v for key, v in patterns.items() if any(re.match(rf"(.*\.)?({key})$", n) for n in names)), default)
-
-
-def _maps_patterns(value: Any, fits: Callable[[Any], bool]) -> bool:
-    try:
-        return all(re.compile(pattern) and fits(each) for pattern, each in value.items())
-    except (re.error, TypeError, AttributeError):
-        return False
-
-
-def _is_a(kind: Any, value: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _are(kind: Any, value: Any) -> bool:
-    return _is_a(kind, value) or isinstance(value, list | tuple) and all(_is_a(kind, each) for each in value)
-
-
-def _is_count(value: Any, least: int = 1) -> bool:
-    return _is_a(int, value) and value >= least
-
-
-def _is_positive(value: Any) -> bool:
-    return _is_a(int | float, value) and value > 0
 
 
 def _names(value: Any) -> str | tuple[str, ...]:

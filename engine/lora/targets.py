@@ -160,7 +160,7 @@ def _is_in_layers(name: str, settings: LoraSettings) -> bool:
     return found is not None and int(found[1]) in settings.layers_to_transform
 
 
-def experts_of(model: nn.Module, plan: Mapping[str, int] | None) -> list[ExpertsInfo]:
+def experts_of(model: nn.Module, plan: Mapping[str, int] | None = None) -> list[ExpertsInfo]:
     """Return the experts of a model that can be dispatched; none of a dense model."""
     try:
         return find_experts(model, plan)

@@ -21,7 +21,6 @@ __all__ = [
     "expert_of",
     "experts_from",
     "is_by_expert",
-    "is_of_expert",
     "shift_expert_index",
 ]
 
@@ -48,11 +47,6 @@ def as_singles(
                 yield f"{module}.experts.{expert}.{part}.weight", values
 
 
-def is_of_expert(name: str) -> bool:
-    """Return whether a checkpoint's tensor belongs to a single expert."""
-    return expert_of(name) is not None
-
-
 def expert_of(name: str) -> int | None:
     """Return the number of the single expert that a checkpoint's tensor belongs to; None if there is none."""
     found = _EXPERT.search(name)
@@ -68,7 +62,7 @@ def is_by_expert(model: Any, name: str, shape: torch.Size) -> bool:
     """Return whether checkpoints of the family store a parameter expert by expert."""
     if len(converted_together(model, name)) > 1:
         return False
-    return all(is_of_expert(part) for part in revert(model, name, torch.empty(shape, device="meta")))
+    return all(expert_of(part) is not None for part in revert(model, name, torch.empty(shape, device="meta")))
 
 
 def experts_from(

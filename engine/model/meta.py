@@ -28,6 +28,7 @@ from ..compat.transformers_names import no_init_weights
 from ..errors import SettingError, listed
 from ..moe.outside.families import prepare
 from ..topology.dtensor import local_tensor
+from ..topology.rank_consistency import gathered
 from .run_config import config_parts, for_run
 
 __all__ = [
@@ -146,10 +147,8 @@ def check_initialized(model: nn.Module, device: torch.device | str = "cpu") -> N
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     if not found:
         return
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, bad)
     holders: dict[str, list[int]] = {}
-    for rank, names in enumerate(everyone):
+    for rank, names in enumerate(gathered(bad)):
         for name in names:
             holders.setdefault(name, []).append(rank)
     holds = [f"{name} on rank {', '.join(map(str, ranks[:4]))}" for name, ranks in holders.items()]

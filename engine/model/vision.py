@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import SettingError
 from .families import IMAGES_UNSUPPORTED
@@ -110,15 +111,15 @@ class VisionTowerSync:
                 embeddings = embeddings + 0.0 * features.mean().to(embeddings.dtype)
         return embeddings
 
-    def _dummy_features(self, kind: str, device: torch.device) -> Iterator[torch.Tensor]:
-        """Yield the features of one black image of one token: everything that the model would add to the text."""
+    def _dummy_features(self, kind: str, device: torch.device) -> list[torch.Tensor]:
+        """Return the features of one black image of one token: everything that the model would add to the text."""
         grid_name, method = _KINDS[kind]
         merge = self._model.config.vision_config.spatial_merge_size
         pixels = torch.zeros(merge * merge, self._widths[kind], device=device)
         grid = torch.tensor([[1, merge, merge]], device=device)
         computed = getattr(self._model, method)(pixels, **{grid_name: grid}, return_dict=True)
-        yield from _tensors(computed.pooler_output)
-        yield from _tensors(getattr(computed, "deepstack_features", None))
+        features = tree_leaves((computed.pooler_output, getattr(computed, "deepstack_features", None)))
+        return [each for each in features if isinstance(each, torch.Tensor)]
 
 
 @contextmanager
@@ -134,14 +135,6 @@ def preserve_forward(model: Any) -> Iterator[None]:
         yield
     finally:
         kind.forward = own
-
-
-def _tensors(found: Any) -> Iterator[torch.Tensor]:
-    if isinstance(found, torch.Tensor):
-        yield found
-    elif found is not None:
-        for each in found:
-            yield from _tensors(each)
 
 
 def _unwrapped(sample: Any) -> Mapping[str, Any] | None:

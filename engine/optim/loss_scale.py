@@ -7,12 +7,14 @@ that step is skipped and the scale halved (Micikevicius et al., Mixed Precision 
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from ..topology.rank_consistency import gathered
 
 __all__ = ["LossOverflowError", "LossScale"]
 
@@ -74,20 +76,16 @@ class LossScale:
         """Record the layers whose outputs are not finite in the next step, to find the first."""
         self._overflowing.clear()
 
-        def note(index: int, output: Any) -> None:
+        def note(index: int, module: nn.Module, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if not torch.isfinite(hidden.detach()).all():
                 self._overflowing.add(index)
 
-        for index, name in enumerate(self._layers):
-            layer = self._module.get_submodule(name)
-            hook = layer.register_forward_hook(lambda module, args, output, index=index: note(index, output))
-            self._hooks.append(hook)
+        layers = map(self._module.get_submodule, self._layers)
+        self._hooks += [layer.register_forward_hook(partial(note, index)) for index, layer in enumerate(layers)]
 
     def _diagnosis(self) -> str:
-        of_ranks: list[set[int]] = [set()] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, self._overflowing)
-        found = set[int]().union(*of_ranks)
+        found = set[int]().union(*gathered(self._overflowing))
         where = "the layers' outputs are finite, and a gradient is not"
         if found:
             where = f"the output of {self._layers[min(found)]} is not finite"

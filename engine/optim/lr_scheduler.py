@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .multi_optimizer import MultiOptimizer
 
-__all__ = ["MultiLRScheduler", "build_multi_lr_scheduler"]
+__all__ = ["MultiLRScheduler"]
 
 
 class MultiLRScheduler(LRScheduler):
@@ -18,11 +18,12 @@ class MultiLRScheduler(LRScheduler):
     the order of ``optimizer.param_groups``.
 
     Args:
-        schedulers: schedulers by the name of their inner optimizer.
+        build: makes the scheduler of an inner optimizer, the same schedule for all.
     """
 
-    def __init__(self, optimizer: MultiOptimizer, schedulers: dict[str, LRScheduler]):
-        self.optimizer, self.schedulers = optimizer, schedulers
+    def __init__(self, optimizer: MultiOptimizer, build: Callable[[Optimizer], LRScheduler]):
+        self.optimizer = optimizer
+        self.schedulers = {name: build(inner) for name, inner in optimizer.optimizers.items()}
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -59,8 +60,3 @@ class MultiLRScheduler(LRScheduler):
             scheduler.load_state_dict(state_dict[name])
             for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
-
-
-def build_multi_lr_scheduler(optimizer: MultiOptimizer, build: Callable[[Optimizer], LRScheduler]) -> MultiLRScheduler:
-    """Build the same schedule for every inner optimizer, by ``build``."""
-    return MultiLRScheduler(optimizer, {name: build(inner) for name, inner in optimizer.optimizers.items()})

@@ -114,7 +114,11 @@ class MultiOptimizer(Optimizer):
         inner = {name: self._inner_state(o, saved_group, state) for name, o in self.optimizers.items()}
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(inner[name])
-            self._restore_dtypes(optimizer, state)
+            # Undo torch's cast of loaded states to the parameter's dtype, which rounds NAdam's ``mu_product``.
+            for param, loaded in optimizer.state.items():
+                for key, value in state.get(self._fqns[param], {}).items():
+                    if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+                        loaded[key] = value.to(loaded[key].device)
 
     def check_groups(self, saved: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         """Check that saved ``param_groups`` have this optimizer's parameters and algorithms; return each one's group.
@@ -180,13 +184,6 @@ class MultiOptimizer(Optimizer):
             groups.append({**group, **loaded, "params": [ids[p] for p in group["params"]]})
         packed = {i: state[self._fqns[p]] for p, i in ids.items() if self._fqns[p] in state}
         return {"state": packed, "param_groups": groups}
-
-    def _restore_dtypes(self, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Undo torch's cast of loaded states to the parameter's dtype, which rounds NAdam's ``mu_product``."""
-        for param, loaded in optimizer.state.items():
-            for key, value in state.get(self._fqns[param], {}).items():
-                if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
-                    loaded[key] = value.to(loaded[key].device)
 
 
 def build_multi_optimizer(

@@ -15,21 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..lora.targets import experts_of
 from ..model.layers import layer_names
-from ..moe.find import UnsupportedModelError, find_experts, is_interleaved
+from ..moe.find import is_interleaved
 from ..topology.dtensor import is_adapter, shard_steps
 from ..topology.index_ranges import IndexRange, ShardStep, shard_ranges
 
-__all__ = [
-    "Block",
-    "Bucket",
-    "Layout",
-    "Piece",
-    "matrix_shard_step",
-    "matrix_groups",
-    "muon_parameters",
-    "build_buckets",
-]
+__all__ = ["Block", "Bucket", "Layout", "build_buckets", "matrix_groups", "matrix_shard_step", "muon_parameters"]
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -67,10 +59,7 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
     * experts of an ``engine.expert_plan``, because their layout isn't known.
     """
     found: dict[str, Layout] = {}
-    try:
-        experts = find_experts(model)
-    except UnsupportedModelError:
-        experts = []
+    experts = experts_of(model)
     for info in experts:
         module: Any = info.module
         out_dim = -1 if module.is_transposed else -2
@@ -132,7 +121,7 @@ def _routers(model: nn.Module, experts: Mapping[str, int]) -> set[nn.Module]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class _Piece:
     """The part of a block that one rank holds: its slices in the rank's shard ``[e, rows, cols]`` and in the block."""
 
     held: tuple[slice, ...]
@@ -155,7 +144,7 @@ class Block:
 
     param: torch.Tensor
     shape: tuple[int, int, int]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[_Piece, ...]
 
     @property
     def numel(self) -> int:
@@ -259,7 +248,7 @@ def _shapes_and_pieces(
     step: ShardStep | None,
     layout: Layout,
     limit: int,
-) -> tuple[tuple[tuple[int, int, int], tuple[Piece, ...]], ...]:
+) -> tuple[tuple[tuple[int, int, int], tuple[_Piece, ...]], ...]:
     """Return shape and pieces of each block of a parameter.
 
     ``step`` is the one of ``steps`` that shards the matrices. ``at`` is this rank's index on each axis.
@@ -298,7 +287,7 @@ def _bounds(held: IndexRange) -> Bounds:
     return ((0, 1), *own) if len(own) == 2 else own
 
 
-def _piece(bounds: Bounds, wanted: Sequence[slice], before: int, out_dim: int) -> Piece:
+def _piece(bounds: Bounds, wanted: Sequence[slice], before: int, out_dim: int) -> _Piece:
     """Return the piece of the (strided) slices ``wanted`` of a parameter that a rank with ``bounds`` holds.
 
     The values within ``bounds`` begin at ``before`` along ``out_dim`` of the rank's shard.
@@ -311,7 +300,7 @@ def _piece(bounds: Bounds, wanted: Sequence[slice], before: int, out_dim: int) -
         held.append(slice(at, at + (last - first) * want.step, want.step) if last > first else slice(0, 0))
         whole.append(slice(first, last))
     shape = tuple(w.stop - w.start for w in whole)
-    return Piece(tuple(held), tuple(whole), shape)
+    return _Piece(tuple(held), tuple(whole), shape)
 
 
 def matrix_shard_step(param: torch.Tensor) -> ShardStep | None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -233,7 +234,7 @@ class _Tape:
         global _tape
         ids, handles = torch.zeros(1, tokens, dtype=torch.long, device="meta"), []
         for name, layer in layers.items():
-            handles.append(layer.register_forward_pre_hook(self._enter_layer(name), with_kwargs=True))
+            handles.append(layer.register_forward_pre_hook(partial(self._enter_layer, name), with_kwargs=True))
             handles.append(layer.register_forward_hook(self._leave_layer))
         for part in parts:
             handles.append(part.register_forward_pre_hook(self._enter_part, with_kwargs=True))
@@ -248,24 +249,21 @@ class _Tape:
             for handle in handles:
                 handle.remove()
 
-    def _enter_layer(self, name: str):
-        def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            inputs = _floating(args, kwargs)
-            hidden = kwargs.get("hidden_states", inputs[0])
-            for tensor in inputs:  # inputs that all layers share are counted once
-                if tensor is not hidden:
-                    self.outside.setdefault(self.key(tensor), tensor.untyped_storage().nbytes())
-            self.layer = self.layers[name] = _Layer(hidden.untyped_storage().nbytes())
-            kind = tuple((type(m), *(p.shape for p in m.parameters(recurse=False))) for m in module.modules())
-            if kind in self.kinds:
-                self.layer.passes = self.kinds[kind]
-                return args, kwargs
-            self.kinds[kind] = self.layer.passes
-            self.input = hidden.detach().requires_grad_(hidden.requires_grad)
-            self.counting.enter_context(self.layer.passes[0])
-            return tree_map(lambda t: self.input if t is hidden else t, (args, kwargs))
-
-        return enter
+    def _enter_layer(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        inputs = _floating(args, kwargs)
+        hidden = kwargs.get("hidden_states", inputs[0])
+        for tensor in inputs:  # inputs that all layers share are counted once
+            if tensor is not hidden:
+                self.outside.setdefault(self.key(tensor), tensor.untyped_storage().nbytes())
+        self.layer = self.layers[name] = _Layer(hidden.untyped_storage().nbytes())
+        kind = tuple((type(m), *(p.shape for p in m.parameters(recurse=False))) for m in module.modules())
+        if kind in self.kinds:
+            self.layer.passes = self.kinds[kind]
+            return args, kwargs
+        self.kinds[kind] = self.layer.passes
+        self.input = hidden.detach().requires_grad_(hidden.requires_grad)
+        self.counting.enter_context(self.layer.passes[0])
+        return tree_map(lambda t: self.input if t is hidden else t, (args, kwargs))
 
     def _leave_layer(self, module: nn.Module, args: tuple, output: Any) -> None:
         assert self.layer is not None

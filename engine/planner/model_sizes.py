@@ -58,8 +58,7 @@ class ModelSizes:
         model = build(master)
         model.tie_weights()  # moving to meta may have undone it
         plan = wrap_plan(model, options)
-        whole = [model.get_parameter(name) for unit in plan for name in unit.unsharded]
-        whole_bytes = sum(param.numel() * param.element_size() for param in whole)
+        whole = sum(model.get_parameter(name).nbytes for unit in plan for name in unit.unsharded)
         stages = stages_of(plan, layer_names(model))
         experts = [unit for stage in stages for unit in stage.units if unit.is_experts]
         matrices = muon_parameters(model)
@@ -86,7 +85,7 @@ class ModelSizes:
             stages=tuple(stages),
             traced=traced,
             master=master,
-            whole=whole_bytes,
+            whole=whole,
             outputs=outputs,
             head_width=width,
             chunked_logits=chunked_logits,

@@ -222,18 +222,16 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
 
 def check_routers(engine: Any, facts: ModelFacts) -> None:
     """Check that router losses and metrics find a router with logits in every layer."""
-    settings = {
-        name: getattr(engine, name) for name in ("router_aux_loss_coef", "router_z_loss_coef", "router_metrics")
-    }
-    for name, value in settings.items():
-        if not value:
-            continue
-        try:
-            layers = facts.model.config.get_text_config().num_hidden_layers
-            check_router_logits(find_experts(facts.model, engine.expert_plan), layers)
-        except UnsupportedModelError as error:
-            rule = f"can't be with {facts.name}: {error}"
-            raise SettingError(f"engine.{name}", value, rule, "leave it out") from None
+    names = ("router_aux_loss_coef", "router_z_loss_coef", "router_metrics")
+    name = next((name for name in names if getattr(engine, name)), None)
+    if name is None:
+        return
+    try:
+        layers = facts.model.config.get_text_config().num_hidden_layers
+        check_router_logits(find_experts(facts.model, engine.expert_plan), layers)
+    except UnsupportedModelError as error:
+        rule = f"can't be with {facts.name}: {error}"
+        raise SettingError(f"engine.{name}", getattr(engine, name), rule, "leave it out") from None
 
 
 def check_images(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:

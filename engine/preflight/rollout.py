@@ -1,7 +1,6 @@
 """Checks that the rollout can serve the model, and that weights, adapters and routes can reach it.
 
-Each check raises ``SettingError`` for the first setting that can't work. ``facts`` is None for a model that is not on
-this machine; then only settings are checked.
+Errors, and ``facts`` that are None, are as in ``features.py``.
 """
 
 import logging
@@ -14,19 +13,14 @@ from typing import Any
 from torch import nn
 
 from ...rollout.layout.specs import Heads, SyncMode, TensorSpec
-from ...rollout.plan.transfer_plan import (
-    ROUND_BUFFERS,
-    RoundTooSmallError,
-    Targets,
-    make_transfer_plan,
-    round_bytes,
-)
+from ...rollout.plan.transfer_plan import ROUND_BUFFERS, RoundTooSmallError, Targets, make_transfer_plan, round_bytes
 from ...rollout.sent_tensors import slices_of_workers, tensor_specs, with_scales
 from ...rollout.servers import BACKEND, SERVERS, choose_mode, server_of
 from ..config.settings import sharding_options
 from ..config.values import ACTOR_MODEL, CHECKPOINT_BACKEND, DTYPES
 from ..errors import SettingError
-from ..fsdp.wrap_plan import compute_dtypes, cuts_before_sharding
+from ..fsdp.options import ShardingOptions
+from ..fsdp.wrap_plan import compute_dtypes, wrap_plan
 from ..lora.adapters import lora_of
 from ..lora.rollout_names import has_form
 from ..lora.settings import LoraSettings
@@ -180,8 +174,9 @@ def tensors_before_sharding(
     Raises:
         UnsupportedModelError, SettingError: as ``parallelize``.
     """
-    cuts = cuts_before_sharding(model, topology, expert_shard_dim, expert_plan)
-    return tensor_specs(model, itemsize, cuts)
+    plan = wrap_plan(model, ShardingOptions(expert_plan=expert_plan))
+    cuts = {name: unit.cuts(name, topology, expert_shard_dim) for unit in plan for name in unit.shapes}
+    return tensor_specs(model, itemsize, {name: cuts.get(name, ()) for name, _ in model.named_parameters()})
 
 
 def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFacts | None, device: str) -> None:

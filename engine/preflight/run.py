@@ -23,23 +23,7 @@ from ..moe.gemm.backends import choose_backend
 from ..moe.overlap import check_overlap
 from ..optim.settings import check_optimizer
 from ..topology.mesh import Topology
-from .features import (
-    check_activation_offload,
-    check_attention,
-    check_batch_invariant,
-    check_casts,
-    check_dispatcher,
-    check_fused_kernels,
-    check_images,
-    check_lora,
-    check_packing,
-    check_replay,
-    check_rounding_alone,
-    check_routers,
-    check_sequence_parallel,
-    check_tower,
-    with_value_head,
-)
+from . import features
 from .model import ModelFacts, check_alone, check_expert_shards, inspect_model, without_experts
 from .resume import check_checkpoint, check_resume
 from .rollout import (
@@ -99,12 +83,12 @@ def check_run(
         check_resume(resume, "critic", resume.get("critic_contents") or (), "critic.model")
     if facts is not None and facts.is_dense:
         check_alone(engine, facts, ACTOR_MODEL, critic)
-    check_replay(engine, model, facts)
+    features.check_replay(engine, model, facts)
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
     check_adapters_alone(model, rollout, facts, device)
     check_distillation(engine, model, rollout)
-    check_images(engine, rollout, facts)
+    features.check_images(engine, rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name"):
         check_sync(engine, n_gpus, rollout, facts, device, colocated=colocated)
@@ -137,29 +121,29 @@ def check_training(
         SettingError: for the first setting that can't work.
     """
     check_model_settings(model, setting)
-    check_activation_offload(engine, model, setting)
+    features.check_activation_offload(engine, model, setting)
     check_checkpoint(checkpoint or {}, setting)
     facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules, built)
-    facts = with_value_head(model, facts, setting)
+    facts = features.with_value_head(model, facts, setting)
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
     topology = Topology.arrange(world, engine.ep_size, engine.fsdp_size, engine.etp_size)
-    check_batch_invariant(engine, model, device, setting)
+    features.check_batch_invariant(engine, model, device, setting)
     choose_backend(engine.experts_backend, device, param_dtype(engine), engine.batch_invariant)
-    check_casts(engine, topology)
+    features.check_casts(engine, topology)
     if facts is not None:
         check_expert_shards(engine, topology, facts, optim, setting)
-        check_routers(engine, facts)
+        features.check_routers(engine, facts)
         experts = find_experts(facts.model, engine.expert_plan)
         check_overlap(engine.dispatch_chunks, engine.overlap_shared_experts, engine.dispatcher, facts.model, experts)
-        check_dispatcher(engine, facts, device)
-        check_tower(engine, facts)
-    check_attention(model, facts, device=device, setting=setting)
-    check_fused_kernels(model, facts, device=device, setting=setting)
-    check_lora(engine, topology, model, facts, optim, setting)
-    check_rounding_alone(engine, topology, model, facts, setting)
-    check_sequence_parallel(engine.ulysses_sequence_parallel_size, world, model, facts, setting=setting)
-    check_packing(model, facts, setting)
+        features.check_dispatcher(engine, facts, device)
+        features.check_tower(engine, facts)
+    features.check_attention(model, facts, device=device, setting=setting)
+    features.check_fused_kernels(model, facts, device=device, setting=setting)
+    features.check_lora(engine, topology, model, facts, optim, setting)
+    features.check_rounding_alone(engine, topology, model, facts, setting)
+    features.check_sequence_parallel(engine.ulysses_sequence_parallel_size, world, model, facts, setting=setting)
+    features.check_packing(model, facts, setting)
     if optim is not None:
         check_optimizer(optim, OPTIMIZERS.get(setting, "optim"), device)
     return facts

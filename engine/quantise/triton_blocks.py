@@ -25,11 +25,13 @@ def _largest(values):
 
 
 @triton.jit
-def _corner(matrices, top, left, stride, row_stride, column_stride, BLOCK: tl.constexpr):
-    """Return the pointer to this program's block; it lies before the shard if the shard begins inside the block."""
+def _pointers(matrices, top, left, stride, row_stride, column_stride, BLOCK: tl.constexpr):
+    """Return pointers to this program's block; some lie before the shard if the shard begins inside the block."""
     row, column = tl.program_id(1) * BLOCK - top, tl.program_id(0) * BLOCK - left
     start = tl.program_id(2).to(tl.int64) * stride
-    return matrices + start + row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    corner = matrices + start + row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    along = tl.arange(0, BLOCK)
+    return corner + (along[:, None] * row_stride + along[None, :] * column_stride)
 
 
 @triton.jit
@@ -40,16 +42,9 @@ def _is_inside(rows, columns, top, left, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _offsets(row_stride, column_stride, BLOCK: tl.constexpr):
-    along = tl.arange(0, BLOCK)
-    return along[:, None] * row_stride + along[None, :] * column_stride
-
-
-@triton.jit
 def _load(values, rows, columns, top, left, stride, row_stride, column_stride, BLOCK: tl.constexpr):
-    at = _corner(values, top, left, stride, row_stride, column_stride, BLOCK)
-    inside = _is_inside(rows, columns, top, left, BLOCK)
-    found = tl.load(at + _offsets(row_stride, column_stride, BLOCK), mask=inside, other=0.0)
+    at = _pointers(values, top, left, stride, row_stride, column_stride, BLOCK)
+    found = tl.load(at, mask=_is_inside(rows, columns, top, left, BLOCK), other=0.0)
     return found.to(tl.bfloat16).to(tl.float32)
 
 
@@ -84,7 +79,7 @@ def quantise_blocks(
 ):
     block = _load(values, rows, columns, top, left, stride, row_stride, column_stride, BLOCK)
     scaled = block * tl.load(inverse + _number())
-    at = _corner(out, top, left, out_stride, out_row_stride, 1, BLOCK) + _offsets(out_row_stride, 1, BLOCK)
+    at = _pointers(out, top, left, out_stride, out_row_stride, 1, BLOCK)
     tl.store(at, scaled.to(out.dtype.element_ty), mask=_is_inside(rows, columns, top, left, BLOCK))
 
 
@@ -101,16 +96,16 @@ def round_blocks(
     BLOCK: tl.constexpr,
 ):
     block = _load(values, rows, columns, 0, 0, stride, row_stride, column_stride, BLOCK)
-    # torch on a GPU divides by a scalar as a product with its inverse, so this matches ``blocks.scales_of`` in bits.
+    # torch on a GPU divides by a scalar as a product with its inverse, so this matches ``Blocks.scales`` in bits.
     # ``/`` is approximate in Triton; div_rn rounds to nearest.
     scale = tl.maximum(_largest(block), LEAST) * INVERSE
     rounded = (block * tl.div_rn(1.0, scale)).to(tl.float8e4nv).to(tl.float32) * scale
-    at = _corner(values, 0, 0, stride, row_stride, column_stride, BLOCK) + _offsets(row_stride, column_stride, BLOCK)
+    at = _pointers(values, 0, 0, stride, row_stride, column_stride, BLOCK)
     tl.store(at, rounded.to(values.dtype.element_ty), mask=_is_inside(rows, columns, 0, 0, BLOCK))
 
 
 def block_maxima(values: torch.Tensor, first: Sequence[int], block: int) -> torch.Tensor:
-    """See ``blocks.block_maxima``."""
+    """See ``Blocks.maxima``; ``first`` is the index of the first row and column in the weight."""
     matrices, top, left = _matrices(values), *(i % block for i in first)
     grid = _grid(matrices, top, left, block)
     found = torch.empty(*grid[::-1], dtype=torch.float32, device=values.device)
@@ -120,7 +115,7 @@ def block_maxima(values: torch.Tensor, first: Sequence[int], block: int) -> torc
 
 
 def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], block: int, into: torch.Tensor) -> None:
-    """See ``blocks.quantise``; the rows of ``into`` must be contiguous."""
+    """See ``Blocks.quantise``; the rows of ``into`` must be contiguous."""
     matrices, out, top, left = _matrices(values), _matrices(into), *(i % block for i in first)
     assert out.stride(2) == 1, "rows of FP8 values are contiguous"
     grid, shape = _grid(matrices, top, left, block), matrices.shape[1:]
@@ -130,7 +125,7 @@ def quantise(values: torch.Tensor, scales: torch.Tensor, first: Sequence[int], b
 
 
 def round_in_place(values: torch.Tensor, block: int) -> None:
-    """See ``blocks.round_in_place``."""
+    """See ``Blocks.round_in_place``."""
     matrices = _matrices(values)
     grid = _grid(matrices, 0, 0, block)
     sizes = *matrices.shape[1:], *matrices.stride()

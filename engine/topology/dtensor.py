@@ -16,7 +16,6 @@ __all__ = [
     "is_expert_parameter",
     "is_first_holder",
     "local_pieces",
-    "local_range",
     "local_ranges",
     "local_tensor",
     "persistent_buffers",
@@ -47,12 +46,6 @@ def shard_steps(param: torch.Tensor) -> tuple[ShardStep, ...]:
         found.insert(0, (comes_later, step))
         made[placement.dim] = inside * mesh.size(axis)
     return tuple(step for _, step in sorted(found, key=lambda entry: entry[0]))
-
-
-def local_range(param: torch.Tensor, at: Mapping[str, int] | None = None) -> IndexRange:
-    """Return the only one of ``local_ranges``; raise a ``ValueError`` if there are several."""
-    (held,) = local_ranges(param, at)
-    return held
 
 
 def local_ranges(param: torch.Tensor, at: Mapping[str, int] | None = None) -> tuple[IndexRange, ...]:

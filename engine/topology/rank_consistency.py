@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import first_of
 
-__all__ = ["RankMismatchError", "raise_on_all_ranks", "check_agreement", "model_facts", "without_paths"]
+__all__ = ["RankMismatchError", "check_agreement", "gathered", "model_facts", "raise_on_all_ranks", "without_paths"]
 
 _SHOWN = 120  # characters of a value
 
@@ -49,8 +49,7 @@ def check_agreement(
         if failure is not None:
             raise failure
         return
-    everyone: list[Any] = [None] * len(received)
-    dist.all_gather_object(everyone, (failed, mine), group=group)
+    everyone = gathered((failed, mine), group)
     failures: dict[str, list[int]] = {}
     for rank, (text, _) in enumerate(everyone):
         if text:
@@ -74,6 +73,13 @@ def raise_on_all_ranks(device: torch.device | str = "cpu", group: dist.ProcessGr
     except Exception as error:
         failure = error
     check_agreement({}, group, device, failure)
+
+
+def gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the objects of all ranks of ``group``, in the order of the ranks; collective."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group)
+    return everyone
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:

@@ -19,11 +19,11 @@ from rich.console import Console
 from torch import nn
 
 from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_dir, copy_files, verify_files
-from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL, Base, write_hf_weights
+from ...engine.checkpoint.export_hf import FILE_BYTES, Base, write_hf_weights
 from ...engine.checkpoint.load import tensor_reader
 from ...engine.checkpoint.safetensors_reader import open_checkpoint
-from ...engine.checkpoint.state import BASE, HF, SHARDS
-from ...engine.checkpoint.stored_shards import read_facts, stored_tensors
+from ...engine.checkpoint.state import BASE
+from ...engine.checkpoint.stored_shards import HF, MODEL, SHARDS, read_facts, stored_tensors
 from ...engine.lora.frozen_base import checksum
 from ...engine.lora.peft_files import ADAPTER
 from ...engine.lora.settings import LoraSettings

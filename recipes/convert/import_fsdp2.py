@@ -29,10 +29,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from tqdm import tqdm
 
-from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_checkpoint_dir, copy_files
-from ...engine.checkpoint.export_hf import FILE_BYTES, MODEL
+from ...engine.checkpoint.atomic_folder import CheckpointError, atomic_dir, copy_files
+from ...engine.checkpoint.export_hf import FILE_BYTES
 from ...engine.checkpoint.safetensors_writer import Entry, write_safetensors
-from ...engine.checkpoint.state import HF, OPTIMIZER, RNG, SHARDS, STATE, plain_value
+from ...engine.checkpoint.state import RNG, plain_value
+from ...engine.checkpoint.stored_shards import HF, MODEL, OPTIMIZER, SHARDS, STATE
 from ...engine.compat.transformers_names import own_name
 from ...engine.errors import listed
 from ...engine.model.meta import model_of_checkpoint
@@ -117,7 +118,7 @@ def import_fsdp2(
     schedule = _entry(files["extra_state"][0], extras[0], "lr_scheduler") if extras else None
     schedules = None if schedule is None else dict.fromkeys(_parts(model), schedule)
     facts = {"step": step, "lr_scheduler": schedules, "param_groups": groups}
-    with atomic_checkpoint_dir(out) as partial:
+    with atomic_dir(out, manifest=True) as partial:
         for folder in (SHARDS, RNG):
             (partial / folder).mkdir()
         entries = [Entry(name, stored.shape, stored.dtype) for name, stored in tensors.items()]

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from transformers import PreTrainedTokenizerFast as Fast
 from verl.workers.config import HFModelConfig
 
-from epfsdp2.engine.checkpoint.state import HF
+from epfsdp2.engine.checkpoint.stored_shards import HF
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.integration.checkpoints import WritesCheckpoints
 from epfsdp2.recipes.convert.export import export

@@ -3,8 +3,8 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.recipes.convert import export
+from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.published import stored_values
 from tests.support.models.tiny import save_qwen3_moe
@@ -20,7 +20,7 @@ def _saves(folder, out):
             param.mul_(1.5)
 
     describe = AutoConfig.from_pretrained(folder).save_pretrained
-    checkpoint.save_checkpoint(out, model, None, None, {"model"}, 1, describe)
+    save_checkpoint(out, model, None, None, {"model"}, 1, describe)
 
 
 def _save_both(folder, saved):

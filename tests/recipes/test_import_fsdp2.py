@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForTokenClassification
 
 from epfsdp2.engine.checkpoint import state as checkpoint
-from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
+from epfsdp2.engine.optim.lr_scheduler import MultiLRScheduler
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.recipes.convert import import_fsdp2
 from tests.parity import families
@@ -109,7 +109,7 @@ def _resumes(folder, saved, facts):
         for param in model.parameters():
             param.zero_()
     optimizer = build_multi_optimizer(model, lambda params: _adamw(params, lr=1.0))
-    schedule = build_multi_lr_scheduler(optimizer, _schedule)
+    schedule = MultiLRScheduler(optimizer, _schedule)
     checkpoint.load_checkpoint(saved, model, optimizer, schedule, {"model", "optimizer", "extra"})
     verls = torch.load(facts)
     parameters = _whole(_under_plain_names(model, model.named_parameters()))

@@ -9,7 +9,7 @@ from verl.workers.engine.spec import derive_dtensor_placement
 from verl.workers.engine.utils import _hf_entry_identity, hf_delta_export, prime_delta_snapshots
 
 from epfsdp2.engine.integration.delta_shards import ExpertsSpec, ShardExport, experts_entry
-from epfsdp2.engine.topology.dtensor import local_range, local_tensor
+from epfsdp2.engine.topology.dtensor import local_ranges, local_tensor
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.published import stored_values
 from tests.support.models.tiny import save_glm4_moe, save_qwen3_moe
@@ -92,7 +92,7 @@ def _deltas(folder):
                 for param in model.parameters():
                     # All ranks draw the same whole tensor and apply their shards, so that replicas stay equal.
                     changed = torch.rand(param.shape, generator=generator) < (0.05 if step else 0.5)
-                    local_tensor(param).add_(changed.float()[local_range(param).slices])
+                    local_tensor(param).add_(changed.float()[local_ranges(param)[0].slices])
             wanted = _assembled(export)
             counted, pieces = torch.zeros(1), []
 

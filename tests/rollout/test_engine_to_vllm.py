@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from epfsdp2.engine.checkpoint.state import HF
+from epfsdp2.engine.checkpoint.stored_shards import HF
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import reference_model, token_loss
 from tests.support.ranks import run_ranks
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.e2e
 
 def _train_and_sync(folder: str, syncs: dict[str, str], handles: list[str], etp: int) -> None:
     """Take an optimizer step before each sync, and export each state: the folder and the mode of each sync."""
-    from epfsdp2.engine.checkpoint import state as checkpoint
     from epfsdp2.engine.model.layers import layer_names
     from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
     from epfsdp2.rollout.layout.specs import Rollout
     from epfsdp2.rollout.sync import RolloutSync, SyncSettings
+    from tests.support.engine.checkpoints import save_checkpoint
 
     model, meshes = sharded_model(Path(folder), 2, ep=2 // etp, etp=etp)
     optimizer = build_multi_optimizer(model, lambda params: torch.optim.AdamW(params, lr=0.05))
@@ -34,7 +34,7 @@ def _train_and_sync(folder: str, syncs: dict[str, str], handles: list[str], etp:
         token_loss(model, ids).backward()
         optimizer.step()
         describe = AutoConfig.from_pretrained(folder).save_pretrained
-        checkpoint.save_checkpoint(Path(export).parent, model, None, None, {"hf_model"}, i, describe)
+        save_checkpoint(Path(export).parent, model, None, None, {"hf_model"}, i, describe)
         send(sync.weights().for_worker(mode, Rollout(2)).tensors(), handles)
 
 

@@ -15,6 +15,7 @@ from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from epfsdp2.recipes.convert.export import export
+from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.engine.memory import MODEL, peak_of
 from tests.support.engine.sharded import sharded_model
 from tests.support.ranks import each_case, run_ranks
@@ -60,7 +61,7 @@ def test_load_on_every_mesh_allocates_at_most_a_shard_and_a_layer(saved):
 
 def _save(folder, out):
     model, _ = sharded_model(folder, dist.get_world_size(), 2)
-    checkpoint.save_checkpoint(out, model, None, None, {"model"}, 1, AutoConfig.from_pretrained(folder).save_pretrained)
+    save_checkpoint(out, model, None, None, {"model"}, 1, AutoConfig.from_pretrained(folder).save_pretrained)
 
 
 def test_export_allocates_at_most_a_layer(saved, tmp_path):

@@ -20,7 +20,7 @@ from epfsdp2.engine.checkpoint.saves import remove_old
 from epfsdp2.engine.checkpoint.stored_shards import first_held, read_shards, stored_tensors, write_shards
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
-from tests.support.engine.checkpoints import ALL, build_trainer, raise_full_disk, train_step
+from tests.support.engine.checkpoints import ALL, build_trainer, raise_full_disk, save_checkpoint, train_step
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.published import stored_values
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe
@@ -34,7 +34,7 @@ def _other_algorithms_are_refused(folder, out):
     for saves in (False, True):
         trainer = build_trainer(folder, 2, muon=saves)
         train_step(trainer, ids)
-        checkpoint.save_checkpoint(out, trainer[0], trainer[2], trainer[3], ALL, step=1)
+        save_checkpoint(out, trainer[0], trainer[2], trainer[3], ALL, step=1)
         model, _, optimizer, schedule = build_trainer(folder, 2, muon=not saves)
         before = {name: param.to_local().clone() for name, param in model.named_parameters()}
         was, now = ("Muon", "AdamW") if saves else ("AdamW", "Muon")
@@ -53,7 +53,7 @@ def _other_algorithms_are_refused(folder, out):
 
 def _weights_alone_hold_no_optimizer(folder, out):
     model, _, optimizer, schedule = build_trainer(folder, 1)
-    checkpoint.save_checkpoint(out, model, optimizer, schedule, {"model", "extra"}, step=1)
+    save_checkpoint(out, model, optimizer, schedule, {"model", "extra"}, step=1)
     with pytest.raises(SettingError, match=r"holds no optimizer state. What works: .*load_contents=\[model,extra\]"):
         checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
     checkpoint.load_checkpoint(out, model, optimizer, schedule, {"model", "extra"})
@@ -62,8 +62,8 @@ def _weights_alone_hold_no_optimizer(folder, out):
 def _loads_without(folder, out):
     model, _, optimizer, schedule = build_trainer(folder, 2)
     before = {name: param.to_local().clone() for name, param in model.named_parameters()}
-    checkpoint.save_checkpoint(out / "whole", model, optimizer, schedule, ALL, step=1)
-    checkpoint.save_checkpoint(out / "weights", model, optimizer, schedule, {"hf_model"}, step=1)
+    save_checkpoint(out / "whole", model, optimizer, schedule, ALL, step=1)
+    save_checkpoint(out / "weights", model, optimizer, schedule, {"hf_model"}, step=1)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -87,7 +87,7 @@ def _unstepped_parameters(folder, out):
     for fqn, param in model.named_parameters():
         param.grad = None if fqn == name else torch.ones_like(param)
     optimizer.step()
-    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+    save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
     other, _, fresh, schedule = build_trainer(folder, 1, muon=True)
     checkpoint.load_checkpoint(out, other, fresh, schedule, ALL)
     state = fresh.state_dict()["state"]
@@ -102,7 +102,7 @@ def _export(folder, out, file_bytes, contents):
         mock.patch.object(checkpoint, "write_hf_weights", partial(export_hf.write_hf_weights, file_bytes=file_bytes)),
         mock.patch.object(export_hf, "SafetensorsFile", wraps=export_hf.SafetensorsFile) as opened,
     ):
-        checkpoint.save_checkpoint(out, model, None, None, contents, 1, describe)
+        save_checkpoint(out, model, None, None, contents, 1, describe)
     files = [call.args[0] for call in opened.call_args_list]
     assert len(set(files)) == len(files) <= dist.get_world_size()  # each once, whatever the number of tensors
 
@@ -138,7 +138,7 @@ def _no_checkpoint(folder):
 def _damaged(folder, out):
     model, _, optimizer, schedule = trainer = build_trainer(folder, 2)
     train_step(trainer, torch.randint(0, VOCAB, (8, 11), generator=torch.Generator().manual_seed(2)))
-    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+    save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
     assert {path.suffix for path in out.rglob("*") if path.is_file()} == {".safetensors", ".json"}  # no pickle
     before = {name: param.to_local().clone() for name, param in model.named_parameters()}
 
@@ -172,7 +172,7 @@ def _damaged(folder, out):
 
 def _without_permission(folder, out, read_only):
     model, _, optimizer, schedule = build_trainer(folder, 2)
-    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+    save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
     shard = next((out / "dist_ckpt").glob("*00002*.safetensors"))
     obey_permissions()
 
@@ -184,7 +184,7 @@ def _without_permission(folder, out, read_only):
         dist.barrier()
         with pytest.raises((CheckpointError, PermissionError, RankMismatchError), match=words):
             if save_to is not None:
-                checkpoint.save_checkpoint(save_to, model, optimizer, schedule, ALL, step=2)
+                save_checkpoint(save_to, model, optimizer, schedule, ALL, step=2)
             else:
                 checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
         dist.barrier()
@@ -201,7 +201,7 @@ def _without_permission(folder, out, read_only):
 
 def _of_another_model(folder, other, out):
     model, _, _, schedule = build_trainer(folder, 2)
-    checkpoint.save_checkpoint(out, model, None, schedule, {"model"}, step=1)
+    save_checkpoint(out, model, None, schedule, {"model"}, step=1)
     different, *_ = build_trainer(other, 2)
     with pytest.raises(CheckpointError, match=r"another model: .*weight \(in .*safetensors\) is \(.*the model's is"):
         checkpoint.load_checkpoint(out, different, None, None, {"model"})
@@ -209,11 +209,11 @@ def _of_another_model(folder, other, out):
 
 def _fails_on_one_rank(folder, out):
     model, _, optimizer, schedule = build_trainer(folder, 2)
-    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+    save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
     save = raise_full_disk if dist.get_rank() == 1 else checkpoint.save_file
     failure = pytest.raises((OSError, RankMismatchError), match="No space left on device")
     with mock.patch.object(checkpoint, "save_file", save), failure:
-        checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=2)
+        save_checkpoint(out, model, optimizer, schedule, ALL, step=2)
     assert not partial_dir(out).exists() or dist.get_rank() != 0
     checkpoint.load_checkpoint(out, model, optimizer, schedule, ALL)
     assert json.loads((out / "trainer_state.json").read_text())["step"] == 1
@@ -265,7 +265,7 @@ def test_checkpoint_that_is_damaged_or_of_another_run_is_refused_by_name_before_
 def _saves_random_state(folder, out):
     model, _, optimizer, schedule = build_trainer(folder, 1)
     torch.manual_seed(100 + dist.get_rank())
-    checkpoint.save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
+    save_checkpoint(out, model, optimizer, schedule, ALL, step=1)
 
 
 def _resumes_with_more_ranks(folder, out):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.rank_consistency import RankMismatchError
+from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -38,14 +39,14 @@ def _trainer(folder):
 
 
 def _saves(folder, out):
-    checkpoint.save_checkpoint(out, *_trainer(folder), None, ALL, 1)
+    save_checkpoint(out, *_trainer(folder), None, ALL, 1)
 
 
 def _does_not_fit(folder, disk):
     model, optimizer = _trainer(folder)
-    checkpoint.save_checkpoint(disk / "global_step_1", model, optimizer, None, ALL, 1)
+    save_checkpoint(disk / "global_step_1", model, optimizer, None, ALL, 1)
     with pytest.raises((OSError, RankMismatchError), match="No space left on device"):
-        checkpoint.save_checkpoint(disk / "global_step_2", model, optimizer, None, ALL, 2)
+        save_checkpoint(disk / "global_step_2", model, optimizer, None, ALL, 2)
     dist.barrier()
     assert [path.name for path in disk.iterdir()] == ["global_step_1"]
     checkpoint.load_checkpoint(disk / "global_step_1", model, optimizer, None, ALL)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from epfsdp2.engine.checkpoint import state as checkpoint
-from tests.support.engine.checkpoints import ALL, build_trainer
+from tests.support.engine.checkpoints import ALL, build_trainer, save_checkpoint
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 
@@ -28,7 +28,7 @@ def _save_until_killed(folder, out, moment):
         dist.barrier()
         (out / f"begun_{dist.get_rank()}").write_text(str(step))
         began = time.monotonic()
-        checkpoint.save_checkpoint(out / f"global_step_{step}", model, optimizer, schedule, ALL, step)
+        save_checkpoint(out / f"global_step_{step}", model, optimizer, schedule, ALL, step)
         if step == 2 and dist.get_rank() == 1:  # the first is slower
             later = moment * (time.monotonic() - began)
             threading.Timer(later, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -18,6 +18,7 @@ from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors, local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity import families
+from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.models.tiny import VOCAB
 from tests.support.ranks import run_ranks
 
@@ -58,7 +59,7 @@ def _resume_all(names: list[str], folder: Path) -> None:
             trainer.step(0)
             at_start = trainer.tensors()
             saved = folder / f"{name}_saved"
-            checkpoint.save_checkpoint(saved, trainer.model, trainer.optimizer, None, CONTENTS, step=1)
+            save_checkpoint(saved, trainer.model, trainer.optimizer, None, CONTENTS, step=1)
             trainer.step(1)
             wanted, resumed = trainer.tensors(), _Trainer(name, folder / name, meshes)
             checkpoint.load_checkpoint(saved, resumed.model, resumed.optimizer, None, CONTENTS)

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.optim.clip import clip_grad_norm_
-from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
+from epfsdp2.engine.optim.lr_scheduler import MultiLRScheduler
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors, local_pieces
 from epfsdp2.engine.topology.mesh import Topology, build_meshes, divisors
+from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.engine.sharded import sharded_model, whole_tensor
 from tests.support.models.tiny import VOCAB, save_qwen3_moe, token_loss
 from tests.support.ranks import each_case, run_ranks
@@ -86,7 +87,7 @@ class _Trainer:
             self.model, self.meshes = sharded_model(folder, topology, expert_shard_dim=mesh.dim)
         matrices = (lambda groups: Muon(groups, lr=1e-3, weight_decay=0.01)) if optimizer == "muon" else None
         self.optimizer = build_multi_optimizer(self.model, _adamw, matrices)
-        self.schedule = build_multi_lr_scheduler(
+        self.schedule = MultiLRScheduler(
             self.optimizer, lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (step + 1))
         )
 
@@ -142,7 +143,7 @@ def _train_and_save(folder: Path, out: Path, sources: Sequence[tuple[str, Mesh]]
         trainer = _Trainer(folder, source, optimizer)
         trainer.train(range(BEFORE))
         state = (trainer.model, trainer.optimizer, trainer.schedule)
-        checkpoint.save_checkpoint(at, *state, CONTENTS, step=BEFORE)
+        save_checkpoint(at, *state, CONTENTS, step=BEFORE)
         trainer.write(at / "saved.safetensors")
         (at / "rates.json").write_text(json.dumps(trainer.rates()))
         trainer.train(range(BEFORE, BEFORE + AFTER))

@@ -27,6 +27,7 @@ from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors, is_expert_parameter
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity.families import ALL, DENSE, AsAuto
+from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.ranks import run_ranks
 
 # In the name of a checkpoint's tensor (the latter is Granite's). Shared experts have other names.
@@ -121,7 +122,7 @@ def _round_trip(trips: list[Trip], folder: Path) -> None:
         report = {}
         try:
             model = _loaded(trip, folder / trip.name / trip.loaded, meshes, report)
-            checkpoint.save_checkpoint(folder / trip.name / "saved", model, None, None, {"hf_model"}, step=1)
+            save_checkpoint(folder / trip.name / "saved", model, None, None, {"hf_model"}, step=1)
         except Exception as error:  # equal on all ranks, and the other families can go on
             report["failure"] = f"{type(error).__name__}: {error}"
         (folder / trip.name / f"{dist.get_rank()}.json").write_text(json.dumps(report))

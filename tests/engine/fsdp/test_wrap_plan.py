@@ -9,10 +9,11 @@ from epfsdp2.engine.compat.fsdp_groups import parameter_groups
 from epfsdp2.engine.fsdp import single_rank
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.unit import stages_of
-from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes, cuts_before_sharding, wrap_plan
+from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes, wrap_plan
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.parallelize import parallelize
+from epfsdp2.engine.preflight.rollout import tensors_before_sharding
 from epfsdp2.engine.topology.dtensor import shard_steps
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.parity.families import ALL
@@ -131,7 +132,8 @@ def test_wrap_plan_of_a_class_that_keeps_its_router_in_float32_leaves_a_frozen_c
     kept = [unit for unit in plan if unit.kind == "float32"]
     assert kept and all(not unit.casts_inputs and unit.casts_outputs and unit.param_dtype == FULL for unit in kept)
     # A weight sync reads dtypes and shard steps off the plan.
-    dtypes, cuts = compute_dtypes(model, options), cuts_before_sharding(model, Topology.arrange(4, 2))
+    dtypes, tensors = compute_dtypes(model, options), tensors_before_sharding(model, Topology.arrange(4, 2))
+    cuts = {tensor.name: tensor.cuts for tensor in tensors if tensor.name in dtypes}
     assert list(dtypes) == list(cuts) == [name for name, _ in model.named_parameters()]
     assert {name for name, dtype in dtypes.items() if dtype == FULL} == {
         *biases,

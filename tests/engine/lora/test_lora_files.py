@@ -6,12 +6,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from epfsdp2.engine.checkpoint.atomic_folder import CheckpointError
-from epfsdp2.engine.checkpoint.export_hf import MODEL
-from epfsdp2.engine.checkpoint.state import HF, SHARDS, load_checkpoint, save_checkpoint
+from epfsdp2.engine.checkpoint.state import load_checkpoint
+from epfsdp2.engine.checkpoint.stored_shards import HF, MODEL, SHARDS
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import is_adapter
 from epfsdp2.recipes.convert.export import export
+from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.engine.lora import adapted_weights, adapters_of, sharded_with_adapters
 from tests.support.engine.sharded import whole_parameters, whole_tensor, whole_tensors
 from tests.support.models.tiny import reference_model, save_qwen3_moe, token_batch, token_loss

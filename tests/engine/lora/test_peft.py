@@ -8,13 +8,13 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from epfsdp2.engine.checkpoint.state import save_checkpoint
 from epfsdp2.engine.lora.adapters import Lora, lora_of
 from epfsdp2.engine.lora.peft_files import ADAPTER, as_peft, peft_names, read_adapter
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import is_adapter
+from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.engine.lora import adapters_of, lora_settings, stirred
 from tests.support.engine.sharded import full_tensors, sharded_model, whole_tensors
 from tests.support.models.tiny import VOCAB, adam, reference_model, relative_error, save_qwen3_moe, token_batch

@@ -107,7 +107,7 @@ def test_for_vllm_before_0_27_uses_checkpoint_names_for_all_families(monkeypatch
     monkeypatch.setattr(names, "_takes_stacks", lambda: False)
     old = {name for name, _ in names.for_vllm(model, sent(model, torch.float32))}
     assert old == {name for name, _ in hf_names.as_checkpoint(model, sent(model, torch.float32))}
-    assert any(hf_names.is_of_expert(name) for name in old)
+    assert any(hf_names.expert_of(name) is not None for name in old)
 
 
 @pytest.mark.parametrize("takes_stacks", [True, False])

@@ -14,6 +14,7 @@ from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.optim import settings
 from epfsdp2.engine.optim.multi_optimizer import MultiOptimizer, optimizer_from_config
 from epfsdp2.engine.topology.dtensor import local_pieces
+from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.engine.sharded import sharded_model, whole_parameters
 from tests.support.models.tiny import reference_model, save_qwen3_moe
 from tests.support.ranks import each_case, run_ranks
@@ -84,7 +85,7 @@ def _works(name, overrides, dtype, folder, out):
         torch.testing.assert_close(whole_parameters(model), dict(plain.named_parameters()), rtol=1e-5, atol=1e-7)
     if "foreach" in overrides:
         return
-    checkpoint.save_checkpoint(out, model, optimizer, None, SAVED, step=2)
+    save_checkpoint(out, model, optimizer, None, SAVED, step=2)
     _step(model, optimizer, 2)
     wanted = whole_parameters(model)
     for ep in (2, 1) if dtype == torch.float32 else (2,):

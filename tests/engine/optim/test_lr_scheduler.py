@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from epfsdp2.engine.optim.lr_scheduler import build_multi_lr_scheduler
+from epfsdp2.engine.optim.lr_scheduler import MultiLRScheduler
 from epfsdp2.engine.optim.multi_optimizer import MultiOptimizer
 
 
@@ -30,7 +30,7 @@ def _warming_up(optimizer):
 
 def test_lr_scheduler_of_two_optimizers_has_the_rates_of_their_groups_in_order():
     optimizer = _optimizer()
-    schedule = build_multi_lr_scheduler(optimizer, _halving)
+    schedule = MultiLRScheduler(optimizer, _halving)
     assert isinstance(schedule, LRScheduler) and schedule.optimizer is optimizer
     for step in range(3):
         rates = [0.1 * 0.5**step, 0.5 * 0.5**step, 0.5**step]
@@ -43,14 +43,14 @@ def test_lr_scheduler_of_two_optimizers_has_the_rates_of_their_groups_in_order()
 
 def test_lr_scheduler_state_is_plain_json_and_continues_with_its_rates():
     optimizer = _optimizer()
-    schedule = build_multi_lr_scheduler(optimizer, _warming_up)
+    schedule = MultiLRScheduler(optimizer, _warming_up)
     for _ in range(3):
         optimizer.step()
         schedule.step()
     state = json.loads(json.dumps(schedule.state_dict()))
     assert state.keys() == {"dense", "experts"}
     other = _optimizer()
-    resumed = build_multi_lr_scheduler(other, _warming_up)
+    resumed = MultiLRScheduler(other, _warming_up)
     assert {group["lr"] for group in other.param_groups} == {0.0}
     resumed.load_state_dict(state)
     # The optimizer's own state isn't loaded, and the next step still has the saved rate.
@@ -63,6 +63,6 @@ def test_lr_scheduler_state_is_plain_json_and_continues_with_its_rates():
 
 
 def test_lr_scheduler_state_of_other_optimizers_is_refused():
-    schedule = build_multi_lr_scheduler(_optimizer(), _halving)
+    schedule = MultiLRScheduler(_optimizer(), _halving)
     with pytest.raises(ValueError, match=r"to the optimizers \['dense'\], but this run has \['dense', 'experts'\]"):
         schedule.check_state_dict({"dense": schedule.state_dict()["dense"]})

@@ -22,7 +22,7 @@ from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.optim.muon import Muon, newton_schulz
 from epfsdp2.engine.optim.muon_partition import matrix_groups, matrix_shard_step, muon_parameters
 from epfsdp2.engine.parallelize import parallelize
-from epfsdp2.engine.topology.dtensor import local_range, local_tensor
+from epfsdp2.engine.topology.dtensor import local_ranges, local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.engine.muon import CONFIGS, muon_model, stepped_by_torch
 from tests.support.engine.sharded import sharded_model, whole_parameters, whole_tensors
@@ -70,7 +70,7 @@ def _sharded(config, reference, ep, fsdp_size, lora=None, **options):
 
 
 def _mine(param, full):
-    return full[local_range(param).slices]
+    return full[local_ranges(param)[0].slices]
 
 
 def _gradient(name, shape, step):

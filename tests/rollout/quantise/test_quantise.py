@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from epfsdp2.engine.quantise.channels import CHANNEL_DTYPES, Channels
-from epfsdp2.engine.quantise.schemes import Blocks
+from epfsdp2.engine.quantise.blocks import Blocks
+from epfsdp2.engine.quantise.schemes import CHANNEL_DTYPES, Channels
 from epfsdp2.engine.quantise.shards import QuantisedShards
 from epfsdp2.engine.topology.index_ranges import IndexRange
 from epfsdp2.rollout.layout.layout_check import difference

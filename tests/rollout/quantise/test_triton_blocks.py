@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from epfsdp2.engine.quantise import blocks
+from epfsdp2.engine.quantise.blocks import FP8, LEAST, Blocks, _kernels
+from epfsdp2.engine.topology.index_ranges import IndexRange
 from tests.support.moe.interpreter import compiled_passes, drawn, interpreted_kernels
 from tests.support.rollout.sent_slices import bits
 
@@ -27,17 +28,19 @@ def test_triton_blocks_equal_torchs_bit_for_bit(kernels, monkeypatch, shape, fir
     whole = drawn(*shape[:-1], shape[-1] + 3, seed=sum(shape)) * drawn(*shape[:-1], shape[-1] + 3, seed=1).exp()
     values = whole.to(dtype)[..., 2:-1]  # of a shard, whose rows are not contiguous
     values[..., :4, :] = 0.0
-    maxima = blocks.block_maxima(values, first, BLOCK)
+    blocks, (row, column), (*count, rows, columns) = Blocks(BLOCK), first, shape
+    held = IndexRange((*(0 for _ in count), row, column), (*count, row + rows, column + columns))
+    maxima = blocks.maxima(values, held)
     assert torch.equal(kernels.block_maxima(values, first, BLOCK), maxima)
-    found, wanted = (torch.empty(shape, dtype=blocks.FP8) for _ in range(2))
-    for quantise, into in ((kernels.quantise, found), (blocks.quantise, wanted)):
-        quantise(values, blocks.scales_of(maxima), first, BLOCK, into)
+    found, wanted = (torch.empty(shape, dtype=FP8) for _ in range(2))
+    kernels.quantise(values, blocks.scales(maxima), first, BLOCK, found)
+    blocks.quantise(values, blocks.scales(maxima), held, wanted)
     assert torch.equal(bits(found), bits(wanted))
     found, wanted = values.clone(), values.clone()
-    inverse = 1 / torch.finfo(blocks.FP8).max  # torch on a GPU multiplies by it where a CPU divides
-    monkeypatch.setattr(blocks, "scales_of", lambda maxima: maxima.clamp(blocks.LEAST) * inverse)
+    inverse = 1 / torch.finfo(FP8).max  # torch on a GPU multiplies by it where a CPU divides
+    monkeypatch.setattr(Blocks, "scales", lambda self, maxima: maxima.clamp(LEAST) * inverse)
     kernels.round_in_place(found, BLOCK)
-    blocks.round_in_place(wanted, BLOCK)
+    blocks.round_in_place(wanted)
     assert torch.equal(found, wanted)
 
 
@@ -46,7 +49,7 @@ def test_triton_blocks_equal_torchs_bit_for_bit(kernels, monkeypatch, shape, fir
 )
 def test_triton_blocks_are_used_on_gpus_with_fp8(kernels, monkeypatch, device, capability, used):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    found = blocks._kernels.__wrapped__(torch.device(device))
+    found = _kernels.__wrapped__(torch.device(device))
     assert found is (kernels if used else None)
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from PIL import Image
 from transformers import AutoConfig
 
-from epfsdp2.engine.checkpoint.state import HF
+from epfsdp2.engine.checkpoint.stored_shards import HF
 from tests.rollout.served.served_family import VOCAB
 from tests.rollout.served_families import SERVED, build, randomise
 from tests.support.models.tiny import publish
@@ -27,8 +27,8 @@ _SETTINGS = {
 
 
 def _train_and_send(folder: str, export: str, handles: list[str], mode: str) -> None:
-    from epfsdp2.engine.checkpoint import state as checkpoint
     from epfsdp2.rollout.layout.specs import Rollout
+    from tests.support.engine.checkpoints import save_checkpoint
     from tests.support.models.vlm import plain_vlm, vlm_batch, vlm_samples
     from tests.support.trainer.ppo import ppo_worker
 
@@ -37,7 +37,7 @@ def _train_and_send(folder: str, export: str, handles: list[str], mode: str) -> 
     worker = ppo_worker(Path(folder), ep=2)
     worker.train_batch(vlm_batch(samples[8 * rank : 8 * rank + 8]))
     describe = AutoConfig.from_pretrained(folder).save_pretrained
-    checkpoint.save_checkpoint(Path(export).parent, worker.engine.module, None, None, {"hf_model"}, 1, describe)
+    save_checkpoint(Path(export).parent, worker.engine.module, None, None, {"hf_model"}, 1, describe)
     weights, _ = worker.engine.get_per_tensor_param()
     send(weights.sync.weights().for_worker(mode, Rollout(2)).tensors(), handles)
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from epfsdp2.engine.checkpoint.atomic_folder import atomic_checkpoint_dir
+from epfsdp2.engine.checkpoint.atomic_folder import atomic_dir
 from epfsdp2.engine.config.settings import EngineSettings
 
 __all__ = ["TINY", "checkpoint", "engine", "saved_checkpoint"]
@@ -44,7 +44,7 @@ def saved_checkpoint(root, step, contents, role="actor"):
     """Write a checkpoint of a role with next to nothing in its files, named the latest; return the step's folder."""
     facts = {"step": step, "lr_scheduler": None, "param_groups": [] if "optimizer" in contents else None}
     (root / f"global_step_{step}").mkdir(parents=True, exist_ok=True)
-    with atomic_checkpoint_dir(root / f"global_step_{step}" / role) as folder:
+    with atomic_dir(root / f"global_step_{step}" / role, manifest=True) as folder:
         (folder / "trainer_state.json").write_text(json.dumps(facts))
         for name in ("dist_ckpt", "huggingface"):
             (folder / name).mkdir()

@@ -4,7 +4,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from epfsdp2.engine.checkpoint import state as checkpoint
-from epfsdp2.recipes.convert import export
+from epfsdp2.recipes import export
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.published import stored_values
 from tests.support.models.tiny import save_qwen3_moe

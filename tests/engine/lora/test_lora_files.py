@@ -11,7 +11,7 @@ from epfsdp2.engine.checkpoint.state import HF, SHARDS, load_checkpoint, save_ch
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import is_adapter
-from epfsdp2.recipes.convert.export import export
+from epfsdp2.recipes.export import export
 from tests.support.engine.lora import adapted_weights, adapters_of, sharded_with_adapters
 from tests.support.engine.sharded import whole_parameters, whole_tensor, whole_tensors
 from tests.support.models.tiny import reference_model, save_qwen3_moe, token_batch, token_loss

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from ...engine.checkpoint.safetensors_reader import CheckpointFiles
-from ...engine.errors import listed
+from ..engine.checkpoint.safetensors_reader import CheckpointFiles
+from ..engine.errors import listed
 
 __all__ = ["OF_ACTIVATIONS", "QuantisationError", "QuantisedWeight", "find_quantised", "unpack_fp4", "unpack_int32"]
 

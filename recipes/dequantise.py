@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from tqdm import tqdm
 
 from ..engine.checkpoint.atomic_folder import CheckpointError, atomic_dir
 from ..engine.checkpoint.export_hf import FILE_BYTES
-from ..engine.checkpoint.safetensors_reader import CheckpointFiles, check_files, open_checkpoint
+from ..engine.checkpoint.safetensors_reader import check_files, open_checkpoint
 from ..engine.checkpoint.safetensors_writer import Entry, write_safetensors
 from ..engine.errors import listed
 from ..engine.model.meta import DEQUANTISED, quantisation_of
 from ..engine.model_files import CONFIG, json_bytes, read_small_files, write_files
-from .quantised_weights import OF_ACTIVATIONS, QuantisationError, QuantisedWeight, find_quantised
+from .quantised_weights import OF_ACTIVATIONS, QuantisationError, find_quantised
 
 __all__ = ["dequantise", "main"]
 
@@ -86,7 +86,11 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tup
         raise QuantisationError(f"{checkpoint} has weights twice, quantised and plain: {listed(twice)}.")
     with atomic_dir(out) as partial:
         write_files(partial, {**read_small_files(checkpoint), CONFIG: json_bytes(_plain(config))})
-        write_safetensors(partial, entries, _values(files, tensors), file_bytes)
+        values = (
+            (weight.name, weight.dequantised(files, torch.bfloat16)) if weight else (key, files.read(key))
+            for key, weight in tqdm(tensors, desc="Dequantising")
+        )
+        write_safetensors(partial, entries, values, file_bytes)
     of_activations = {re.sub(r"\d+", "*", key) for key in scales if OF_ACTIVATIONS.search(key)}
     return len(weights), [*files.unread, *sorted(of_activations)]
 
@@ -100,16 +104,6 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
         elif name not in ("quantization_config", "compression_config"):
             plain[name] = _plain(value) if isinstance(value, dict) and name.endswith("_config") else value
     return plain
-
-
-def _values(
-    files: CheckpointFiles, tensors: Sequence[tuple[str, QuantisedWeight | None]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for key, weight in tqdm(tensors, desc="Dequantising"):
-        if weight is None:
-            yield key, files.read(key)
-        else:
-            yield weight.name, weight.dequantised(files, torch.bfloat16)
 
 
 if __name__ == "__main__":

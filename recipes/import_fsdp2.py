@@ -48,13 +48,8 @@ _CONFIG = "fsdp_config.json"
 _KINDS = ("model", "optim", "extra_state")  # prefixes of verl's files of a rank
 # Globals in numpy's random state, which is saved beside torch's; numpy 1 has another path for the first.
 _RECONSTRUCT = np.zeros(0).__reduce__()[0]
-_NUMPY: list[Any] = [
-    (_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
-    (_RECONSTRUCT, "numpy.core.multiarray._reconstruct"),
-    np.ndarray,
-    np.dtype,
-    type(np.dtype(np.uint32)),
-]
+_NUMPY: list[Any] = [(_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("_core", "core")]
+_NUMPY += [np.ndarray, np.dtype, type(np.dtype(np.uint32))]
 _States = Mapping[Path, Mapping[str, Any]]  # of all ranks in their order, by file
 
 
@@ -248,23 +243,20 @@ def _optimizer(
     options = {key: value for key, value in groups[0].items() if key != "params"}
     names = dict(zip(groups[0]["params"], order, strict=True))
     flat: dict[Path, dict[str, Any]] = {path: {} for path in states}
-    for path, state in states.items():
-        for number, entries in _entry(path, state, "state").items():
-            flat[path] |= {f"{names[number]}.{key}": value for key, value in entries.items() if value is not None}
+    for source, state in states.items():
+        for number, entries in _entry(source, state, "state").items():
+            flat[source] |= {f"{names[number]}.{key}": value for key, value in entries.items() if value is not None}
     moments = _joined(flat)
     # Every state except scalars, such as the step count, has the parameter's shape.
     per_element = {name: moment for name, moment in moments.items() if moment.shape}
     pairs = {name: (moment, parameters[name.rpartition(".")[0]]) for name, moment in per_element.items()}
     _raise_for(list(states), [], pairs)
-    head = {**options, "algorithm": algorithm or _algorithm(next(iter(states)), options)}
+    if not algorithm:  # no optimizer of torch but Adam and AdamW has both of these options
+        if not {"amsgrad", "decoupled_weight_decay"} <= options.keys():
+            raise CheckpointError(f"{path} does not say whose state it is: give the optimizer's class as --optimizer.")
+        algorithm = "AdamW" if options["decoupled_weight_decay"] else "Adam"
+    head = {**options, "algorithm": algorithm}
     return [{**head, "params": params, "optimizer": part} for part, params in _parts(model).items()], moments
-
-
-def _algorithm(path: Path, options: Mapping[str, Any]) -> str:
-    """Return Adam or AdamW: no other optimizer of torch has both of these options."""
-    if not {"amsgrad", "decoupled_weight_decay"} <= options.keys():
-        raise CheckpointError(f"{path} does not say whose state it is: give the optimizer's class as --optimizer.")
-    return "AdamW" if options["decoupled_weight_decay"] else "Adam"
 
 
 def _parts(model: nn.Module) -> dict[str, list[str]]:

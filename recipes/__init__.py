@@ -1,1 +1,1 @@
-"""Runnable recipes: the CPU quickstart and one per model and cluster shape."""
+"""Runnable recipes: convert checkpoints (a run's, verl's fsdp2, quantised ones), and predict a weight sync."""

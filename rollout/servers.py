@@ -6,10 +6,11 @@ Functions accept verl's rollout config as a mapping or as verl's dataclass.
 from collections.abc import Iterable
 from typing import Any
 
+from ..engine.compat import versions
 from ..engine.errors import SettingError
 from .layout.layout_check import RANK, entry, rank_entry
 from .layout.rollout_config import BACKEND, ROLLOUT
-from .layout.server import Obstacle, Server
+from .layout.server import Server
 from .layout.slices import has_known_rows, kept_slices, scale_slices
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .sglang.server import SGLANG
@@ -53,23 +54,24 @@ def choose_mode(requested: str, config: Any, family: str | None, *, backend: str
     found = _obstacle(server, config, family, backend)
     if found is None:
         return "sliced", ""
+    cause = f"{found.setting}={found.value}: {found.rule}"
     if requested == "auto":
         is_as_good = rollout.workers == 1 and server.is_as_fast_in_full and not rollout.is_quantised
-        return "full", "" if is_as_good else f"{found.setting}={found.value}: {found.reason}"
+        return "full", "" if is_as_good else cause
     works = f"{_SETTING}=auto" + (f", or {found.setting}={found.works}" if found.works else "")
-    raise SettingError(_SETTING, requested, f"can't be with {found.setting}={found.value}: {found.reason}", works)
+    raise SettingError(_SETTING, requested, f"can't be with {cause}", works)
 
 
-def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> Obstacle | None:
+def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> SettingError | None:
     if server.name not in SERVERS:
-        return Obstacle(f"{ROLLOUT}.name", server.name, "it accepts full tensors alone.", DEFAULT.name)
+        return SettingError(f"{ROLLOUT}.name", server.name, "it accepts full tensors alone.", DEFAULT.name)
     if backend not in ("naive", BACKEND):
         setting = f"{ROLLOUT}.checkpoint_engine.backend"
-        return Obstacle(setting, backend, "this backend sends full tensors.", "naive")
+        return SettingError(setting, backend, "this backend sends full tensors.", "naive")
     if found := server.obstacle(config, family):
         return found
-    unknown = server.unknown_layout()
-    return Obstacle(server.name, "installed", f"{unknown}, and a layout may have changed.", "") if unknown else None
+    unknown = versions.untested(server.name)
+    return SettingError(server.name, "installed", f"{unknown}, and a layout may have changed.", "") if unknown else None
 
 
 def target_slices(tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads) -> list[TargetSlice]:

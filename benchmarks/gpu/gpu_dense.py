@@ -1,6 +1,8 @@
-"""The section of ``gpu_check.py`` on fused norms and rotary embeddings, beside transformers' own and torch's."""
+"""The sections of ``gpu_check.py`` on the dense part of a layer: fused kernels, and ``engine.batch_invariant``."""
 
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,14 +13,21 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
 
 from benchmarks.experts.layer import seconds_of
 from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, Row
+from benchmarks.measure import figures_of
 from epfsdp2.engine.dense.norms import fuse_norms, rms_norm_of
+from epfsdp2.engine.dense.products import replace_products
 from epfsdp2.engine.dense.rotary import FusedRotary, Rotation, fuse_rotary
-from tests.support.models.tiny import relative_error
+from epfsdp2.engine.invariance import first_difference
+from epfsdp2.engine.packing.sequences import PackedSequences
+from tests.support.engine.sharded import sharded_model
+from tests.support.models.tiny import relative_error, save_qwen3_moe
 
-__all__ = ["dense"]
+__all__ = ["dense", "invariant"]
 
 DTYPE, BOUND = (torch.bfloat16, 1e-2) if HAS_GPU else (torch.float32, 1e-5)
 TOKENS = 8192 if HAS_GPU else 6
+WIDTHS = [(2048, 5120), (4096, 2048)] if HAS_GPU else [(8, 16)]  # linears of Qwen3-30B-A3B
+MOST = 1.5  # x cuBLAS's seconds: linears are a seventh of a planned step, which may take 1.1 x as long
 _Calls = dict[str, Callable[..., Any]]
 
 
@@ -86,6 +95,27 @@ def _compared(what: str, calls: _Calls, shape: tuple[int, ...]) -> Iterator[Row]
 
 
 def _seconds(call: Callable[..., Any], shape: tuple[int, ...]) -> float:
-    x, grad = (torch.randn(shape, device=DEVICE).to(DTYPE) for _ in range(2))
-    x.requires_grad_()
+    x = torch.randn(shape, device=DEVICE).to(DTYPE).requires_grad_()
+    grad = torch.randn_like(call(x))
     return seconds_of(lambda: call(x).backward(grad), DEVICE)
+
+
+def invariant() -> Iterator[Row]:
+    """Bits of a sequence in two rows of a small model; dense products beside cuBLAS's."""
+    linears = [nn.Linear(*widths, bias=False).to(DEVICE, DTYPE) for widths in WIDTHS]
+    before = [_seconds(linear, (TOKENS, linear.in_features)) for linear in linears]
+    replace_products(DEVICE)
+    for linear, cublas in zip(linears, before, strict=True):
+        ratio = _seconds(linear, (TOKENS, linear.in_features)) / cublas
+        wanted, holds = (f"<= {MOST} x", ratio <= MOST) if HAS_GPU else ("", None)
+        what = f"linear {linear.in_features} to {linear.out_features}, forward + backward"
+        yield Row(what, f"{ratio:.2f} x cuBLAS's", wanted, holds)
+    with tempfile.TemporaryDirectory() as folder:
+        found = figures_of(_differing, 1, save_qwen3_moe(Path(folder)), backend="gloo")
+    yield Row("first module whose bits differ", found or "none", "none", found is None)
+
+
+def _differing(folder: Path) -> str | None:
+    settings: dict[str, Any] = {"param_dtype": DTYPE, "experts_backend": "triton", "batch_invariant": True}
+    model, _ = sharded_model(folder, 1, device=DEVICE, before=PackedSequences, **settings)
+    return first_difference(model, DEVICE)

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.gpu.gpu_attention import attention
 from benchmarks.gpu.gpu_contention import contention
-from benchmarks.gpu.gpu_dense import dense
+from benchmarks.gpu.gpu_dense import dense, invariant
 from benchmarks.gpu.gpu_rows import DEVICE, HAS_GPU, MIB, Row
 from benchmarks.gpu.gpu_timed import head, quantise, speeds, step
 from benchmarks.measure import figures_of
@@ -194,6 +194,7 @@ SECTIONS: dict[str, tuple[Callable[[], Iterator[Row]], float]] = {
     "step": (step, 120.0),
     "head": (head, 120.0),
     "dense": (dense, 120.0),
+    "invariant": (invariant, 120.0),
     "attention": (attention, 180.0),
     "contention": (contention, 120.0),
     "saves": (saves, 120.0),

@@ -3,7 +3,7 @@
     python -m benchmarks.weights.scale [--repeats 5]
 
 Tensors are on meta and no byte is moved, so that one core measures what one rank of 16 to 1,024 runs in Python. Each
-figure is the median of repetitions in a process of its own. The constants of ``recipes/plan/sync.py`` follow from them.
+figure is the median of repetitions in a process of its own. The constants of ``recipes/plan_sync.py`` follow from them.
 """
 
 import time
@@ -21,7 +21,7 @@ from benchmarks.tables import report
 from epfsdp2.engine.checkpoint.load import match_weights
 from epfsdp2.engine.model.hf_names import as_checkpoint
 from epfsdp2.engine.topology.mesh import build_meshes
-from epfsdp2.recipes.plan import sync as plan_sync
+from epfsdp2.recipes import plan_sync
 from epfsdp2.rollout.layout.specs import Rollout
 from tests.scale import test_worker_load
 from tests.scale.syncs import colocated, no_bytes, run, sent_model, sync_of

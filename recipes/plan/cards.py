@@ -63,23 +63,19 @@ def config_of(model: str) -> PretrainedConfig:
     Raises:
         SettingError: no config is found, or it needs kernels from the hub.
     """
-    config = _config_of(model)
+    wanted = model.lower().rpartition("/")[2]
+    card = next((card for name, card in CARDS.items() if name.lower() == wanted), None)
+    works = f"a folder with config.json, or {', '.join(close_matches(wanted, CARDS) or CARDS)}."
+    if (Path(model) / "config.json").is_file():
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    elif card is not None:
+        config = _from_json({**card, "tie_word_embeddings": False})
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists():
+        config = _of_the_hub(model, works)
+    else:
+        raise SettingError("--model", model, "is neither a folder with config.json nor a model known here.", works)
     check_no_kernels(config, model)
     return config
-
-
-def _config_of(model: str) -> PretrainedConfig:
-    if (Path(model) / "config.json").is_file():
-        return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    names = {name.lower(): name for name in CARDS}
-    wanted = model.lower().rpartition("/")[2]
-    if wanted in names:
-        return _from_json({**CARDS[names[wanted]], "tie_word_embeddings": False})
-    near = close_matches(wanted, CARDS)
-    works = f"a folder with config.json, or {', '.join(near or CARDS)}."
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not Path(model).exists():
-        return _of_the_hub(model, works)
-    raise SettingError("--model", model, "is neither a folder with config.json nor a model known here.", works)
 
 
 def _of_the_hub(model: str, works: str) -> PretrainedConfig:

@@ -2,30 +2,19 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...engine.compat import versions
+from ...engine.errors import SettingError
 from ...engine.model import hf_names
 from .rollout_config import ROLLOUT, size_of
 from .rules import Family
 from .specs import Rollout, SyncMode
 
-__all__ = ["Obstacle", "Server", "disaggregated"]
-
-
-@dataclass(frozen=True)
-class Obstacle:
-    """A setting and its value that rule out ``sliced``, with the reason and a value that works."""
-
-    setting: str
-    value: object
-    reason: str
-    works: str
+__all__ = ["Server", "disaggregated"]
 
 
 class Server:
@@ -64,10 +53,6 @@ class Server:
         """Return the families whose layout in the installed release is known."""
         return self.families().keys()
 
-    def unknown_layout(self) -> str:
-        """Return the reason why the installed release's layout is unknown; empty if known, or if none is installed."""
-        return versions.untested(self.name)
-
     def named(
         self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,14 +70,16 @@ class Server:
         settings = {"quantization": config.get("quantization"), "qat.enable": qat is not None and qat.get("enable")}
         return [(f"{ROLLOUT}.{setting}", value) for setting, value in settings.items() if value]
 
-    def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
-        """Return the first setting that rules out ``sliced``; ``family`` is None if not known yet."""
+    def obstacle(self, config: Any, family: str | None) -> SettingError | None:
+        """Return the error of the first setting that rules out ``sliced``; ``family`` is None if not known yet."""
 
-    def unknown_family(self, family: str | None, what: str) -> Obstacle | None:
-        """Return the obstacle of a family without a known layout; ``what`` ends its reason, e.g. "is not known"."""
+    def unknown_family(self, family: str | None, what: str) -> SettingError | None:
+        """Return the error of a family without a known layout; ``what`` ends its rule, e.g. "is not known"."""
         known = self.known_families()
         reason = f"how {self.title} cuts it {what} (known: {', '.join(sorted(known))})."
-        return None if family is None or family in known else Obstacle("actor_rollout_ref.model", family, reason, "")
+        return (
+            None if family is None or family in known else SettingError("actor_rollout_ref.model", family, reason, "")
+        )
 
     def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:
         """Check settings and sizes for ``engine.rollout_sync=requested``.
@@ -116,9 +103,9 @@ class Server:
         return most
 
 
-def disaggregated(config: Any) -> Obstacle | None:
-    """Return the obstacle of a replica with prefill and decode workers; None for other replicas."""
+def disaggregated(config: Any) -> SettingError | None:
+    """Return the error of a replica with prefill and decode workers; None for other replicas."""
     if not (config.get("disaggregation") or {}).get("enabled"):
         return None
     reason = "prefill and decode workers shard the model differently."
-    return Obstacle(f"{ROLLOUT}.disaggregation.enabled", True, reason, "False")
+    return SettingError(f"{ROLLOUT}.disaggregation.enabled", True, reason, "False")

@@ -8,7 +8,7 @@ from torch import nn
 from ...engine.errors import SettingError
 from ..layout.rollout_config import ROLLOUT, server_arguments, size_of
 from ..layout.rules import Family
-from ..layout.server import Obstacle, Server, disaggregated
+from ..layout.server import Server, disaggregated
 from .layout import FAMILIES, RECORDS_NO_ROUTES
 
 __all__ = ["SGLANG", "SGLANG_LOADER"]
@@ -51,32 +51,32 @@ class _SGLang(Server):
     def families(self) -> Mapping[str, Family]:
         return FAMILIES
 
-    def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
+    def obstacle(self, config: Any, family: str | None) -> SettingError | None:
         tp, experts = size_of(config, "tensor_model_parallel_size"), size_of(config, "expert_parallel_size")
         for name in ("data_parallel_size", "pipeline_model_parallel_size"):
             if (size := size_of(config, name)) > 1:
-                return Obstacle(f"{ROLLOUT}.{name}", size, _CUTS, "1")
+                return SettingError(f"{ROLLOUT}.{name}", size, _CUTS, "1")
         if experts not in (1, tp):
             reason = "slices know a part of every expert on each worker, or whole ones spread over all of them."
-            return Obstacle(f"{ROLLOUT}.expert_parallel_size", experts, reason, "1")
+            return SettingError(f"{ROLLOUT}.expert_parallel_size", experts, reason, "1")
         if found := disaggregated(config):
             return found
         if config.get("quantization"):
-            return Obstacle(f"{ROLLOUT}.quantization", config.get("quantization"), _QUANTISES, "null")
+            return SettingError(f"{ROLLOUT}.quantization", config.get("quantization"), _QUANTISES, "null")
         sglang = server_arguments(config, self.name)
         loaders = sglang.get("custom_weight_loader") or []
         if SGLANG_LOADER not in loaders:
             reason = "only this package's loader can load slices."
-            return Obstacle(f"{_SGLANG}.custom_weight_loader", list(loaders), reason, f"[{SGLANG_LOADER}]")
+            return SettingError(f"{_SGLANG}.custom_weight_loader", list(loaders), reason, f"[{SGLANG_LOADER}]")
         for name, (served, reason) in _ARGUMENTS.items():
             if (value := sglang.get(name)) is not None and value not in served:
-                return Obstacle(f"{_SGLANG}.{name}", value, reason, str(served[0]) if served else "null")
+                return SettingError(f"{_SGLANG}.{name}", value, reason, str(served[0]) if served else "null")
         if found := self.unknown_family(family, "was not compared"):
             return found
         fusion = sglang.get(_NO_FUSION)
         if family in _MAY_BE_FUSED and sglang.get("device") != "cpu" and fusion is not True:
             reason = "SGLang may store the shared expert as one of the others."
-            return Obstacle(f"{_SGLANG}.{_NO_FUSION}", fusion, reason, "True")
+            return SettingError(f"{_SGLANG}.{_NO_FUSION}", fusion, reason, "True")
         return None
 
     def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:

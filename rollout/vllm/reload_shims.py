@@ -76,7 +76,7 @@ def _loading_by_parameters(load: Callable[..., Iterable[str]]) -> Callable[..., 
                 biases.append(name)
 
         if calls_the_modules:
-            self.weight_loader = _call_loader_of_parameter
+            self.weight_loader = lambda *, param, **arguments: param.weight_loader(param=param, **arguments)
         try:
             yield from load(self, others())
         finally:
@@ -85,10 +85,6 @@ def _loading_by_parameters(load: Callable[..., Iterable[str]]) -> Callable[..., 
         yield from biases
 
     return load_weights
-
-
-def _call_loader_of_parameter(*, param: Any, **arguments: Any) -> Any:
-    return param.weight_loader(param=param, **arguments)
 
 
 def prepare_layer(layer: Any) -> Any:

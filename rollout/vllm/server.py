@@ -12,7 +12,7 @@ from ...engine.compat import versions
 from ...engine.errors import SettingError, close_matches
 from ...engine.topology.mesh import divisors
 from ..layout.rollout_config import BACKEND, BLOCK, ROLLOUT, server_arguments, size_of
-from ..layout.server import Obstacle, Server, disaggregated
+from ..layout.server import Server, disaggregated
 from ..layout.specs import Channels, Rollout, SyncMode, Tower
 from . import layout
 from .layout import FP8_FAMILIES, check_sizes
@@ -57,14 +57,14 @@ class _Vllm(Server):
         found += [(_OVERRIDES, _overridden(config).get("quantization_config"))]
         return [(setting, value) for setting, value in found if value]
 
-    def obstacle(self, config: Any, family: str | None) -> Obstacle | None:
+    def obstacle(self, config: Any, family: str | None) -> SettingError | None:
         vllm, pipeline = _arguments(config), size_of(config, "pipeline_model_parallel_size")
         if not has_our_extension(config):
             reason = "only this package's extension can load slices."
-            return Obstacle(f"{_VLLM}.worker_extension_cls", vllm.get("worker_extension_cls"), reason, EXTENSION)
+            return SettingError(f"{_VLLM}.worker_extension_cls", vllm.get("worker_extension_cls"), reason, EXTENSION)
         if pipeline > 1:
             reason = "transfer plans do not support pipeline-parallel rollouts."
-            return Obstacle(f"{ROLLOUT}.pipeline_model_parallel_size", pipeline, reason, "1")
+            return SettingError(f"{ROLLOUT}.pipeline_model_parallel_size", pipeline, reason, "1")
         if found := disaggregated(config):
             return found
         for setting, value in self.quantisation_settings(config):
@@ -74,11 +74,11 @@ class _Vllm(Server):
                 known = ", ".join(sorted(FP8_FAMILIES))
                 reason, is_known = f"which weights of a {family} vLLM quantises is not known (known: {known}).", False
             if not is_known:
-                return Obstacle(setting, value, reason, "null")
+                return SettingError(setting, value, reason, "null")
         placement = vllm.get("expert_placement_strategy") or "linear"
         if placement != "linear":
             reason = "transfer plans assume that experts are placed in linear order."
-            return Obstacle(f"{_VLLM}.expert_placement_strategy", placement, reason, "linear")
+            return SettingError(f"{_VLLM}.expert_placement_strategy", placement, reason, "linear")
         return self.unknown_family(family, "is not known here")
 
     def check_settings(self, config: Any, model: nn.Module | None, requested: str, ranks: int, device: str) -> None:

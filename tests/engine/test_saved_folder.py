@@ -17,7 +17,7 @@ from verl.workers.config import HFModelConfig
 from epfsdp2.engine.checkpoint.stored_shards import HF
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.integration.checkpoints import WritesCheckpoints
-from epfsdp2.recipes.convert.export import export
+from epfsdp2.recipes.export import export
 from tests.support.models.tiny import VOCAB, save_glm4_moe, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.verl_worker import training_worker

@@ -10,9 +10,9 @@ from huggingface_hub import constants
 from transformers import Qwen3MoeConfig
 
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.recipes import plan_sync
 from epfsdp2.recipes.plan import cards
 from epfsdp2.recipes.plan import cli as plan
-from epfsdp2.recipes.plan import sync as plan_sync
 
 
 @pytest.fixture

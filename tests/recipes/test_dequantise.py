@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from epfsdp2.recipes.convert import dequantise
+from epfsdp2.recipes import dequantise
 from tests.support.engine.memory import peak_of
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

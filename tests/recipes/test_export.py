@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from epfsdp2.recipes.convert import export
+from epfsdp2.recipes import export
 from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.published import stored_values

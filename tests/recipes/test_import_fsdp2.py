@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.optim.lr_scheduler import MultiLRScheduler
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
-from epfsdp2.recipes.convert import import_fsdp2
+from epfsdp2.recipes import import_fsdp2
 from tests.parity import families
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss

@@ -3,7 +3,7 @@
 import pytest
 from transformers import DeepseekV4Config, Qwen3Config, Qwen3MoeConfig
 
-from epfsdp2.recipes.plan.sync import main
+from epfsdp2.recipes.plan_sync import main
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from epfsdp2.engine.model.meta import build_on_meta, materialize
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
-from epfsdp2.recipes.convert.export import export
+from epfsdp2.recipes.export import export
 from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.engine.memory import MODEL, peak_of
 from tests.support.engine.sharded import sharded_model

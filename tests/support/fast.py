@@ -36,7 +36,7 @@ FAST = (
 )
 LEFT_OUT = (
     "tests/engine/config/test_settings.py::test_engine_config_unpickled_in_a_new_process_registers_the_engine",
-    "tests/test_walls.py::test_old_names_that_users_have_lead_to_the_code",
+    "tests/test_walls.py::test_old_name_of_the_worker_extension_leads_to_the_code",
     "tests/test_server_walls.py::test_checkpoint_engine_is_registered_by_the_module_that_configs_name",
 )
 

@@ -18,7 +18,6 @@ ROOMS = (
     "recipes/quickstart",
     "recipes/launch",
     "recipes/plan",
-    "recipes/convert",
     "engine/plugin.py",
     "conf",
     "engine/config",

@@ -8,7 +8,7 @@ from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.lora.adapters import lora_of
 from epfsdp2.engine.preflight.run import check_training
-from epfsdp2.recipes.convert.export import export
+from epfsdp2.recipes.export import export
 from tests.support.engine.lora import SETTINGS, adapters_of, stirred
 from tests.support.engine.sharded import whole_tensor, whole_tensors
 from tests.support.models.published import stored_values

@@ -11,7 +11,7 @@ from epfsdp2.engine.checkpoint.stored_shards import HF, MODEL, SHARDS
 from epfsdp2.engine.optim.clip import clip_grad_norm_
 from epfsdp2.engine.optim.multi_optimizer import build_multi_optimizer
 from epfsdp2.engine.topology.dtensor import is_adapter
-from epfsdp2.recipes.convert.export import export
+from epfsdp2.recipes.export import export
 from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.engine.lora import adapted_weights, adapters_of, sharded_with_adapters
 from tests.support.engine.sharded import whole_parameters, whole_tensor, whole_tensors

@@ -15,7 +15,7 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.rollout import sync as rollout_sync
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.servers import SERVERS, choose_mode, server_named, server_of
+from epfsdp2.rollout.servers import choose_mode, server_of
 from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.report import TransferStats
@@ -132,15 +132,15 @@ def test_rollout_parallelism_of_dbrx_is_checked_by_its_sizes_and_spreads_no_expe
 
 @pytest.mark.parametrize(("name", "config"), [("vllm", OURS), ("sglang", SGLANG)])
 def test_choose_mode_sliced_for_a_version_of_unknown_layout_is_refused(name, config, monkeypatch):
-    monkeypatch.setattr(SERVERS[name], "unknown_layout", lambda: f"{name} 9.9 was not tested with")
+    monkeypatch.setattr(versions, "untested", lambda name: f"{name} 9.9 was not tested with")
     with pytest.raises(SettingError, match=f"{name}=installed: {name} 9.9 was not tested with, and a layout may"):
         choose_mode("sliced", config, "qwen3_moe")
 
 
-def test_unknown_layout_of_an_untested_sglang_is_named(monkeypatch):
-    assert server_named("trtllm").unknown_layout() == ""
+def test_choose_mode_of_an_untested_sglang_names_the_tested_one(monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda name: "0.5.13")
-    assert server_named("sglang").unknown_layout() == "sglang 0.5.13 was not tested with; tested: sglang 0.5.12"
+    mode, reason = choose_mode("auto", SGLANG, "qwen3_moe")
+    assert mode == "full" and "sglang 0.5.13 was not tested with; tested: sglang 0.5.12" in reason
 
 
 def test_choose_mode_reads_verls_dataclass_like_a_mapping():

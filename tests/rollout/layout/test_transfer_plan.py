@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from epfsdp2.engine.topology.index_ranges import ShardStep
 from epfsdp2.engine.topology.mesh import Topology
-from epfsdp2.recipes.plan.sync import from_other_nodes
+from epfsdp2.recipes.plan_sync import from_other_nodes
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.plan.transfer_plan import RoundTooSmallError, Targets, make_transfer_plan
 from epfsdp2.rollout.servers import target_slices

@@ -14,14 +14,14 @@ A weight's format is recognised by its tensors:
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...engine.checkpoint.safetensors_reader import CheckpointFiles
-from ...engine.errors import listed
+from ..engine.checkpoint.safetensors_reader import CheckpointFiles
+from ..engine.errors import listed
 
 __all__ = ["OF_ACTIVATIONS", "QuantisationError", "QuantisedWeight", "find_quantised", "unpack_fp4", "unpack_int32"]
 
@@ -69,7 +69,9 @@ class QuantisedWeight:
             scales = scales / whole if self.global_scale.endswith("weight_global_scale") else scales * whole
         found = torch.empty(self.shape, dtype=dtype)
         is_transposed = self.values.endswith("_blocks")
-        for index in _chunks(self.shape):
+        each = max(1, _CHUNK // max(1, math.prod(self.shape[1:])))
+        for first in range(0, self.shape[0], each):
+            index = slice(first, min(first + each, self.shape[0]))
             stored = files.read(self.values, (index,))
             if is_transposed:
                 stored = stored.flatten(-2)
@@ -145,7 +147,10 @@ def _quantised(key: str, files: CheckpointFiles, config: Mapping[str, Any]) -> Q
     dtype, shape, grid = files.dtype(key), files.shape(key), files.shape(scales)
     bits = 0
     if dtype == torch.int32:
-        bits = _bits(config)
+        known = sorted({int(number) for number in _of_groups(config, "num_bits")})
+        if len(known) != 1:
+            raise QuantisationError(f"quantization_config has {known} as num_bits of packed weights; one is needed.")
+        bits = known[0]
         shape = (*shape[:-1], int(files.read(f"{stem}weight_shape")[-1]))
     elif ending == "_blocks":
         bits, shape = 4, (*shape[:-2], 2 * math.prod(shape[-2:]))
@@ -172,13 +177,6 @@ def _block(key: str, shape: tuple[int, ...], grid: tuple[int, ...], config: Mapp
     raise QuantisationError(f"{key} is {list(shape)}, and its scales are {list(grid)}: their blocks are unknown.")
 
 
-def _bits(config: Mapping[str, Any]) -> int:
-    bits = {int(number) for number in _of_groups(config, "num_bits")}
-    if len(bits) != 1:
-        raise QuantisationError(f"quantization_config has {sorted(bits)} as num_bits of packed weights; one is needed.")
-    return bits.pop()
-
-
 def _of_groups(config: Mapping[str, Any], name: str) -> list[Any]:
     """Return the values of an option of weights in the config's groups."""
     weights = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
@@ -188,9 +186,3 @@ def _of_groups(config: Mapping[str, Any], name: str) -> list[Any]:
 def _is_quantised(key: str, files: CheckpointFiles) -> bool:
     dtype = files.dtype(key)
     return dtype in _ONE_BYTE or (dtype == torch.int32 and key.endswith("weight_packed"))
-
-
-def _chunks(shape: tuple[int, ...]) -> Iterator[slice]:
-    each = max(1, _CHUNK // max(1, math.prod(shape[1:])))
-    for first in range(0, shape[0], each):
-        yield slice(first, min(first + each, shape[0]))

@@ -14,6 +14,7 @@ ROOMS = (
     "recipes",
     "recipes/gpu",
     "recipes/doctor",
+    "recipes/mismatch",
     "recipes/resilient",
     "recipes/quickstart",
     "recipes/launch",

@@ -1,0 +1,89 @@
+"""Each planted cause is named first, and two planted together are the first two."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from epfsdp2.recipes.mismatch.cli import main
+from epfsdp2.recipes.mismatch.model import Setup
+from epfsdp2.recipes.mismatch.sampling import Sampling
+from tests.recipes.mismatch.planted import plant, random_responses, shuffled_routes
+from tests.support.models.tiny import save_qwen3_moe
+
+SAMPLINGS = {
+    "temperature 0.7": {"temperature": 0.7},
+    "top p 0.8": {"top_p": 0.8},
+    "top k 20": {"top_k": 20},
+    "repetition penalty 1.3": {"repetition_penalty": 1.3},
+    "presence penalty 0.5": {"presence_penalty": 0.5},
+    "frequency penalty 0.5": {"frequency_penalty": 0.5},
+}
+TRIED = [f"{name}={value}" for values in SAMPLINGS.values() for name, value in values.items()]
+# Name of the cause -> fields of the planted setup, beside a trainer in float32.
+ALONE = {
+    "routes: the rollout's, replayed": {"replay": True},
+    "dtype of the head: bfloat16": {"head": "bfloat16"},
+    "dtype of the routers: bfloat16": {"router": "bfloat16"},
+    "dtype of everything: bfloat16": {"dtype": "bfloat16"},
+    "weights rounded to bfloat16": {"rounding": "bfloat16"},
+    "weights rounded as in fp8": {"rounding": "fp8"},
+    "weights rounded as in fp8 by rows": {"rounding": "fp8 by rows"},
+    "weights rounded as in int8 by rows": {"rounding": "int8 by rows"},
+    **{name: {"sampling": Sampling(**values)} for name, values in SAMPLINGS.items()},
+    "weights of the step before": {"weights": "previous"},
+    "experts of rank 2 of 4 not synced": {"weights": "previous 2/4"},
+}
+PAIRS = [
+    ("routes: the rollout's, replayed", "top p 0.8"),
+    ("temperature 0.7", "experts of rank 2 of 4 not synced"),
+    ("weights rounded as in fp8", "frequency penalty 0.5"),
+    ("weights of the step before", "top k 20"),
+    ("dtype of the head: bfloat16", "dtype of the routers: bfloat16"),
+    ("routes: the rollout's, replayed", "weights of the step before"),
+    ("weights rounded as in fp8 by rows", "routes: the rollout's, replayed"),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return folders of a checkpoint and of the step before it, and responses."""
+    root = tmp_path_factory.mktemp("run")
+    now, before = (save_qwen3_moe(root / name, one_file=True) for name in ("now", "before"))
+    for folder in (now, before):  # a trained checkpoint is float32
+        (file,) = folder.glob("*.safetensors")
+        draw = torch.Generator().manual_seed(len(folder.name))
+        weights = {
+            name: w.float() + 0.004 * torch.randn(w.shape, generator=draw) for name, w in load_file(file).items()
+        }
+        save_file(weights, file, metadata={"format": "pt"})
+    return now, before, random_responses(now)
+
+
+def _named(run, planted, tmp_path, *arguments):
+    now, before, responses = run
+    of_all = {"dtype": "float32", **planted}
+    changed = shuffled_routes(responses) if of_all.get("replay") else responses
+    rollouts = plant(now, Setup(**of_all), changed, tmp_path / "rollouts.jsonl", before)
+    out = tmp_path / "out.json"
+    given = ["--previous", str(before), "--dtype", "float32", "--ep", "4", "--tokens", "256", "--device", "cpu"]
+    assert main([str(now), str(rollouts), *given, "--sampling", *TRIED, "--json", str(out), *arguments]) == 0
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_cause_planted_alone_is_named_first_and_explains_all(run, tmp_path, name):
+    found = _named(run, ALONE[name], tmp_path)
+    first, second = found["causes"][:2]
+    assert first["name"] == name and first["share"] > 0.999 and second["share"] == 0
+    assert found["rest"]["mean"] < 1e-3 * found["gap"]["mean"] and first["setting"]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_causes_planted_in_pairs_are_the_first_two_and_their_shares_sum_to_one(run, tmp_path, one, other):
+    found = _named(run, ALONE[one] | ALONE[other], tmp_path)
+    named = found["causes"][:2]
+    assert {cause["name"] for cause in named} == {one, other}, found["causes"][:4]
+    assert named[0]["share"] >= named[1]["share"] > 0.03
+    assert abs(sum(cause["share"] for cause in named) - 1) < 1e-3

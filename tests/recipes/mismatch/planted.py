@@ -43,9 +43,26 @@ def shuffled_routes(responses: list[Response], share: float = 0.2, experts: int 
     return changed
 
 
-def plant(folder: Path, setup: Setup, responses: list[Response], out: Path, previous: Path | None = None) -> Path:
-    """Write responses as JSON Lines, with the log-probs that a setup computes."""
-    (log_probs,) = TrainerModel(folder, previous, "cpu", 256).log_probs([setup], responses)
+def plant(
+    folder: Path,
+    setup: Setup,
+    responses: list[Response],
+    out: Path,
+    previous: Path | None = None,
+    trainer: Setup | None = None,
+) -> Path:
+    """Write responses as JSON Lines, with the log-probs that a setup computes.
+
+    Args:
+        trainer: adds noise, of 0.2 of the mean difference to this setup.
+    """
+    model = TrainerModel(folder, previous, "cpu", 256)
+    (log_probs,) = model.log_probs([setup], responses)
+    if trainer is not None:
+        (plain,) = model.log_probs([trainer], responses)
+        difference = (torch.cat(log_probs) - torch.cat(plain)).abs().mean().item()
+        draw = torch.Generator().manual_seed(7)
+        log_probs = [own + 0.2 * (difference or 0.01) * torch.randn(own.shape, generator=draw) for own in log_probs]
     rows = [
         {
             "prompts": r.prompt.tolist(),

@@ -26,6 +26,7 @@ from rich.progress import Progress
 from ...engine.checkpoint.atomic_folder import CheckpointError
 from ...engine.config.values import DTYPES
 from ...engine.moe.find import UnsupportedModelError
+from ...engine.moe.router.replay import ReplayError
 from .causes import Gap, Report, causes_of, explain
 from .checkpoint import hf_folder, step_of
 from .model import ROWS, Setup, TrainerModel
@@ -51,7 +52,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add, dtypes = parser.add_argument, list(_NAMES.values())
     help_ = "checkpoint of the step before the rollouts': this engine's, verl's fsdp2, or a Hugging Face model"
     add("checkpoint", type=Path, help=help_)
-    add("rollouts", type=Path, help="folder of a step below skip.rollout_tq.dump_dir, or a JSON Lines file")
+    add("rollouts", type=Path, help="skip.rollout_tq.dump_dir or a folder below, or a JSON Lines file")
     add("--previous", type=Path, metavar="CHECKPOINT", help="checkpoint of an earlier step, to try stale weights")
     help_ = "the run's .hydra/config.yaml; its values become the defaults of the next six options"
     add("--run", type=Path, metavar="FILE", help=help_)
@@ -144,11 +145,11 @@ def _gap(log_probs: Sequence[torch.Tensor], responses: Sequence[Response]) -> Ga
 
 
 def _explain(options: argparse.Namespace, console: Console, scratch: Path) -> tuple[Report, Rollouts, Setup]:
-    rollouts = read_rollouts(options.rollouts, options.responses)
-    for step in filter(None, [step_of(options.checkpoint)]):
-        if rollouts.step is not None and rollouts.step != step + 1:
-            wanted = f"rollouts of step {rollouts.step} are sampled with the weights of step {rollouts.step - 1}"
-            console.print(f"{options.checkpoint} is of step {step}; {wanted}.", style="yellow", markup=False)
+    step = step_of(options.checkpoint)
+    rollouts = read_rollouts(options.rollouts, options.responses, None if step is None else step + 1)
+    if step is not None and rollouts.step not in (None, step + 1):
+        wanted = f"rollouts of step {rollouts.step} are sampled with the weights of step {rollouts.step - 1}"
+        console.print(f"{options.checkpoint} is of step {step}; {wanted}.", style="yellow", markup=False)
     folders = []
     for name, path in (("checkpoint", options.checkpoint), ("previous", options.previous)):
         (scratch / name).mkdir()
@@ -160,8 +161,9 @@ def _explain(options: argparse.Namespace, console: Console, scratch: Path) -> tu
     sampling = Sampling(options.temperature)
     dtypes = options.dtype, options.head_dtype or "", options.router_dtype or ""
     base = Setup(*dtypes, replay=options.replayed, rows=options.rows, sampling=sampling)
-    has_routes = all(r.routes is not None for r in rollouts.responses) and model.has_replay
-    if options.replayed and not has_routes:
+    # With one expert per token, a route looks like an unrecorded row.
+    has_routes = all(r.routes is not None and r.routes.shape[2] > 1 for r in rollouts.responses)
+    if options.replayed and not (has_routes and model.experts):
         raise RolloutError(f"{options.rollouts} has no routes to replay, or the model has none.")
     causes = causes_of(
         model,
@@ -188,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
             report, rollouts, base = _explain(options, console, Path(scratch))
-    except (RolloutError, CheckpointError, UnsupportedModelError, OSError, ValueError) as error:
+    except (RolloutError, ReplayError, CheckpointError, UnsupportedModelError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
     gap, rest = report.gap, report.rest

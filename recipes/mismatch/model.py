@@ -1,7 +1,6 @@
 """The trainer's side: one Hugging Face model whose dtypes, weights, routes and rows can be changed between forwards."""
 
 import functools
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,20 +89,12 @@ class TrainerModel:
         ]
         for module in (self._head, *self._routers):
             module.register_forward_pre_hook(_cast_input)
-        self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._weights_now: tuple[str, ...] | None = None
 
     @property
     def has_wide_weights(self) -> bool:
         """Whether the checkpoint's weights are float32, and not values of bfloat16."""
         return any(w.dtype == torch.float32 and bool((w != w.bfloat16()).any()) for w in self._trained.values())
-
-    @property
-    def has_replay(self) -> bool:
-        """Whether routes can be replayed: one expert per token looks like an unrecorded row."""
-        config = self.model.config.get_text_config()
-        chosen = [getattr(config, name, 2) for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
-        return self._replay is not None and min(c for c in chosen if isinstance(c, int)) > 1
 
     @property
     def is_quantised(self) -> bool:
@@ -143,35 +134,25 @@ class TrainerModel:
 
     def _logits(self, setup: Setup, members: Sequence[Response]) -> Iterator[torch.Tensor]:
         """Yield the logits ``[R, V]`` that each response of a micro-batch is sampled from."""
-        ids = [torch.cat([r.prompt, r.response]) for r in members]
-        starts = [len(r.prompt) - 1 for r in members]
-        is_row = setup.rows != "padded"
+        ids, is_padded = [torch.cat([r.prompt, r.response]) for r in members], setup.rows == "padded"
+
+        def together(parts: Any) -> torch.Tensor:
+            parts = list(parts)
+            joined = pad_sequence(parts, batch_first=True) if is_padded else torch.cat(parts)[None]
+            return joined.to(self._device)
+
         if setup.replay and self._replay is not None:
-            routes = [r.routes for r in members]
-            assert all(of is not None for of in routes), "without routes there is no such cause"
-            joined = torch.cat(routes) if is_row else pad_sequence(routes, batch_first=True).flatten(0, 1)  # type: ignore
-            self._replay.replay(joined.to(self._device))
+            self._replay.replay(together(r.routes for r in members).flatten(0, 1))
         elif self._replay is not None:
             self._replay.stop()
-        if is_row:
-            ends = torch.tensor([len(i) for i in ids]).cumsum(0).tolist()
-            firsts = [end - len(i) for end, i in zip(ends, ids, strict=True)]
-            wanted = [
-                torch.arange(first + start, first + start + len(r.response))
-                for first, start, r in zip(firsts, starts, members, strict=True)
-            ]
-            kept = {"logits_to_keep": torch.cat(wanted).to(self._device)} if self._selects else {}
-            positions = torch.cat([torch.arange(len(i)) for i in ids])[None].to(self._device)
-            row = torch.cat(ids)[None].to(self._device)
-            logits = self.model(input_ids=row, position_ids=positions, use_cache=False, **kept).logits[0]
-            logits = logits if self._selects else logits[torch.cat(wanted).to(self._device)]
-            yield from logits.split([len(r.response) for r in members])
-            return
-        mask = pad_sequence([torch.ones_like(i) for i in ids], batch_first=True).to(self._device)
-        padded = pad_sequence(ids, batch_first=True).to(self._device)
-        logits = self.model(input_ids=padded, attention_mask=mask, use_cache=False).logits
-        for row, start, r in zip(logits, starts, members, strict=True):
-            yield row[start : start + len(r.response)]
+        ranges = {"attention_mask": map(torch.ones_like, ids)} if is_padded else {"position_ids": map(_positions, ids)}
+        inputs = {"input_ids": together(ids)} | {name: together(parts) for name, parts in ranges.items()}
+        logits = self.model(**inputs, use_cache=False).logits
+        before = 0
+        for row, (own, r) in enumerate(zip(ids, members, strict=True)):
+            first = before + len(r.prompt) - 1
+            yield logits[row if is_padded else 0, first : first + len(r.response)]
+            before += 0 if is_padded else len(own)
 
     def _fill(self, setup: Setup) -> None:
         """Give the model the weights of a setup, in its dtypes."""
@@ -212,6 +193,10 @@ class TrainerModel:
             value = value.to(self._device, torch.bfloat16, copy=True)
             scheme_of(BLOCK, ROUNDINGS[rounding]).round_in_place(value)
         return value
+
+
+def _positions(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(ids))
 
 
 def _cast_input(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

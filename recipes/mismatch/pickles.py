@@ -6,6 +6,7 @@ stand-ins replace all of their classes, and torch's restricted unpickler reads t
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,7 +65,7 @@ def read_batch(path: Path) -> dict[str, Any]:
 
 
 def _load(file: IO[bytes]) -> Any:
-    known = {_MADE: _made, _CONSOLIDATED: _consolidated}
+    known: dict[str, Callable[..., Any]] = {_MADE: _made, _CONSOLIDATED: _consolidated}
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # type: ignore[arg-type]
     file.seek(0)
     with torch.serialization.safe_globals([(known.get(name, _StandIn), name) for name in names]):

@@ -53,27 +53,33 @@ class Rollouts:
     """The trainer's step that they were sampled for; None if it is not known."""
 
 
-def read_rollouts(path: Path, most: int) -> Rollouts:
-    """Read the first ``most`` responses with a sampled token, from a file or from the folder of one step.
+def read_rollouts(path: Path, most: int, step: int | None = None) -> Rollouts:
+    """Read the first ``most`` responses with a sampled token, from a file or a folder.
+
+    Args:
+        step: read if the folder has several.
 
     Raises:
-        RolloutError: there are none, or of several steps; a file is damaged, or lacks token ids or log-probs.
+        RolloutError: there are none, or of other steps; a file is damaged, or lacks token ids or log-probs.
     """
     files = [path] if path.is_file() else sorted(file for kind in _KINDS for file in path.rglob(kind))
     if not files:
         raise RolloutError(f"{path} holds no rollouts ({', '.join(_KINDS)}). A run saves them with {HOW_TO_SAVE}.")
-    steps = {_step(file) for file in files}
-    if len(steps) > 1:
-        folders = sorted({str(file.parent) for file in files})
-        raise RolloutError(f"{path} holds rollouts of several steps; name one of {', '.join(folders[:5])}, ...")
-    found: list[Response] = []
+    of_step: dict[int | None, list[Path]] = {}
     for file in files:
+        of_step.setdefault(_step(file), []).append(file)
+    if len(of_step) > 1 and step not in of_step:
+        steps = ", ".join(map(str, of_step))
+        raise RolloutError(f"{path} holds rollouts of the steps {steps}; name the folder of one.")
+    step = step if len(of_step) > 1 else next(iter(of_step))
+    found: list[Response] = []
+    for file in of_step[step]:
         for row in _rows(file):
             if len(found) < most and (response := _response(file, row)).is_sampled.any():
                 found.append(response)
     if not found:
         raise RolloutError(f"{path} holds no sampled token.")
-    return Rollouts(found, steps.pop())
+    return Rollouts(found, step)
 
 
 def _step(file: Path) -> int | None:

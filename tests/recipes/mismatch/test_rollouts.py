@@ -143,10 +143,12 @@ def test_rollouts_of_several_steps_a_damaged_file_and_an_empty_folder_are_refuse
         (tmp_path / str(step)).mkdir()
         (tmp_path / str(step) / "meta.json").write_text(json.dumps({"global_steps": step}))
         (tmp_path / str(step) / "tq_batch.pt").write_bytes(b"torn")
-    with pytest.raises(RolloutError, match="rollouts of several steps; name one of"):
-        read_rollouts(tmp_path, 8)
-    with pytest.raises(RolloutError, match="no batch that verl saved, or is damaged"):
+    with pytest.raises(RolloutError, match="rollouts of the steps 1, 2; name the folder of one"):
+        read_rollouts(tmp_path, 8, 3)
+    with pytest.raises(RolloutError, match="1/tq_batch.pt holds no batch that verl saved, or is damaged"):
         read_rollouts(tmp_path / "1", 8)
+    with pytest.raises(RolloutError, match="2/tq_batch.pt holds no batch"):
+        read_rollouts(tmp_path, 8, 2)
 
 
 def test_rollouts_of_another_tokenizer_are_refused(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """Possible causes of a difference, the search for those at work, and the share that each explains.
 
 A cause replaces one thing in the trainer's setup by the rollout's. The search adds the cause that removes most of the
-difference, then the one that removes most of the rest, up to three. Their shares are Shapley values: means over all
-orders of replacing them, so that they sum to the explained part, and equal causes get equal shares.
+difference, then the one that removes most of the rest, up to three. Their shares are Shapley values, means over all
+orders of replacing them. So they sum to the explained part, and equal causes get equal shares.
 """
 
 import itertools

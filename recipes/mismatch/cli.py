@@ -37,6 +37,10 @@ from .tables import draw, table
 __all__ = ["main", "parse"]
 
 _WIDTH = 150
+_LEGEND = (
+    "share: of the difference of log-probs; shares sum to the explained part. alone: removed by replacing nothing else, "
+    "and left then, in log-probs (mean) and probabilities (largest)."
+)
 _SAMPLING = {field.name: field.type for field in fields(Sampling)}
 _ROLLOUT = "actor_rollout_ref.rollout"
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
@@ -202,8 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(f"{title} ({base.dtype}, {base.rows} rows, temperature {base.sampling.temperature:g}).", markup=False)
     if gap.mean > 0:
         console.print(table(report))
-        left = f"Not explained: {rest.mean / gap.mean:.0%}, a mean of {rest.mean:.3g}."
-        console.print(f"{left} share: with the other shares, they sum to the explained part. alone: replaced alone.")
+        console.print(f"Not explained: {rest.mean / gap.mean:.0%}, a mean of {rest.mean:.3g}. {_LEGEND}", markup=False)
     if gap.mean > 0 and not report.shares:
         without = [] if options.previous else ["--previous"]
         without += [] if any(r.routes is not None for r in rollouts.responses) else ["rollouts with routes"]

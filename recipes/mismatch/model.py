@@ -47,7 +47,7 @@ class Setup:
 
     @property
     def forward(self) -> tuple[Any, ...]:
-        """What the logits depend on, weights first, so that sorted forwards change weights rarely."""
+        """Everything that logits depend on, weights first, so that sorted forwards change weights rarely."""
         return self.weights, self.rounding, self.dtype, self.head, self.router, self.replay, self.rows
 
 

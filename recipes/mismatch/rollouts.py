@@ -120,6 +120,8 @@ def _raise_for_missing(file: Path, row: Mapping[str, Any]) -> None:
 
 def _response(file: Path, row: Mapping[str, Any]) -> Response:
     _raise_for_missing(file, row)
+    if row.get("multi_modal_inputs"):
+        raise RolloutError(f"{file} holds prompts with images or audio; only text is compared.")
     prompt, response = (torch.as_tensor(row[name], dtype=torch.int64) for name in ("prompts", "responses"))
     log_probs = torch.as_tensor(row["rollout_log_probs"], dtype=torch.float32)
     mask = torch.as_tensor(row.get("response_mask", torch.ones_like(response))).bool()

@@ -13,7 +13,7 @@ _SHOWN = 12
 
 def table(report: Report) -> Table:
     """Return the found causes, largest share first, then the others by what they would remove alone."""
-    made = Table("cause", "share", "alone", "mean", "largest", "setting that removes it")
+    made = Table("cause", "share", "alone", "left, mean", "largest", "setting that removes it")
     others = [cause for cause in report.alone if cause not in report.shares]
     for cause in [*report.shares, *others][:_SHOWN]:
         gap, share = report.alone[cause], report.shares.get(cause)

@@ -62,7 +62,7 @@ def _update(folder, warning):
 
 
 def _updates(folder):
-    for warning in (0.001, 1.0, 0.0, None):
+    for warning in (0.001, 1.0, 0.0):
         _update(folder, warning)
 
 

@@ -127,6 +127,7 @@ def test_rollouts_that_would_run_code_do_not(tmp_path, monkeypatch, name):
         ({"routed_experts": [[[0, 1]]]}, r"not \[tokens, layers, k\]"),
         ({"response_mask": [0, 0]}, "no sampled token"),
         ({"prompts": []}, "its prompt is empty"),
+        ({"multi_modal_inputs": {"pixel_values": [0.5]}}, "images or audio; only text is compared"),
     ],
 )
 def test_rollouts_whose_fields_do_not_fit_are_refused(tmp_path, change, match):

@@ -38,8 +38,8 @@ __all__ = ["main", "parse"]
 
 _WIDTH = 150
 _LEGEND = (
-    "share: of the difference of log-probs; shares sum to the explained part. alone: removed by replacing nothing else, "
-    "and left then, in log-probs (mean) and probabilities (largest)."
+    "share: of the difference of log-probs; shares sum to the explained part. alone: removed by replacing nothing "
+    "else; left then: mean of log-probs, largest of probabilities."
 )
 _SAMPLING = {field.name: field.type for field in fields(Sampling)}
 _ROLLOUT = "actor_rollout_ref.rollout"

@@ -4,6 +4,7 @@ verl writes them with ``skip.rollout_tq`` (its v1 trainers), ``skip.rollout`` or
 JSON Lines file with the same names works too. The text that ``trainer.rollout_data_dir`` writes is not enough.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def read_rollouts(path: Path, most: int, step: int | None = None) -> Rollouts:
     step = step if len(of_step) > 1 else next(iter(of_step))
     found: list[Response] = []
     for file in of_step[step]:
-        for row in _rows(file):
+        for row in itertools.islice(_rows(file), most):
             if len(found) < most and (response := _response(file, row)).is_sampled.any():
                 found.append(response)
     if not found:
@@ -92,7 +93,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     try:
         if file.suffix == ".jsonl":
             for line in file.read_text().splitlines():
-                yield json.loads(line)
+                yield dict(json.loads(line))
             return
         batch = read_batch(file)
     except Exception as error:  # any file
@@ -109,7 +110,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _raise_for_missing(file: Path, row: Mapping[str, Any]) -> None:
-    missing = [name for name in _NEEDED if row.get(name) is None]
+    missing = [name for name in _NEEDED if row.get(name) is None or isinstance(row[name], str)]
     if "prompts" in missing or "responses" in missing:
         text = "text without token ids, as trainer.rollout_data_dir writes it" if "output" in row else "no token ids"
         raise RolloutError(f"{file} holds {text}. A run saves token ids with {HOW_TO_SAVE}.")
@@ -122,11 +123,14 @@ def _response(file: Path, row: Mapping[str, Any]) -> Response:
     _raise_for_missing(file, row)
     if row.get("multi_modal_inputs"):
         raise RolloutError(f"{file} holds prompts with images or audio; only text is compared.")
-    prompt, response = (torch.as_tensor(row[name], dtype=torch.int64) for name in ("prompts", "responses"))
-    log_probs = torch.as_tensor(row["rollout_log_probs"], dtype=torch.float32)
-    mask = torch.as_tensor(row.get("response_mask", torch.ones_like(response))).bool()
-    routes = row.get("routed_experts")
-    routes = None if routes is None else torch.as_tensor(routes, dtype=torch.int16)
+    try:
+        prompt, response = (torch.as_tensor(row[name], dtype=torch.int64) for name in ("prompts", "responses"))
+        log_probs = torch.as_tensor(row["rollout_log_probs"], dtype=torch.float32)
+        mask = torch.as_tensor(row.get("response_mask", torch.ones_like(response))).bool()
+        routes = row.get("routed_experts")
+        routes = None if routes is None else torch.as_tensor(routes, dtype=torch.int16)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RolloutError(f"{file}: a response's fields are no numbers ({error}).") from error
     if (attended := row.get("attention_mask")) is not None:  # prompts are padded at the left, responses at the right
         attended = torch.as_tensor(attended).bool()
         if attended.numel() == prompt.numel() + response.numel():

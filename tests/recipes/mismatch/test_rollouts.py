@@ -127,6 +127,8 @@ def test_rollouts_that_would_run_code_do_not(tmp_path, monkeypatch, name):
         ({"routed_experts": [[[0, 1]]]}, r"not \[tokens, layers, k\]"),
         ({"response_mask": [0, 0]}, "no sampled token"),
         ({"prompts": []}, "its prompt is empty"),
+        ({"prompts": "a b"}, "holds no token ids"),
+        ({"rollout_log_probs": [None, -1.0]}, "fields are no numbers"),
         ({"multi_modal_inputs": {"pixel_values": [0.5]}}, "images or audio; only text is compared"),
     ],
 )

@@ -148,7 +148,7 @@ def _gap(log_probs: Sequence[torch.Tensor], responses: Sequence[Response]) -> Ga
     return Gap((ours - theirs).abs().mean().item(), (ours.exp() - theirs.exp()).abs().max().item())
 
 
-def _explain(options: argparse.Namespace, console: Console, scratch: Path) -> tuple[Report, Rollouts, Setup]:
+def _explain(options: argparse.Namespace, console: Console, scratch: Path) -> tuple[Report, Rollouts, Setup, list[str]]:
     step = step_of(options.checkpoint)
     rollouts = read_rollouts(options.rollouts, options.responses, None if step is None else step + 1)
     if step is not None and rollouts.step not in (None, step + 1):
@@ -185,7 +185,9 @@ def _explain(options: argparse.Namespace, console: Console, scratch: Path) -> tu
             causes,
             lambda count: progress.update(task, total=count),
         )
-    return report, rollouts, base
+    untried = ["--previous"] if previous is None else []
+    untried += ["rollouts with routes"] if model.experts and not has_routes else []
+    return report, rollouts, base, untried
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=True, width=_WIDTH)
     try:
         with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-            report, rollouts, base = _explain(options, console, Path(scratch))
+            report, rollouts, base, untried = _explain(options, console, Path(scratch))
     except (RolloutError, ReplayError, CheckpointError, UnsupportedModelError, OSError, ValueError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
@@ -208,9 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(table(report))
         console.print(f"Not explained: {rest.mean / gap.mean:.0%}, a mean of {rest.mean:.3g}. {_LEGEND}", markup=False)
     if gap.mean > 0 and not report.shares:
-        without = [] if options.previous else ["--previous"]
-        without += [] if any(r.routes is not None for r in rollouts.responses) else ["rollouts with routes"]
-        hint = f" Not tried: {', '.join(without)}." if without else ""
+        hint = f" Not tried: {', '.join(untried)}." if untried else ""
         console.print(f"No cause explains 3 % of the difference.{hint}", markup=False)
     if options.json:
         result = {

@@ -16,18 +16,20 @@ __all__ = ["plant", "random_responses", "shuffled_routes"]
 
 
 def random_responses(folder: Path, count: int = 12) -> list[Response]:
-    """Return responses without log-probs, with the routes of the plain model in float32."""
+    """Return responses without log-probs, with the routes of the plain model in float32 if it has experts."""
     model, draw = reference_model(folder), torch.Generator().manual_seed(5)
-    replay = RouterReplay(model, find_experts(model), model.config.num_hidden_layers)
-    found = []
+    experts, found = find_experts(model), []
+    replay = RouterReplay(model, experts, model.config.num_hidden_layers) if experts else None
     for i in range(count):
         ids = torch.randint(3, VOCAB, (1, 20 + 3 * i), generator=draw)
-        replay.record()
-        with torch.no_grad():
-            model(input_ids=ids, use_cache=False)
+        if replay is not None:
+            replay.record()
+            with torch.no_grad():
+                model(input_ids=ids, use_cache=False)
+        routes = replay.recorded() if replay is not None else None
         sampled = torch.ones(ids.shape[1] - 6, dtype=torch.bool)
         sampled[2:4] = i % 2 == 0  # of a tool
-        found.append(Response(ids[0, :6], ids[0, 6:], sampled, torch.zeros(len(sampled)), replay.recorded()))
+        found.append(Response(ids[0, :6], ids[0, 6:], sampled, torch.zeros(len(sampled)), routes))
     return found
 
 
@@ -69,7 +71,7 @@ def plant(
             "responses": r.response.tolist(),
             "response_mask": r.is_sampled.int().tolist(),
             "rollout_log_probs": own.tolist(),
-            "routed_experts": r.routes.tolist(),
+            **({} if r.routes is None else {"routed_experts": r.routes.tolist()}),
         }
         for r, own in zip(responses, log_probs, strict=True)
     ]

@@ -10,7 +10,7 @@ from epfsdp2.recipes.mismatch.cli import main
 from epfsdp2.recipes.mismatch.model import Setup
 from epfsdp2.recipes.mismatch.sampling import Sampling
 from tests.recipes.mismatch.planted import plant, random_responses, shuffled_routes
-from tests.support.models.tiny import save_qwen3_moe
+from tests.support.models.tiny import save_qwen3, save_qwen3_moe
 
 SAMPLINGS = {
     "temperature 0.7": {"temperature": 0.7},
@@ -111,7 +111,7 @@ def test_cause_beside_noise_of_a_rollout_is_named_first(run, tmp_path, name):
 def test_rows_of_a_micro_batch_are_named(run, tmp_path, trainer, rollout):
     found = _named(run, {"dtype": "bfloat16", "rows": rollout}, tmp_path, "--dtype", "bfloat16", "--rows", trainer)
     shape = {"alone": "each sequence alone", "packed": "packed rows"}[rollout]
-    assert found["gap"]["mean"] == 0 or found["causes"][0]["name"] == f"micro-batch: {shape}"
+    assert found["causes"][0]["name"] == f"micro-batch: {shape}" and found["causes"][0]["share"] > 0.999
 
 
 def test_report_is_printed_and_drawn_with_the_setting_that_removes_the_first_cause(run, tmp_path, capsys):
@@ -120,6 +120,20 @@ def test_report_is_printed_and_drawn_with_the_setting_that_removes_the_first_cau
     row = next(line for line in said.splitlines() if "top p 0.8" in line)
     assert "100%" in row and "actor_rollout_ref.rollout.top_p=1.0" in row
     assert "log-probs differ by" in said and (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_dense_model_has_no_causes_of_experts_and_the_report_says_what_was_not_tried(tmp_path, capsys):
+    folder, out = save_qwen3(tmp_path / "model"), tmp_path / "out.json"
+    planted = Setup(sampling=Sampling(top_k=5))
+    rollouts = plant(folder, planted, random_responses(folder, 3), tmp_path / "a.jsonl")
+    given = [str(folder), str(rollouts), "--device", "cpu", "--json", str(out)]
+    assert main([*given, "--sampling", "top_k=5"]) == 0
+    found = json.loads(out.read_text())["causes"]
+    assert found[0]["name"] == "top k 5" and found[0]["share"] > 0.999
+    assert not [cause["name"] for cause in found if "router" in cause["name"] or "experts" in cause["name"]]
+    rollouts = plant(folder, Setup(), random_responses(folder, 3), tmp_path / "a.jsonl", None, Setup())
+    assert main(given) == 0
+    assert "Not tried: --previous." in " ".join(capsys.readouterr().out.split())
 
 
 def test_equal_rollouts_and_unknown_causes_say_so(run, tmp_path, capsys):

@@ -44,7 +44,7 @@ def draw(title: str, report: Report, path: Path) -> None:
     for axes, values, text in ((above, shares, "share of the difference"), (below, alone, "removed by each alone")):
         axes.barh(list(values), [100 * value for value in values.values()], color="tab:blue", alpha=0.6)
         axes.invert_yaxis()
-        axes.set(xlim=(0, 100), xlabel=f"% {text}")
-    above.set_title(title, fontsize=9)
+        axes.set(xlim=(0, 100), xlabel=f"{text}, %")
+    figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -26,6 +26,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "recipes/doctor/on_ray.py": frozenset({"ray", "torch"}),
     "recipes/doctor/rates.py": MODEL | {"flash_attn_interface"},
     "recipes/gpu": frozenset({"yaml"}),
+    "recipes/mismatch": MODEL | {"matplotlib", "omegaconf", "rich", "safetensors"},
     "recipes/resilient": frozenset({"yaml"}),
     "recipes/resilient/callback.py": frozenset({"torch", "verl"}),
     "recipes/quickstart": MODEL | {"pandas", "rich", "tokenizers", "yaml"},

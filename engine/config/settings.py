@@ -71,6 +71,11 @@ _CHUNKS = whole(1, "is the number of parts in which a layer's tokens are dispatc
 _SYNCED_AS = one_of(("auto", "full", "sliced"), "auto")  # rollout/layout/specs.py has the modes, and a test compares
 _ROUNDED = must(lambda value: isinstance(value, bool) or value == "experts", "is true, false or experts.", "true")
 _SYNCS = whole(0, "is the number of syncs that are verified, or -1 for all of them.", "2", besides=(-1,))
+_DIFFERENCE = must(
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1,
+    "is a difference of probabilities, from 0 (never) to 1.",
+    "0.02",
+)
 _FOLDER = must(lambda value: isinstance(value, str) and bool(value), "is a folder that all nodes see.", "null")
 
 
@@ -219,6 +224,9 @@ class EngineSettings:
     router_replay: Any = setting(lambda: SimpleNamespace(mode="disabled", record_file=None, replay_file=None), REPLAY)
     """Route an update's tokens as before: disabled; R2, as for the old log-probs; R3, as in the rollout, for log-probs
     and update, with actor_rollout_ref.rollout.enable_rollout_routing_replay=True"""
+    mismatch_warning: float = setting(0.02, _DIFFERENCE)
+    """Print a line when probabilities of rollout and trainer differ by more in the mean, and whenever this doubles;
+    needs rollout.calculate_log_probs. 0: never. recipes.mismatch finds the cause"""
 
 
 SETTINGS = frozenset(entry.name for entry in fields(EngineSettings))

@@ -1,5 +1,6 @@
 """The causal language model behind verl's engine interface: actor, reference policy and SFT."""
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..moe.router.replay import RouterReplay
 from ..preflight.features import check_replay
 from .building import print_lines
 from .engine import DEVICES, EPFSDP2Engine
-from .step_features import ReplayedRoutes
+from .step_features import MismatchWarning, ReplayedRoutes, StepFeature
 
 __all__ = ["EPFSDP2EngineWithLMHead"]
 
@@ -46,6 +47,12 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
                 print_lines(self.rank, f"logits are whole: {reason}")
             else:
                 self._head = CausalHead(module)
+
+    def _features_of(self, module: nn.Module) -> list[StepFeature]:
+        features, most = super()._features_of(module), self.engine_config.mismatch_warning
+        if most and not self.engine_config.forward_only and self.rank == 0:  # no collective in it
+            features.append(MismatchWarning(most, functools.partial(print_lines, self.rank)))
+        return features
 
     def _is_reference(self) -> bool:
         """Whether the model is the reference policy now: the actor without its adapters."""

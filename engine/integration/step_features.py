@@ -18,7 +18,7 @@ from ..moe.router.losses import RouterLosses
 from ..moe.router.replay import ReplayError, RouterReplay
 from ..planner.run import StepEstimate
 
-__all__ = ["PlannedMemory", "ReplayedRoutes", "RouterTerms", "StepFeature", "VisionTowers"]
+__all__ = ["MismatchWarning", "PlannedMemory", "ReplayedRoutes", "RouterTerms", "StepFeature", "VisionTowers"]
 
 
 class StepFeature:
@@ -167,3 +167,34 @@ class PlannedMemory(StepFeature):
 
     def metrics(self) -> Mapping[str, float]:
         return self._plan.metrics()
+
+
+class MismatchWarning(StepFeature):
+    """Prints a line when trainer and rollout differ more than usual, and whenever the difference has doubled.
+
+    It compares the probabilities of sampled tokens, as verl's ``training/rollout_probs_diff_mean`` does.
+
+    Args:
+        most: usual mean difference of probabilities, at most.
+        report: prints a line.
+    """
+
+    def __init__(self, most: float, report: Callable[[str], object]):
+        self._most, self._report = most, report
+
+    def begin_batch(self, data: TensorDict, forward_only: bool) -> None:
+        names = "rollout_log_probs", "old_log_probs", "response_mask"
+        if forward_only or any(data.get(name, None) is None for name in names):
+            return
+        rollout, trainer, mask = (v.values() if v.is_nested else v for v in (data[name] for name in names))
+        if not rollout.shape == trainer.shape == mask.shape:
+            return
+        differences = (rollout.exp() - trainer.exp()).abs()[mask.bool()]
+        if not differences.numel() or (found := differences.mean().item()) <= self._most:
+            return
+        self._report(
+            f"rollout and trainer differ by {found:.3g} in a token's mean probability, more than "
+            f"engine.mismatch_warning={self._most:g}. Find the cause with: python -m epfsdp2.recipes.mismatch "
+            f"CHECKPOINT ROLLOUTS --run .hydra/config.yaml (skip.rollout_tq saves rollouts, see --help)"
+        )
+        self._most = 2 * found

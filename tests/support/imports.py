@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("engine", "rollout", "conf", "recipes")
 # From top to bottom: a room imports only from rooms below it. A room is a folder, or a file on its own.
 ROOMS = (
+    "recipes/mismatch",
     "recipes",
     "recipes/gpu",
     "recipes/doctor",

@@ -80,6 +80,7 @@ from epfsdp2.rollout.layout.specs import SYNC_MODES
             {"ulysses_sequence_parallel_size": 2, "compile_dense": True},
             "engine.compile_dense=True: compiled parts must",
         ),
+        ({"mismatch_warning": 2}, "engine.mismatch_warning=2: is a difference of probabilities, from 0 (never) to 1."),
         ({"epsize": 2}, "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
         ({"router_replay": {"mode": "R4"}}, "engine.router_replay.mode=R4: is one of disabled, R2, R3"),
         (

@@ -1,0 +1,1 @@
+"""A run's difference between trainer and rollout, by cause."""

@@ -42,7 +42,7 @@ def _is_positive(value: Any) -> bool:
     return _is_a(int | float, value) and value > 0
 
 
-def _map(fits: Callable[[Any], bool], value: Any) -> bool:
+def _maps(fits: Callable[[Any], bool], value: Any) -> bool:
     try:
         return all(re.compile(pattern) and fits(each) for pattern, each in value.items())
     except (re.error, TypeError, AttributeError):
@@ -53,8 +53,8 @@ def _map(fits: Callable[[Any], bool], value: Any) -> bool:
 _OF_PEFT: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "use_rslora": (lambda value: isinstance(value, bool), "is true or false.", "true"),
     "use_dora": (lambda value: isinstance(value, bool), "is true or false.", "true"),
-    "rank_pattern": (partial(_map, _is_count), "maps patterns of names to an integer of at least 1.", "{q_proj: 16}"),
-    "alpha_pattern": (partial(_map, _is_positive), "maps patterns of names to a positive number.", "{q_proj: 32}"),
+    "rank_pattern": (partial(_maps, _is_count), "maps patterns of names to an integer of at least 1.", "{q_proj: 16}"),
+    "alpha_pattern": (partial(_maps, _is_positive), "maps patterns of names to a positive number.", "{q_proj: 32}"),
     "layers_to_transform": (partial(_are, int), "is a list of numbers of layers.", "[0,1]"),
     "layers_pattern": (partial(_are, str), "is a list of names of a list of layers.", "[layers]"),
     "modules_to_save": (partial(_are, str), "is a list of names of modules, or their ends.", "[lm_head]"),

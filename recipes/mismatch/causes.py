@@ -118,7 +118,7 @@ def causes_of(
     for rows in ROWS:
         setting = f"actor_rollout_ref.model.use_remove_padding={rows == 'packed'}"
         shape = {"packed": "packed rows", "padded": "padded rows", "alone": "each sequence alone"}[rows]
-        alone = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+        alone = "engine.batch_invariant=True"
         add(f"micro-batch: {shape}", alone if rows == "alone" else setting, rows=rows)
     return found
 

@@ -22,6 +22,8 @@ from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig
 from ..cleanup import report_leftovers
 from ..errors import SettingError
 from ..preflight.model import check_model_path
+from ..preflight.old_log_probs import SETTING as OLD_LOG_PROBS
+from ..preflight.old_log_probs import one_update, why_computed
 from ..preflight.resume import check_background_saves
 from ..preflight.rollout import max_model_len, rows_held_in
 from ..preflight.run import check_run, check_training
@@ -76,6 +78,8 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
     _rollout_channels: str = ""
     # Length in tokens by which the actor's rollout chooses rotations at its start, if it does.
     _max_model_len: int | None = None
+    # Of an actor whose updates give old log-probs: sequences of a batch, and how verl averages their entropies.
+    _one_update: dict[str, Any] | None = None
     # Whether several roles share these settings, and the driver has checked whether their models have experts.
     _of_a_role: bool = False
 
@@ -141,6 +145,11 @@ class EPFSDP2ActorConfig(ActorConfig):
         if all(lengths):
             facts["_sequences_per_update"] = self.ppo_mini_batch_size * self.rollout_n
             facts["_longest_sequence"] = sum(lengths)
+        if self.engine.old_log_probs_from_update and not self.forward_only:
+            if why := why_computed(self.engine, self, self.rollout):
+                _log([f"{OLD_LOG_PROBS}=True: old log-probs are computed before updates because of {why}"])
+            else:
+                facts["_one_update"] = one_update(self)
         # A config for each role, because verl writes batch sizes into it.
         self.engine = replace(self.engine, **facts)
 

@@ -193,6 +193,9 @@ class EngineSettings:
     batch_invariant: bool = setting(False, FLAG, shards=True)
     """Compute log-probs with the same bits whatever shares the sequence's micro-batch, on any mesh
     (docs/features.md); needs model.use_remove_padding"""
+    old_log_probs_from_update: bool = setting(False, FLAG)
+    """With one update per batch, take old log-probs from its forward and skip verl's pass before it; needs
+    batch_invariant (docs/features.md)"""
     forward_only: bool = setting(False, FLAG)
     """Never run a backward; ref sets it for itself"""
     rollout_sync: str = setting("auto", _SYNCED_AS)
@@ -260,6 +263,10 @@ def check_settings(config: Any) -> None:
     if size > 1 and config.compile_dense:
         rule = f"compiled parts must have no collective; attention has with {name}={size}."
         raise SettingError("engine.compile_dense", True, rule, "engine.compile_dense=False")
+    if config.old_log_probs_from_update and not config.batch_invariant:
+        rule = "takes old log-probs from a forward that packs them otherwise, so they need the same bits there."
+        works = "engine.batch_invariant=True, or engine.old_log_probs_from_update=False"
+        raise SettingError("engine.old_log_probs_from_update", True, rule, works)
     if param_dtype(config) is torch.float16 and DTYPES[config.model_dtype] is not torch.float32:
         rule = "parameters whose forward computes in float16 are kept in float32."
         raise SettingError("engine.model_dtype", config.model_dtype, rule, "engine.model_dtype=fp32")

@@ -155,6 +155,8 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints):
             return super().forward_backward_batch(data, loss_function, forward_only)
 
     def forward_step(self, micro_batch, loss_function, forward_only):
+        for feature in self.features:
+            loss_function = feature.wrap_loss(loss_function)
         loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         for feature in self.features:
             loss = feature.add_loss(loss)

@@ -11,13 +11,14 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import EngineRegistry
 
 from ..config.values import STRATEGY
+from ..fsdp.activation_checkpoint import draws_numbers
 from ..head.causal_head import CausalHead, Wanted, why_whole_logits
 from ..moe.find import find_experts
 from ..moe.router.replay import RouterReplay
 from ..preflight.features import check_replay
 from .building import print_lines
 from .engine import DEVICES, EPFSDP2Engine
-from .step_features import MismatchWarning, ReplayedRoutes, StepFeature
+from .step_features import MismatchWarning, OldLogProbs, ReplayedRoutes, StepFeature
 
 __all__ = ["EPFSDP2EngineWithLMHead"]
 
@@ -27,6 +28,7 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
     """Actor, reference policy, SFT."""
 
     _head: CausalHead | None = None  # None: every micro-batch has whole logits
+    _old_log_probs: OldLogProbs | None = None  # None: they are computed before an update
 
     def _build_module(self) -> nn.Module:
         module: Any = super()._build_module()
@@ -57,6 +59,23 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
     def _is_reference(self) -> bool:
         """Whether the model is the reference policy now: the actor without its adapters."""
         return self._lora is not None and not self._lora.enabled
+
+    def _features_of(self, module: Any) -> list[StepFeature]:
+        features, config = super()._features_of(module), self.engine_config
+        if config._one_update is None:
+            return features
+        why = "logits are whole" if self._head is None else "a forward draws random numbers"
+        if self._head is None or draws_numbers(module):
+            print_lines(self.rank, f"old log-probs are computed before updates: {why}")
+            return features
+        self._old_log_probs = OldLogProbs(self.get_data_parallel_group(), **config._one_update)
+        return [*features, self._old_log_probs]
+
+    def infer_batch(self, data, loss_function=None):
+        left_out = None
+        if self._old_log_probs is not None and loss_function is None and not self._is_reference():
+            left_out = self._old_log_probs.leave_out(data)
+        return super().infer_batch(data, loss_function) if left_out is None else left_out
 
     def prepare_model_inputs(self, micro_batch):
         inputs, arguments = super().prepare_model_inputs(micro_batch)

@@ -12,7 +12,19 @@ from ..compat.wrap_function import wrap
 from ..config.values import STRATEGY
 from ..topology.dtensor import local_tensor
 
-__all__ = ["install", "restore", "save"]
+__all__ = ["TrainersMetric", "install", "restore", "save"]
+
+
+class TrainersMetric(str):
+    """The name of a metric that replaces one of the trainer's, for example ``training/rollout_probs_diff_max``.
+
+    The trainer begins the names of an update's metrics with ``actor/``, unless they do (``rename_dict``).
+    """
+
+    __slots__ = ()
+
+    def startswith(self, prefix: Any, *bounds: Any) -> bool:
+        return prefix == "actor/" or super().startswith(prefix, *bounds)
 
 
 def install() -> None:

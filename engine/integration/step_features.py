@@ -9,16 +9,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tensordict import TensorDict
+from verl import DataProto
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.utils import tensordict_utils as tu
+from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.device import get_device_id
+from verl.workers.utils.padding import no_padding_2_padding
 
 from ..fsdp.ulysses import gather_parts, own_part
 from ..model.vision import VisionTowerSync
 from ..moe.router.losses import RouterLosses
 from ..moe.router.replay import ReplayError, RouterReplay
 from ..planner.run import StepEstimate
+from .shims import TrainersMetric
 
-__all__ = ["MismatchWarning", "PlannedMemory", "ReplayedRoutes", "RouterTerms", "StepFeature", "VisionTowers"]
+__all__ = [
+    "MismatchWarning",
+    "OldLogProbs",
+    "PlannedMemory",
+    "ReplayedRoutes",
+    "RouterTerms",
+    "StepFeature",
+    "VisionTowers",
+]
+
+Loss = Callable[..., tuple[torch.Tensor, dict[str, Any]]]  # verl's, of (model_output, data, dp_group)
 
 
 class StepFeature:
@@ -35,6 +53,10 @@ class StepFeature:
 
     def prepare_outputs(self, outputs: dict[str, Any], micro_batch: TensorDict) -> None:
         """Read or change the outputs that verl keeps."""
+
+    def wrap_loss(self, loss_function: Loss | None) -> Loss | None:
+        """Return the loss function of a micro-batch, given verl's; None in a forward without a loss."""
+        return loss_function
 
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for backward, given the loss of verl's loss function."""
@@ -149,6 +171,110 @@ class ReplayedRoutes(StepFeature):
         # Summed over all ranks, because verl averages their metrics whatever their numbers of tokens.
         differing = self._replay.differing(dist.group.WORLD)
         return {} if differing is None else {"router_replay_differing": differing}
+
+
+class OldLogProbs(StepFeature):
+    """Takes old log-probs from the forward of a batch's only update, and skips verl's pass before it.
+
+    The trainer gets NaN in place of log-probs and entropies, which shows where something reads them after all. The
+    update's metrics replace those that the trainer computes from NaN.
+
+    Args:
+        dp_group: ranks whose batches are different.
+        sequences: of all ranks in a batch.
+        averaged: arguments by which verl's ``agg_loss`` averages entropies.
+    """
+
+    def __init__(self, dp_group: dist.ProcessGroup, sequences: int, averaged: dict[str, Any]):
+        self._dp_group, self._sequences, self._averaged = dp_group, sequences, averaged
+        self._is_left_out = self._is_active = self._with_entropy = self._is_padded = False
+        self._seen: list[torch.Tensor] = []  # of each micro-batch: log-probs, entropies, mask, the rollout's log-probs
+
+    def leave_out(self, data: TensorDict) -> dict[str, Any] | None:
+        """Return the output of a forward for old log-probs that the next update gives; None if it has to run."""
+        flags = {
+            key: tu.get_non_tensor_data(data, key, False) for key in ("calculate_entropy", "calculate_sum_pi_squared")
+        }
+        is_batch = data.shape[0] * dist.get_world_size(self._dp_group) == self._sequences
+        # The trainer asks for entropies with old log-probs, and without them for those of a reference policy.
+        self._is_left_out = is_batch and flags["calculate_entropy"] and not flags["calculate_sum_pi_squared"]
+        if not self._is_left_out:
+            return None
+        ids = data["input_ids"]
+        missing = torch.full(ids.values().shape, torch.nan, device=ids.device)
+        missing = torch.nested.nested_tensor_from_jagged(missing, ids.offsets())
+        return {"model_output": {"log_probs": missing, "entropy": missing.clone()}, "loss": [0.0], "metrics": {}}
+
+    def begin_batch(self, data: TensorDict, forward_only: bool) -> None:
+        self._is_active, self._seen = False, []
+        if forward_only or (old := data.get("old_log_probs", None)) is None:
+            return
+        self._is_padded = not old.is_nested
+        if not (old if self._is_padded else old.values()).isnan().any():
+            return
+        if not self._is_left_out:
+            raise RuntimeError("old log-probs are NaN: they are missing, and an update on their batch has been done.")
+        self._is_active, self._is_left_out = True, False
+        self._with_entropy = tu.get_non_tensor_data(data, "calculate_entropy", False)
+        tu.assign_non_tensor(data, calculate_entropy=True)
+
+    def wrap_loss(self, loss_function: Loss | None) -> Loss | None:
+        if not self._is_active or loss_function is None:
+            return loss_function
+
+        def with_own(model_output: dict[str, Any], data: TensorDict, **others: Any) -> tuple[torch.Tensor, dict]:
+            own = [no_padding_2_padding(model_output[key].detach(), data).float() for key in ("log_probs", "entropy")]
+            others_seen = [data[key] for key in ("response_mask", "rollout_log_probs") if key in data]
+            padded = [each.to_padded_tensor(0) if each.is_nested else each for each in others_seen]
+            self._seen.append(torch.stack([*own, *(each.float() for each in padded)]))
+            if not self._with_entropy:
+                model_output = {key: value for key, value in model_output.items() if key != "entropy"}
+            data = data.copy()
+            data["old_log_probs"] = own[0]
+            return loss_function(model_output=model_output, data=data, **others)
+
+        return with_own
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the trainer's metrics of old log-probs, which one rank computes."""
+        if not self._is_active:
+            return {}
+        width = max(seen.shape[-1] for seen in self._seen)
+        mine = torch.cat([F.pad(seen, (0, width - seen.shape[-1])) for seen in self._seen], dim=1).cpu()
+        is_first, found = dist.get_rank(self._dp_group) == 0, [None]
+        parts: list[Any] | None = [None] * dist.get_world_size(self._dp_group) if is_first else None
+        dist.gather_object(mine, parts, group=self._dp_group, group_dst=0)
+        if parts is not None:
+            width = max(part.shape[-1] for part in parts)
+            whole = torch.cat([F.pad(part, (0, width - part.shape[-1])) for part in parts], dim=1)
+            found = [trainers_metrics(*whole, averaged=self._averaged)]
+        dist.broadcast_object_list(found, group=self._dp_group, group_src=0)
+        # The padded batches of the older trainers have the utilisation of a forward that did not run.
+        idle = {"perf/mfu/actor_infer": 0.0} if self._is_padded else {}
+        self._seen = []
+        return {TrainersMetric(name): value for name, value in {**found[0], **idle}.items()}
+
+
+def trainers_metrics(
+    old: torch.Tensor,
+    entropy: torch.Tensor,
+    mask: torch.Tensor,
+    rollout: torch.Tensor | None = None,
+    *,
+    averaged: dict[str, Any],
+) -> dict[str, float]:
+    """Return the metrics that verl's trainer computes from old log-probs and entropies, by its names.
+
+    Args:
+        old, entropy, mask: ``[sequences, tokens]`` of responses, float32.
+        rollout: the rollout's log-probs of the same shape, if the rollout computes them.
+    """
+    found = {"actor/entropy": agg_loss(loss_mat=entropy, loss_mask=mask.long(), **averaged).item()}
+    if rollout is None:
+        return found
+    compared = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask.long(), "responses": mask}
+    found |= calculate_debug_metrics(DataProto.from_dict(compared))
+    return found | compute_rollout_correction_and_rejection_mask(old, rollout, mask.long())[2]
 
 
 class PlannedMemory(StepFeature):

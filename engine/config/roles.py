@@ -23,7 +23,7 @@ from ..cleanup import report_leftovers
 from ..errors import SettingError
 from ..preflight.model import check_model_path
 from ..preflight.old_log_probs import SETTING as OLD_LOG_PROBS
-from ..preflight.old_log_probs import one_update, why_computed
+from ..preflight.old_log_probs import why_computed
 from ..preflight.resume import check_background_saves
 from ..preflight.rollout import max_model_len, rows_held_in
 from ..preflight.run import check_run, check_training
@@ -149,7 +149,8 @@ class EPFSDP2ActorConfig(ActorConfig):
             if why := why_computed(self.engine, self, self.rollout):
                 _log([f"{OLD_LOG_PROBS}=True: old log-probs are computed before updates because of {why}"])
             else:
-                facts["_one_update"] = one_update(self)
+                averaged = {"loss_agg_mode": self.loss_agg_mode, "loss_scale_factor": self.loss_scale_factor}
+                facts["_one_update"] = {"sequences": self.ppo_mini_batch_size * self.rollout_n, "averaged": averaged}
         # A config for each role, because verl writes batch sizes into it.
         self.engine = replace(self.engine, **facts)
 

@@ -264,7 +264,7 @@ def check_settings(config: Any) -> None:
         rule = f"compiled parts must have no collective; attention has with {name}={size}."
         raise SettingError("engine.compile_dense", True, rule, "engine.compile_dense=False")
     if config.old_log_probs_from_update and not config.batch_invariant:
-        rule = "takes old log-probs from a forward that packs them otherwise, so they need the same bits there."
+        rule = "the pass for old log-probs packs sequences otherwise than the update."
         works = "engine.batch_invariant=True, or engine.old_log_probs_from_update=False"
         raise SettingError("engine.old_log_probs_from_update", True, rule, works)
     if param_dtype(config) is torch.float16 and DTYPES[config.model_dtype] is not torch.float32:

@@ -50,25 +50,22 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
             else:
                 self._head = CausalHead(module)
 
-    def _features_of(self, module: nn.Module) -> list[StepFeature]:
-        features, most = super()._features_of(module), self.engine_config.mismatch_warning
-        if most and not self.engine_config.forward_only and self.rank == 0:  # no collective in it
-            features.append(MismatchWarning(most, functools.partial(print_lines, self.rank)))
-        return features
-
     def _is_reference(self) -> bool:
         """Whether the model is the reference policy now: the actor without its adapters."""
         return self._lora is not None and not self._lora.enabled
 
     def _features_of(self, module: Any) -> list[StepFeature]:
         features, config = super()._features_of(module), self.engine_config
+        say = functools.partial(print_lines, self.rank)
+        if config.mismatch_warning and not config.forward_only and self.rank == 0:  # no collective in it
+            features.append(MismatchWarning(config.mismatch_warning, say))
         if config._one_update is None:
             return features
         why = "logits are whole" if self._head is None else "a forward draws random numbers"
         if self._head is None or draws_numbers(module):
-            print_lines(self.rank, f"old log-probs are computed before updates: {why}")
+            say(f"old log-probs are computed before updates: {why}")
             return features
-        self._old_log_probs = OldLogProbs(self.get_data_parallel_group(), **config._one_update)
+        self._old_log_probs = OldLogProbs(self.get_data_parallel_group(), **config._one_update, say=say)
         return [*features, self._old_log_probs]
 
     def infer_batch(self, data, loss_function=None):

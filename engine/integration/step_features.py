@@ -4,6 +4,7 @@ The engine calls all features that are switched on at each point of verl's call 
 order of the engine's list follows from the settings, so it is the same on all ranks.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
-from verl import DataProto
-from verl.trainer.ppo.core_algos import agg_loss
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils import tensordict_utils as tu
-from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
@@ -183,22 +180,24 @@ class OldLogProbs(StepFeature):
         dp_group: ranks whose batches are different.
         sequences: of all ranks in a batch.
         averaged: arguments by which verl's ``agg_loss`` averages entropies.
+        say: prints a line.
     """
 
-    def __init__(self, dp_group: dist.ProcessGroup, sequences: int, averaged: dict[str, Any]):
-        self._dp_group, self._sequences, self._averaged = dp_group, sequences, averaged
+    def __init__(
+        self, dp_group: dist.ProcessGroup, sequences: int, averaged: dict[str, Any], say: Callable[[str], None]
+    ):
+        self._dp_group, self._sequences, self._averaged, self._say = dp_group, sequences, averaged, functools.cache(say)
         self._is_left_out = self._is_active = self._with_entropy = self._is_padded = False
         self._seen: list[torch.Tensor] = []  # of each micro-batch: log-probs, entropies, mask, the rollout's log-probs
 
     def leave_out(self, data: TensorDict) -> dict[str, Any] | None:
         """Return the output of a forward for old log-probs that the next update gives; None if it has to run."""
-        flags = {
-            key: tu.get_non_tensor_data(data, key, False) for key in ("calculate_entropy", "calculate_sum_pi_squared")
-        }
-        is_batch = data.shape[0] * dist.get_world_size(self._dp_group) == self._sequences
-        # The trainer asks for entropies with old log-probs, and without them for those of a reference policy.
-        self._is_left_out = is_batch and flags["calculate_entropy"] and not flags["calculate_sum_pi_squared"]
+        if not tu.get_non_tensor_data(data, "calculate_entropy", False):  # the trainer asks for them here alone
+            return None
+        sequences = data.shape[0] * dist.get_world_size(self._dp_group)
+        self._is_left_out = sequences == self._sequences
         if not self._is_left_out:
+            self._say(f"old log-probs are computed: {sequences} sequences, and {self._sequences} in an update")
             return None
         ids = data["input_ids"]
         missing = torch.full(ids.values().shape, torch.nan, device=ids.device)
@@ -213,7 +212,7 @@ class OldLogProbs(StepFeature):
         if not (old if self._is_padded else old.values()).isnan().any():
             return
         if not self._is_left_out:
-            raise RuntimeError("old log-probs are NaN: they are missing, and an update on their batch has been done.")
+            raise RuntimeError("old log-probs are NaN: their pass was skipped for one update, and this is another.")
         self._is_active, self._is_left_out = True, False
         self._with_entropy = tu.get_non_tensor_data(data, "calculate_entropy", False)
         tu.assign_non_tensor(data, calculate_entropy=True)
@@ -239,42 +238,38 @@ class OldLogProbs(StepFeature):
         """Return the trainer's metrics of old log-probs, which one rank computes."""
         if not self._is_active:
             return {}
-        width = max(seen.shape[-1] for seen in self._seen)
-        mine = torch.cat([F.pad(seen, (0, width - seen.shape[-1])) for seen in self._seen], dim=1).cpu()
-        is_first, found = dist.get_rank(self._dp_group) == 0, [None]
+        mine, is_first, found = [seen.cpu() for seen in self._seen], dist.get_rank(self._dp_group) == 0, [{}]
         parts: list[Any] | None = [None] * dist.get_world_size(self._dp_group) if is_first else None
         dist.gather_object(mine, parts, group=self._dp_group, group_dst=0)
         if parts is not None:
-            width = max(part.shape[-1] for part in parts)
-            whole = torch.cat([F.pad(part, (0, width - part.shape[-1])) for part in parts], dim=1)
-            found = [trainers_metrics(*whole, averaged=self._averaged)]
+            seen = [each for part in parts for each in part]
+            width = max(each.shape[-1] for each in seen)
+            whole = torch.cat([F.pad(each, (0, width - each.shape[-1])) for each in seen], dim=1)
+            found = [_trainers_metrics(*whole, averaged=self._averaged)]
         dist.broadcast_object_list(found, group=self._dp_group, group_src=0)
-        # The padded batches of the older trainers have the utilisation of a forward that did not run.
+        # Only the older trainers, whose batches are padded, log the utilisation of the forward that did not run.
         idle = {"perf/mfu/actor_infer": 0.0} if self._is_padded else {}
         self._seen = []
         return {TrainersMetric(name): value for name, value in {**found[0], **idle}.items()}
 
 
-def trainers_metrics(
-    old: torch.Tensor,
-    entropy: torch.Tensor,
-    mask: torch.Tensor,
-    rollout: torch.Tensor | None = None,
-    *,
-    averaged: dict[str, Any],
+def _trainers_metrics(
+    old: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor, rollout: torch.Tensor | None = None, *, averaged: Any
 ) -> dict[str, float]:
-    """Return the metrics that verl's trainer computes from old log-probs and entropies, by its names.
+    """Return the metrics that verl's trainer computes from old log-probs, by its names; all ``[sequences, tokens]``."""
+    # Here, because no other feature needs these names of verl.
+    from verl import DataProto
+    from verl.trainer.ppo.core_algos import agg_loss
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+    from verl.utils.debug.metrics import calculate_debug_metrics
 
-    Args:
-        old, entropy, mask: ``[sequences, tokens]`` of responses, float32.
-        rollout: the rollout's log-probs of the same shape, if the rollout computes them.
-    """
-    found = {"actor/entropy": agg_loss(loss_mat=entropy, loss_mask=mask.long(), **averaged).item()}
+    mask = mask.long()
+    found = {"actor/entropy": agg_loss(loss_mat=entropy, loss_mask=mask, **averaged).item()}
     if rollout is None:
         return found
-    compared = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask.long(), "responses": mask}
+    compared = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask, "responses": mask}
     found |= calculate_debug_metrics(DataProto.from_dict(compared))
-    return found | compute_rollout_correction_and_rejection_mask(old, rollout, mask.long())[2]
+    return found | compute_rollout_correction_and_rejection_mask(old, rollout, mask)[2]
 
 
 class PlannedMemory(StepFeature):
@@ -316,7 +311,8 @@ class MismatchWarning(StepFeature):
         if not rollout.shape == trainer.shape == mask.shape:
             return
         differences = (rollout.exp() - trainer.exp()).abs()[mask.bool()]
-        if not differences.numel() or (found := differences.mean().item()) <= self._most:
+        # NaN where the update gives old log-probs (``OldLogProbs``), and without a sampled token.
+        if not (found := differences.mean().item()) > self._most:
             return
         self._report(
             f"rollout and trainer differ by {found:.3g} in a token's mean probability, more than "

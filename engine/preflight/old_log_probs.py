@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SETTING", "one_update", "why_computed"]
+__all__ = ["SETTING", "why_computed"]
 
 SETTING = "engine.old_log_probs_from_update"
 _ACTOR = "actor_rollout_ref.actor"
@@ -34,9 +34,3 @@ def why_computed(engine: Any, actor: Any, run: Mapping[str, Any]) -> str:
         "trainer.critic_warmup": run.get("critic_warmup"),
     }
     return ", ".join(f"{name}={value}" for name, value in others.items() if value)
-
-
-def one_update(actor: Any) -> dict[str, Any]:
-    """Return the sequences of a batch with one update, and the arguments by which verl averages their entropies."""
-    averaged = {"loss_agg_mode": actor.loss_agg_mode, "loss_scale_factor": actor.loss_scale_factor}
-    return {"sequences": actor.ppo_mini_batch_size * actor.rollout_n, "averaged": averaged}

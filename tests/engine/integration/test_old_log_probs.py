@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.support.engine.sharded import whole_parameters
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import each_case, run_ranks
-from tests.support.trainer.ppo import RESPONSE, SAMPLES, of_this_rank, ppo_batch, ppo_samples, ppo_worker
+from tests.support.trainer.ppo import RESPONSE, SAMPLES, infer, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
 UPDATES = 3
 BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
@@ -26,9 +26,8 @@ def _worker(folder, skips, actor, engine, **flags):
     """An actor's worker, and the number of forwards that each of its calls has run."""
     from verl.workers.utils.losses import ppo_loss
 
-    from epfsdp2.engine.preflight.old_log_probs import one_update
-
-    facts = {"_one_update": one_update(actor)} if skips else {}
+    averaged = {"loss_agg_mode": actor.loss_agg_mode, "loss_scale_factor": actor.loss_scale_factor}
+    facts = {"_one_update": {"sequences": actor.ppo_mini_batch_size, "averaged": averaged}} if skips else {}
     worker = ppo_worker(folder, **engine, **facts, **flags)
     worker.set_loss_fn(partial(ppo_loss, config=actor))
     forwards = []
@@ -135,15 +134,15 @@ def _compare(folder, actor, engine, nested):
 
 
 CASES = [
-    ({}, {"ep": 1}, False),
-    ({"entropy_coeff": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.3}, {"ep": 1, **BF16}, True),
-    ({"loss_agg_mode": "token-mean", "entropy_coeff": 0.05}, {"ep": 1, **BF16}, False),
+    ({}, {}, False),
+    ({"entropy_coeff": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.3}, BF16, True),
+    ({"loss_agg_mode": "token-mean", "entropy_coeff": 0.05}, BF16, False),
     (
         {"policy_loss": {"loss_mode": "gspo"}, "use_kl_loss": True, "kl_loss_coef": 0.3},
         {"ep": 1, "dynamic": True},
         True,
     ),
-    ({"loss_agg_mode": "token-mean"}, {"ep": 1, "activation_checkpointing": "full", "param_offload": True}, True),
+    ({"loss_agg_mode": "token-mean"}, {"activation_checkpointing": "full", "param_offload": True}, True),
 ]
 
 
@@ -152,3 +151,71 @@ def test_updates_without_the_pass_for_old_log_probs_have_the_same_bits_and_metri
     folder = save_qwen3_moe(tmp_path)
     cases = [(folder, actor, {**engine, "ep": world}, nested) for actor, engine, nested in CASES]
     run_ranks(each_case, world, cases, _compare, timeout=400)
+
+
+def _missing(output):
+    from verl.utils import tensordict_utils as tu
+
+    found = [tu.get(output, key).values().isnan() for key in ("log_probs", "entropy") if key in output]
+    assert all(each.all() == each.any() == found[0].any() for each in found)
+    return bool(found[0].any())
+
+
+def _with_missing(samples):
+    batch = ppo_batch(samples)
+    batch["old_log_probs"] = batch["old_log_probs"].fill_(torch.nan)
+    return batch
+
+
+def _runs_the_pass(folder):
+    """Other calls than that for old log-probs of a batch with one update have their forward."""
+    mine = ppo_samples()[8 * dist.get_rank() :][:8]
+    adapters = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    worker, forwards = _worker(folder, True, _actor(**GRPO), {"ep": 2}, model=adapters)
+    # The reference policy has the actor's worker, and in verl 0.9.1 no entropies.
+    calls = {
+        "reference": partial(infer, worker, mine, no_lora_adapter=True),
+        "no entropies": partial(infer, worker, mine, calculate_entropy=False),
+        "loss": lambda: worker.infer_batch(ppo_batch(mine)),
+        "another batch": partial(infer, worker, mine[:4]),
+    }
+    for name, call in calls.items():
+        done = len(forwards)
+        assert not _missing(call()) and len(forwards) > done, name
+    done = len(forwards)
+    assert _missing(infer(worker, mine)) and len(forwards) == done
+    assert not _missing(infer(worker, mine, calculate_entropy=False))  # between the two, which changes nothing
+    worker.train_batch(_with_missing(mine))
+    for engine, model in (({"chunked_logits": False}, {}), ({}, {"attention_dropout": 0.5})):
+        override = {"override_config": {"attn_implementation": "sdpa", **model}}
+        worker, _ = _worker(folder, True, _actor(**GRPO), {"ep": 2, **engine}, model=override)
+        assert not _missing(infer(worker, mine)), (engine, model)
+
+
+def test_forwards_that_an_update_cannot_stand_for_are_computed(tmp_path, capfd):
+    run_ranks(_runs_the_pass, 2, save_qwen3_moe(tmp_path))
+    lines = [line for line in capfd.readouterr().out.splitlines() if "old log-probs are computed" in line]
+    assert lines == [
+        "[epfsdp2] old log-probs are computed: 8 sequences, and 16 in an update",
+        "[epfsdp2] old log-probs are computed before updates: logits are whole",
+        "[epfsdp2] old log-probs are computed before updates: a forward draws random numbers",
+    ]
+
+
+def _several_updates(folder):
+    """A batch of two updates gets the parameters that it gets without the setting; a second epoch has no log-probs."""
+    found = {}
+    for skips in (False, True):
+        actor = _actor(ppo_mini_batch_size=SAMPLES // 2)
+        worker, forwards = _worker(folder, skips, actor, {"ep": 2})
+        found[skips] = _steps(worker, actor, forwards, updates=2)
+    (wanted, _, counts), (got, _, as_many) = found[False], found[True]
+    assert counts == as_many and all(torch.equal(got[name], wanted[name]) for name in wanted)
+    actor = _actor(**GRPO, ppo_epochs=2)
+    worker, forwards = _worker(folder, True, actor, {"ep": 2})
+    with pytest.raises(RuntimeError, match="old log-probs are NaN"):
+        _steps(worker, actor, forwards)
+
+
+def test_batch_of_several_updates_has_its_old_log_probs_computed(tmp_path):
+    run_ranks(_several_updates, 2, save_qwen3_moe(tmp_path))

@@ -1,5 +1,6 @@
 """The shims for verl: its top-k distillation loss, and the weights that its workers of separate trainers save."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -95,3 +96,16 @@ def _round_trip(folder):
 
 def test_separation_shim_after_save_and_restore_gives_the_same_weights(tmp_path):
     run_ranks(_round_trip, 2, save_qwen3_moe(tmp_path))
+
+
+def test_name_of_a_trainers_metric_is_still_needed_and_reaches_the_trainer_as_it_is():
+    from verl.utils.py_functional import append_to_dict, rename_dict
+
+    def logged(*metrics):
+        """The names of an update's metrics, from a worker through Ray to the trainer (``engine_workers.py``)."""
+        found = {}
+        append_to_dict(found, pickle.loads(pickle.dumps(dict.fromkeys(metrics, [1.0]))))
+        return list(rename_dict(found, "actor/"))
+
+    assert logged("training/x", "actor/x") == ["actor/training/x", "actor/x"]
+    assert logged(shims.TrainersMetric("training/x"), shims.TrainersMetric("actor/x")) == ["training/x", "actor/x"]

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
-from verl.utils.config import validate_config
+from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from epfsdp2.engine.config import roles
 from epfsdp2.engine.errors import SettingError
@@ -56,6 +56,7 @@ def validate(stock, model, monkeypatch):
         given = OmegaConf.from_dotlist(["engine.ep_size=2", f"{MODEL}.path={model['path']}", *overrides])
         config = OmegaConf.merge(copy.deepcopy(stock), given)
         validate_config(config, use_reference_policy=False, use_critic=critic)
+        return config
 
     return validate
 
@@ -132,6 +133,11 @@ def test_validate_config_refuses_adapters_alone_that_vllm_does_not_serve(validat
     [
         ("engine.ep_size=0", "engine.ep_size=0: has to be a positive whole number. What works: engine.ep_size=1"),
         ("+engine.epsize=2", "engine.epsize=2: the engine has no such setting. What works: engine.ep_size"),
+        (
+            "engine.old_log_probs_from_update=True",
+            "engine.old_log_probs_from_update=True: the pass for old log-probs packs sequences otherwise than the "
+            "update. What works: engine.batch_invariant=True, or engine.old_log_probs_from_update=False",
+        ),
     ],
 )
 def test_validate_config_refuses_values_and_keys_by_themselves(override, words):
@@ -164,6 +170,51 @@ def test_validate_config_sees_all_that_decides_on_the_stream(validate, named):
     validate(*whole)
     with refused("engine.rollout_sync", "sliced", named):
         validate(*whole, "engine.rollout_sync=sliced")
+
+
+ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
+FROM_UPDATE = ["engine.batch_invariant=True", "engine.old_log_probs_from_update=True"]
+
+
+def _one_update(config):
+    return omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine._one_update
+
+
+def test_validate_config_of_one_update_per_batch_lets_the_actor_take_old_log_probs_from_it(validate):
+    found = _one_update(validate(*FROM_UPDATE, f"{ROLLOUT}.n=4", f"{ACTOR}.loss_agg_mode=token-sum"))
+    assert found == {"sequences": 32, "averaged": {"loss_agg_mode": "token-sum", "loss_scale_factor": None}}
+    assert _one_update(validate()) is None
+    engine = roles.EPFSDP2EngineConfig(batch_invariant=True, old_log_probs_from_update=True)
+    for forward_only in (True, False):
+        sizes = {"rollout": {"train_batch_size": 8}, "ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 1}
+        role = roles.EPFSDP2ActorConfig(engine=engine, rollout_n=1, forward_only=forward_only, **sizes)
+        assert (role.engine._one_update is None) == forward_only
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.train_batch_size=16", "data.train_batch_size=16, not 8"),
+        (f"{ACTOR}.ppo_epochs=2", ""),
+        (f"{ACTOR}.calculate_sum_pi_squared=True", ""),
+        ("algorithm.use_kl_in_reward=True", ""),
+        (f"{CORRECTION}.bypass_mode=True", ""),
+        (f"{CORRECTION}.rollout_is=token", ""),
+        (f"{CORRECTION}.rollout_rs=token_k1", ""),
+        ("distillation.enabled=True", ""),
+        ("engine.router_replay.mode=R2", ""),
+        ("rollout.nnodes=1", ""),
+        ("trainer.critic_warmup=3", ""),
+    ],
+)
+def test_validate_config_logs_the_setting_for_which_old_log_probs_are_computed(stock, model, caplog, override, said):
+    given = [*FROM_UPDATE, "engine.ep_size=2", f"{MODEL}.path={model['path']}", override]
+    config = OmegaConf.merge(copy.deepcopy(stock), OmegaConf.from_dotlist(given))
+    roles._log_once.cache_clear()
+    assert _one_update(config) is None
+    lines = [record.getMessage() for record in caplog.records if "old log-probs" in record.getMessage()]
+    assert len(lines) == 1 and lines[0].endswith(f"computed before updates because of {said or override}")
 
 
 @pytest.mark.e2e

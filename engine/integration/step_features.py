@@ -238,7 +238,8 @@ class OldLogProbs(StepFeature):
         """Return the trainer's metrics of old log-probs, which one rank computes."""
         if not self._is_active:
             return {}
-        mine, is_first, found = [seen.cpu() for seen in self._seen], dist.get_rank(self._dp_group) == 0, [{}]
+        mine, is_first = [seen.cpu() for seen in self._seen], dist.get_rank(self._dp_group) == 0
+        found: list[dict[str, float]] = [{}]
         parts: list[Any] | None = [None] * dist.get_world_size(self._dp_group) if is_first else None
         dist.gather_object(mine, parts, group=self._dp_group, group_dst=0)
         if parts is not None:

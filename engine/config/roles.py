@@ -78,7 +78,7 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
     _rollout_channels: str = ""
     # Length in tokens by which the actor's rollout chooses rotations at its start, if it does.
     _max_model_len: int | None = None
-    # Of an actor whose updates give old log-probs: sequences of a batch, and how verl averages their entropies.
+    # If an actor's updates give old log-probs: the sequences of a batch, and how verl averages their entropies.
     _one_update: dict[str, Any] | None = None
     # Whether several roles share these settings, and the driver has checked whether their models have experts.
     _of_a_role: bool = False

@@ -129,7 +129,13 @@ def ppo_batch(
 
 
 def _engine(
-    ep: int, fsdp_size: int = -1, dynamic: bool = False, micro_batch: int = 2, tokens: int = 40, **settings: Any
+    ep: int,
+    fsdp_size: int = -1,
+    dynamic: bool = False,
+    micro_batch: int = 2,
+    infer_micro_batch: int | None = None,
+    tokens: int = 40,
+    **settings: Any,
 ) -> Any:
     from epfsdp2.engine.config import EPFSDP2EngineConfig
 
@@ -140,7 +146,7 @@ def _engine(
         max_token_len_per_gpu=tokens,
         infer_max_token_len_per_gpu=tokens,
         micro_batch_size_per_gpu=micro_batch,
-        infer_micro_batch_size_per_gpu=micro_batch,
+        infer_micro_batch_size_per_gpu=infer_micro_batch or micro_batch,
         **{"mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32"}, **settings},
     )
 

@@ -114,19 +114,7 @@ def sum_rows(
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
-def row_dot(
-    x,
-    index,
-    vectors,
-    out,
-    expert_of,
-    first_of,
-    end_of,
-    EXPERTS,
-    N,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def row_dot(x, index, vectors, out, expert_of, first_of, end_of, EXPERTS, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Multiply each row of ``x`` ``(R, N)``, or ``x[index]``, by its expert's vector; ``ROWS`` rows per program."""
     tile = tl.program_id(1)
     expert = tl.load(expert_of + tile).to(tl.int64)

@@ -47,7 +47,6 @@ _get_mapping = _find("transformers.conversion_mapping:get_model_conversion_mappi
 _revert = _find(f"{_LOADING}:revert_weight_conversion")
 _rename_source_key = _find(f"{_LOADING}:rename_source_key")
 
-
 RENAMED = "_epfsdp2_renamed"
 """Attribute of a model: the end of a parameter's own name, by the end of transformers' name, where they differ."""
 

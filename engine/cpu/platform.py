@@ -59,10 +59,6 @@ def _returning(value: Any) -> Callable[..., Any]:
     return lambda *_args, **_kwargs: value
 
 
-def _resident_bytes(*_args) -> int:
-    return psutil.Process().memory_info().rss
-
-
 def _peak_resident_bytes(*_args) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -80,14 +76,11 @@ _cpu_module = SimpleNamespace(
     get_device_name=_returning("cpu"),
     **dict.fromkeys(("empty_cache", "ipc_collect", "set_per_process_memory_fraction"), _nothing),
     **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing),
-    manual_seed=torch.manual_seed,
-    manual_seed_all=torch.manual_seed,
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
     get_rng_state=lambda *_: torch.get_rng_state(),
     set_rng_state=lambda state, *_: torch.set_rng_state(state),
-    memory_allocated=_resident_bytes,
-    memory_reserved=_resident_bytes,
-    max_memory_allocated=_peak_resident_bytes,
-    max_memory_reserved=_peak_resident_bytes,
+    **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_: psutil.Process().memory_info().rss),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_resident_bytes),
     mem_get_info=_memory_info,
 )
 

@@ -7,16 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..moe.gemm.triton_rows import add, sum_columns
+
 __all__ = ["backward", "forward"]
 
 _VALUES = 4096  # values that a program has in registers at a time, unless one row is wider
 _PROGRAMS = 512  # programs of backward; each sums a part of the weight's gradient
-
-
-# Only builtins of Triton's language, as in ``moe/gemm/triton_rows.py``.
-@triton.jit
-def _add(a, b):
-    return a + b
 
 
 @triton.jit
@@ -44,7 +40,7 @@ def norm_rows(
     """Store normalised rows, and each row's factor."""
     rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     values = _load(x, rows, columns, stride, R, N)
-    by = 1.0 / tl.sqrt(tl.reduce(values * values, 1, _add) / N + eps)
+    by = 1.0 / tl.sqrt(sum_columns(values * values) / N + eps)
     values = values * by[:, None]
     if ROUNDS_FIRST:
         values = values.to(out.dtype.element_ty).to(tl.float32)
@@ -83,9 +79,9 @@ def norm_rows_backward(
         multiplied = values
         if ROUNDS_FIRST:
             multiplied = values.to(grad_x.dtype.element_ty).to(tl.float32)
-        total += tl.reduce(grads * multiplied, 0, _add)
+        total += tl.reduce(grads * multiplied, 0, add)
         grads = grads * factor[None, :]
-        along = tl.reduce(grads * values, 1, _add) / N
+        along = sum_columns(grads * values) / N
         mask = (rows < R)[:, None] & (columns < N)[None, :]
         to = grad_x + rows.to(tl.int64)[:, None] * N + columns[None, :]
         tl.store(to, (by * (grads - values * along[:, None])).to(grad_x.dtype.element_ty), mask=mask)

@@ -64,24 +64,24 @@ def log_probs_and_entropy(
     return _LogProbs.apply(hidden, weight, bias, labels, temperature, with_entropy)  # type: ignore[no-any-return]
 
 
-def _tiles(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of tokens and columns; tokens vary fastest, so that a part of the weight stays cached."""
-    rows, columns = tile_sizes(hidden.device.type)
-    for first in range(0, len(weight), columns):
-        for token in range(0, len(hidden), rows):
-            yield slice(token, min(token + rows, len(hidden))), slice(first, min(first + columns, len(weight)))
+def _tiles(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Yield slices of tokens and columns, and the tile's unscaled logits, whose memory the next tile overwrites.
 
-
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Compute a tile's unscaled logits into the memory of ``out``."""
-    logits = out[: len(hidden) * len(weight)].view(len(hidden), len(weight))
-    torch.mm(hidden, weight.t(), out=logits)
-    return logits if bias is None else logits.add_(bias)
-
-
-def _tile_memory(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    rows, columns = tile_sizes(hidden.device.type)
-    return weight.new_empty(min(rows, len(hidden)) * min(columns, len(weight)))
+    Tokens vary fastest, so that a part of the weight stays cached.
+    """
+    tokens, outputs = len(hidden), len(weight)
+    most_rows, most_columns = tile_sizes(hidden.device.type)
+    memory = weight.new_empty(min(most_rows, tokens) * min(most_columns, outputs))
+    for first in range(0, outputs, most_columns):
+        columns = slice(first, min(first + most_columns, outputs))
+        for token in range(0, tokens, most_rows):
+            rows = slice(token, min(token + most_rows, tokens))
+            shape = rows.stop - token, columns.stop - first
+            logits = memory[: shape[0] * shape[1]].view(shape)
+            torch.mm(hidden[rows], weight[columns].t(), out=logits)
+            yield rows, columns, logits if bias is None else logits.add_(bias[columns])
 
 
 class _LogProbs(torch.autograd.Function):
@@ -91,9 +91,7 @@ class _LogProbs(torch.autograd.Function):
         scale = temperature.to(dtype).clamp(min=1e-8).reciprocal()  # verl's bound
         sums = scale.new_zeros((4, len(hidden)))
         sums[MOST] = torch.finfo(dtype).min  # not -inf, because -inf - -inf is NaN
-        memory = _tile_memory(hidden, weight)
-        for rows, columns in _tiles(hidden, weight):
-            logits = _logits(hidden[rows], weight[columns], None if bias is None else bias[columns], memory)
+        for rows, columns, logits in _tiles(hidden, weight, bias):
             reduce_tile(logits, scale[rows], labels[rows] - columns.start, sums[:, rows], with_entropy)
         log_total = sums[TOTAL].log()
         lse, entropy = sums[MOST] + log_total, log_total - sums[WEIGHTED] / sums[TOTAL]
@@ -115,9 +113,7 @@ class _LogProbs(torch.autograd.Function):
         to_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if for_hidden else None
         to_weight = torch.empty_like(weight) if for_weight else None
         to_bias = torch.zeros_like(bias, dtype=lse.dtype) if for_bias else None
-        memory = _tile_memory(hidden, weight)
-        for rows, columns in _tiles(hidden, weight):
-            logits = _logits(hidden[rows], weight[columns], None if bias is None else bias[columns], memory)
+        for rows, columns, logits in _tiles(hidden, weight, bias):
             entropies = None if of_entropy is None else of_entropy[rows]
             label = labels[rows] - columns.start
             grads = gradient_of(logits, scale[rows], label, lse[rows], common[rows], entropies, of_label[rows])

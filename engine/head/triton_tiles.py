@@ -3,19 +3,14 @@
 Torch's operators read a tile in float32 five times in forward and six times in backward.
 """
 
-import torch
 import triton
 import triton.language as tl
+
+from ..moe.gemm.triton_rows import add
 
 __all__ = ["gradient_of", "reduce_tile"]
 
 _REDUCED, _WRITTEN = 4096, 2048  # columns that a program has in registers at a time
-
-
-# Only builtins of Triton's language, as in ``moe/gemm/triton_rows.py``.
-@triton.jit
-def _add(a, b):
-    return a + b
 
 
 @triton.jit
@@ -39,8 +34,8 @@ def reduce_rows(logits, scale, labels, sums, COLUMNS, TOKENS, WITH_ENTROPY: tl.c
         z, less = z - larger, most - larger
         e, factor = tl.exp(z), tl.exp(less)
         if WITH_ENTROPY:  # columns past the end add nothing
-            weighted = factor * (weighted + less * total) + tl.reduce(tl.where(e > 0.0, e * z, 0.0), 0, _add)
-        total = factor * total + tl.reduce(e, 0, _add)
+            weighted = factor * (weighted + less * total) + tl.reduce(tl.where(e > 0.0, e * z, 0.0), 0, add)
+        total = factor * total + tl.reduce(e, 0, add)
         most = larger
     tl.store(sums, most)
     tl.store(sums + TOKENS, total)
@@ -65,9 +60,7 @@ def write_gradients(
     tl.store(logits, gradient.to(logits.dtype.element_ty), mask=at < COLUMNS)
 
 
-def reduce_tile(
-    logits: torch.Tensor, scale: torch.Tensor, labels: torch.Tensor, sums: torch.Tensor, with_entropy: bool
-) -> None:
+def reduce_tile(logits, scale, labels, sums, with_entropy):
     """``tiles.reduce_tile`` for contiguous logits."""
     rows, columns = logits.shape
     block = min(_REDUCED, triton.next_power_of_2(columns))
@@ -75,15 +68,7 @@ def reduce_tile(
     reduce_rows[(rows,)](*arguments, WITH_ENTROPY=with_entropy, BLOCK=block, num_warps=8)
 
 
-def gradient_of(
-    logits: torch.Tensor,
-    scale: torch.Tensor,
-    labels: torch.Tensor,
-    lse: torch.Tensor,
-    common: torch.Tensor,
-    of_entropy: torch.Tensor | None,
-    of_label: torch.Tensor,
-) -> torch.Tensor:
+def gradient_of(logits, scale, labels, lse, common, of_entropy, of_label):
     """``tiles.gradient_of`` for contiguous logits, which it overwrites."""
     rows, columns = logits.shape
     block, has_entropy = min(_WRITTEN, triton.next_power_of_2(columns)), of_entropy is not None

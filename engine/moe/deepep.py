@@ -123,7 +123,9 @@ class _TokensToRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RD):
         rows_NK, present_NK = ctx.saved_tensors
-        return _sum_of_rows(ctx.backend, grad_RD, rows_NK, present_NK.to(grad_RD.dtype)), None, None, None, None
+        dtype = grad_RD.dtype
+        grad_ND = ctx.backend.gather_sum(grad_RD.contiguous(), rows_NK, present_NK.to(dtype), dtype)
+        return grad_ND, None, None, None, None
 
 
 class _WeightedCombine(torch.autograd.Function):
@@ -133,20 +135,12 @@ class _WeightedCombine(torch.autograd.Function):
     def forward(ctx, out_RD, token_R, rows_NK, weights_NK, backend):
         ctx.save_for_backward(token_R)
         ctx.backend = backend
-        return _sum_of_rows(backend, out_RD, rows_NK, weights_NK)
+        return backend.gather_sum(out_RD.contiguous(), rows_NK, weights_NK, out_RD.dtype)
 
     @staticmethod
     def backward(ctx, grad_ND):
         (token_R,) = ctx.saved_tensors
         return ctx.backend.take(grad_ND.contiguous(), token_R), None, None, None, None
-
-
-def _sum_of_rows(
-    backend: Backend, rows_RD: torch.Tensor, rows_NK: torch.Tensor, weights_NK: torch.Tensor
-) -> torch.Tensor:
-    if not rows_RD.shape[0]:
-        return rows_RD.new_zeros(rows_NK.shape[0], rows_RD.shape[1])
-    return backend.gather_sum(rows_RD.contiguous(), rows_NK, weights_NK, rows_RD.dtype)
 
 
 class _Dispatch(torch.autograd.Function):

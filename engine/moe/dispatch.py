@@ -26,8 +26,6 @@ from .gemm.backends import TORCH, Backend, inverse
 
 __all__ = [
     "DispatchPlan",
-    "Dispatched",
-    "PendingPlans",
     "combine",
     "count_sorted",
     "deferred_router_grad",
@@ -206,9 +204,7 @@ def _split_order(order: torch.Tensor, bounds: list[int]) -> list[torch.Tensor]:
     return [order[a:b] - a if a else order[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-def combine(
-    output_RD: torch.Tensor, dispatched: Dispatched, weights_TK: torch.Tensor, group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def combine(output_RD: torch.Tensor, dispatched: Dispatched, weights_TK: torch.Tensor) -> torch.Tensor:
     """Return expert outputs to the ranks of their tokens and sum them per token, weighted by the routing weights.
 
     The token's own rank applies the weights, after the down projection and in slot order, as transformers does. So the

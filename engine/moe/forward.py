@@ -29,6 +29,7 @@ from .dispatch import combine, deferred_router_grad, dispatch, start_dispatch_pl
 from .find import CustomExperts, ExpertsInfo
 from .gemm.backends import (
     EXPERTS_IMPLEMENTATION,
+    REGISTERED,
     backend_named,
     has_backend,
     supports_grouped_mm,
@@ -36,7 +37,6 @@ from .gemm.backends import (
     zeroes_empty_groups,
 )
 from .gemm.linear import Linear
-from .registered import compute_registered
 from .shared_experts import SharedExperts
 
 __all__ = ["ExpertsRuntime", "adapt_experts", "attach", "install_experts_forward", "linears", "runtime_of"]
@@ -161,7 +161,7 @@ def experts_forward(
     if not has_backend(runtime.backend):
         dispatched = dispatch(hidden, top_k_index, runtime.num_experts, runtime.group, runtime.etp_group)
         out = local_experts(dispatched.rows_RD, dispatched.counts_e)
-        return combine(out, dispatched, top_k_weights, runtime.group).to(hidden_states.dtype)
+        return combine(out, dispatched, top_k_weights).to(hidden_states.dtype)
     pending = start_dispatch_plans(top_k_index, runtime.num_experts, runtime.group, etp_group=runtime.etp_group)
     backend = backend_named(runtime.backend)
     to_send = []
@@ -199,7 +199,7 @@ def compute(
         h = _plain(up, rows_RD, counts_e)
         out = _plain(down, module._apply_gate(h) if module.has_gate else module.act_fn(h), counts_e)
     else:
-        out = compute_registered(backend, module, weight, rows_RD, counts_e)
+        out = _registered(backend, module, weight, rows_RD, counts_e)
     return out if scale_R is None else deferred_router_grad(out, scale_R)
 
 
@@ -239,6 +239,32 @@ def grouped_linear(
     if bias is not None:
         out = out + torch.repeat_interleave(bias, counts_e, dim=0, output_size=rows.shape[0])
     return out
+
+
+class _LocalExperts:
+    """A view of an experts module with this rank's experts."""
+
+    def __init__(self, module: Any, weight: Mapping[str, torch.Tensor], num_experts: int):
+        self._module, self._weight, self.num_experts = module, weight, num_experts
+
+    def __getattr__(self, name: str) -> Any:
+        return self._weight[name] if name in self._weight else getattr(self._module, name)
+
+
+def _registered(
+    backend: str, module: Any, weight: Mapping[str, torch.Tensor], rows_RD: torch.Tensor, counts_e: torch.Tensor
+) -> torch.Tensor:
+    """Compute as ``compute`` by a function that is registered with transformers, which expects the experts of a model.
+
+    To it a row is a token with one expert and a routing weight of 1, because combine applies the weights.
+    """
+    if rows_RD.shape[0] == 0:
+        # A function may not expect this. Gradients are dense: FSDP would skip a None on this rank only.
+        return rows_RD + sum(param.flatten()[:0].sum() for param in weight.values())
+    function = ALL_EXPERTS_FUNCTIONS[backend.removeprefix(REGISTERED)]
+    experts_R = torch.repeat_interleave(counts_e, output_size=rows_RD.shape[0])
+    local = _LocalExperts(module, weight, counts_e.shape[0])
+    return function(local, rows_RD, experts_R[:, None], rows_RD.new_ones(rows_RD.shape[0], 1))
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)

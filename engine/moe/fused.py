@@ -224,9 +224,7 @@ class _OnRows(torch.autograd.Function):
                 scale_R = None if scale_R is None else scale_R[order_R]
             grad_pre, grad_scale, down_grads = experts.backward(pre, grad_RD, groups, ctx.ambient, scale_R, needed[4:])
             del grad_RD
-            up_grads = (
-                up.grad_tensors(backend, rows_RD, grad_pre, groups, needed[:4]) if any(needed[:4]) else [None] * 4
-            )
+            up_grads = up.grad_tensors(backend, rows_RD, grad_pre, groups, needed[:4])
             grad_rows = up.grad_rows(backend, grad_pre, groups, order_R) if ctx.needs_input_grad[2] else None
             if scale_R is not None:
                 grad_scale = _scattered(grad_scale, order_R).to(dtype)

@@ -123,10 +123,7 @@ def exchange(
 
 
 class _AsyncAllToAll:
-    """All-to-alls of several tensors, one row per slot: one autograd node starts them, another waits for them.
-
-    In backward the gradient of ``wait`` starts the reverse all-to-alls, and the gradient of the start waits for them.
-    """
+    """All-to-alls of several tensors, one row per slot: one autograd node starts them, another waits for them."""
 
     def __init__(self, rows: Sequence[torch.Tensor], all_to_all: RowExchange):
         self.all_to_all = all_to_all

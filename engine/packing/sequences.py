@@ -173,13 +173,15 @@ class PackedSequences:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         PackedSequences.running = self
-        self._spans, self._arguments, self._lengths = self._find(kwargs), {}, None
+        self._spans, self._lengths = self._find(kwargs), None
         if self._spans is None:
             return
         device = kwargs["position_ids"].device
         self._own = self._spans if self._shared is None else self._shared.begin(self._spans, device)
         ends = list(itertools.accumulate(end - start for start, end in self._own))
         self._places = list(zip([0, *ends[:-1]], ends, strict=True))
+        names = {name for taken in self._taken.values() for name in taken}
+        self._arguments = {name: kernel_argument(name, self._places).to(device) for name in names}
         self._calls = self._agreed_calls(device)
         if "flash" in self._configured or self._one_call(device):
             self._lengths = lengths_of(self._spans, device)
@@ -254,18 +256,12 @@ class PackedSequences:
         if tokens != length:
             raise ValueError(f"{tokens} tokens in a packed row of {length}.")
         if taken:
-            device = _hidden(args, kwargs).device
-            return forward(*args, **kwargs, **{name: self._argument(name, device) for name in taken})
+            return forward(*args, **kwargs, **{name: self._arguments[name] for name in taken})
         # Repeat the first token until there are as many calls as on the ranks with the most sequences.
         calls = [*zip(self._places, self._own, strict=True)]
         calls += [((0, 1), (self._own[0][0], self._own[0][0] + 1))] * (self._calls - len(calls))
         outputs = [_call_on(forward, length, i, *spans, args, kwargs) for i, spans in enumerate(calls)]
         return _joined(outputs, len(self._places))
-
-    def _argument(self, name: str, device: torch.device) -> torch.Tensor:
-        if name not in self._arguments:
-            self._arguments[name] = kernel_argument(name, self._places).to(device)
-        return self._arguments[name]
 
 
 def lengths_taken(module: nn.Module) -> tuple[str, ...]:

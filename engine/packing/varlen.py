@@ -31,27 +31,23 @@ it.
 _DTYPES = (torch.bfloat16, torch.float16)
 _DIMS = (*range(8, 193, 8), 256)  # FlashAttention's head dims; others have no backward on sm_86, sm_89 and sm_120
 
-_Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int], torch.Tensor]
-"""``(query, key, value, ends, longest, scale, before)``: causal attention ``[S, H, D]`` of a row.
-
-``ends`` are the cumulative lengths, int32 ``[sequences + 1]``; ``before`` is the number of earlier keys that a query
-sees, -1 for all of its sequence.
-"""
-
 
 @functools.cache
-def available() -> dict[str, _Kernel]:
-    """Return the kernels that are installed: torch's (FlashAttention 2) and FlashAttention 3."""
+def available() -> dict[str, tuple[Callable[..., Any], set[str]]]:
+    """Return the kernels that are installed, torch's (FlashAttention 2) and FlashAttention 3.
+
+    Each comes with the names of its arguments besides tensors and lengths.
+    """
     from torch.nn.attention.varlen import varlen_attn  # imports all of Dynamo
 
     # torch 2.11 has no ``enable_gqa`` and accepts fewer heads of keys.
     own = {"scale", "window_size", "enable_gqa", "num_splits"} & {*inspect.signature(varlen_attn).parameters}
-    found: dict[str, _Kernel] = {"torch": functools.partial(_call, varlen_attn, own)}
+    found: dict[str, tuple[Callable[..., Any], set[str]]] = {"torch": (varlen_attn, own)}
     with contextlib.suppress(ImportError):
         from flash_attn_interface import flash_attn_varlen_func
 
         own = {"softmax_scale", "causal", "window_size", "num_splits", "deterministic"}
-        found["fa3"] = functools.partial(_call, flash_attn_varlen_func, own)
+        found["fa3"] = flash_attn_varlen_func, own
     return found
 
 
@@ -109,41 +105,26 @@ def attend_row(
         window: keys that a query sees, with its own; None for all before it.
         scale: of scores; None for ``1 / sqrt(D)``.
     """
-    kernel = available()[fastest(query.device) or ""]
+    function, own = available()[fastest(query.device) or ""]
     wide = value.shape[3]
     if wide < query.shape[3]:  # latent attention; kernels accept one number of columns
         value = F.pad(value, (0, query.shape[3] - wide))
     q, k, v = (_tokens_first(each) for each in (query, key, value))
-    before = -1 if window is None else window - 1
-    output = kernel(q, k, v, lengths["cu_seq_lens_q"], lengths["max_length_q"], scale, before)
-    return output[None, ..., :wide]
+    values = {
+        "scale": scale,
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size": (-1 if window is None else window - 1, 0),
+        "enable_gqa": q.shape[1] != k.shape[1],
+        "num_splits": 1,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    ends, longest = lengths["cu_seq_lens_q"], lengths["max_length_q"]
+    output = function(q, k, v, ends, ends, longest, longest, **{name: values[name] for name in own})
+    # Older FlashAttention 3 also returns the log-sum-exp.
+    return (output[0] if isinstance(output, tuple) else output)[None, ..., :wide]
 
 
 def _tokens_first(heads: torch.Tensor) -> torch.Tensor:
     tokens = heads[0].transpose(0, 1)
     return tokens if tokens.stride(-1) == 1 else tokens.contiguous()
-
-
-def _call(
-    function: Callable[..., Any],
-    own: set[str],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    scale: float | None,
-    before: int,
-) -> torch.Tensor:
-    """Call a library's function as a ``_Kernel``; ``own`` names its arguments besides tensors and lengths."""
-    values = {
-        "scale": scale,
-        "softmax_scale": scale,
-        "causal": True,
-        "window_size": (before, 0),
-        "enable_gqa": query.shape[1] != key.shape[1],
-        "num_splits": 1,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
-    output = function(query, key, value, ends, ends, longest, longest, **{name: values[name] for name in own})
-    return output[0] if isinstance(output, tuple) else output  # older FlashAttention 3 also returns the log-sum-exp

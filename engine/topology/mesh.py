@@ -147,8 +147,7 @@ def build_meshes(device_type: str, topology: Topology) -> Meshes:
     for dim in range(1, len(axes)):
         of_axis = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
         groups.append(dist.new_subgroups_by_enumeration(of_axis)[0])
-    names = tuple(axes)
-    return Meshes(t, dense, DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names))
+    return Meshes(t, dense, DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes)))
 
 
 def check_sequence_size(world: int, size: int) -> None:

@@ -1,7 +1,7 @@
 """The operators of the experts' compute, in torch, and the choice of a backend for a machine.
 
 The settings ``reference`` and ``transformers:NAME`` have no ``Backend``: autograd goes through plain operators
-(``moe/forward.py``), or through a function that is registered with transformers (``moe/registered.py``).
+or through a function that is registered with transformers (``moe/forward.py``).
 
 Shapes: ``R`` rows grouped by expert, ``e`` experts, ``T`` tokens, ``K`` experts per token.
 """

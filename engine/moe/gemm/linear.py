@@ -53,11 +53,8 @@ class Linear:
         self, backend: Backend, grad: Rows, groups: Groups, order_R: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the input's gradient; ``order_R`` as in ``Backend.mm``."""
-        grad_rows = backend.mm(grad, self.in_out.mT, groups, None, order_R)
-        if self.lora_A is not None and self.lora_B is not None:
-            low = backend.mm(grad, self.lora_B, groups)
-            grad_rows.add_(backend.mm(low, self.lora_A, groups, None, order_R), alpha=self.scaling)
-        return grad_rows
+        a, b = (None if lora is None else lora.mT for lora in (self.lora_B, self.lora_A))
+        return Linear(self.in_out, None, a, b, self.scaling, False).forward(backend, grad, groups, order_R)
 
     def grad_tensors(
         self,

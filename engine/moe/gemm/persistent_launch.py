@@ -35,22 +35,22 @@ def takes(rows: torch.Tensor, in_out: torch.Tensor, bias: torch.Tensor | None, g
 
 def mm(tile: Tile, operands: _Operands, out: torch.Tensor, order: torch.Tensor | None, groups: Groups) -> None:
     """``TritonBackend.mm`` of rows, index and matrices, without a bias."""
-    in_out = operands[2]
+    in_out, tiles = operands[2], tiles_of(groups, tile.m)
     described, constants = _described(tile, *operands)
-    sizes = len(groups.counts_e), in_out.shape[2], in_out.shape[1]
-    triton_persistent.grouped_mm[(_programs(),)](*described, out, order, *_tiles(groups, tile), *sizes, **constants)
+    of_tiles = *tiles.table, tiles.end_of_expert, len(groups.counts_e)
+    sizes = in_out.shape[2], in_out.shape[1]
+    triton_persistent.grouped_mm[(_programs(),)](*described, out, order, *of_tiles, *sizes, **constants)
 
 
 def up_gate(tile: Tile, operands: _Operands, results: tuple[torch.Tensor, ...], groups: Groups, gate: Gate) -> None:
     """``TritonBackend.up_gate`` of rows, index and matrices, without a bias, for gates above ups."""
-    in_out = operands[2]
+    in_out, tiles = operands[2], tiles_of(groups, tile.m)
     described, constants = _described(tile, *operands, gates=2)
     del constants["K_INNERMOST"]
     constants["LIMITED"] = gate.constants()["LIMITED"]
-    sizes = len(groups.counts_e), in_out.shape[2] // 2, in_out.shape[1]
-    triton_persistent.grouped_mm_gate[(_programs(),)](
-        *described, *results, *_tiles(groups, tile), *sizes, *gate[:3], **constants
-    )
+    of_tiles = *tiles.table, tiles.end_of_expert, len(groups.counts_e)
+    sizes = in_out.shape[2] // 2, in_out.shape[1]
+    triton_persistent.grouped_mm_gate[(_programs(),)](*described, *results, *of_tiles, *sizes, *gate[:3], **constants)
 
 
 def _described(
@@ -69,11 +69,6 @@ def _described(
     if gates == 2:
         matrices, block = matrices.unflatten(1, (2, -1)), [1, 2, tile.n, tile.k]
     return (described, index, TensorDescriptor.from_tensor(matrices, block)), constants
-
-
-def _tiles(groups: Groups, tile: Tile) -> tuple[torch.Tensor, ...]:
-    tiles = tiles_of(groups, tile.m)
-    return *tiles.table, tiles.end_of_expert
 
 
 def _programs() -> int:

@@ -25,7 +25,6 @@ _SEGMENT = 16 if INTERPRETED else 128  # rows that one program sums
 class TritonBackend(Backend):
     """Launches the kernels of ``triton_rows.py`` and ``triton_gemms.py``."""
 
-    name = "triton"
     reads_index = True
 
     def indexed(self, x, index_R):

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .triton_rows import activation, gate_gradients, load_halves, store_halves, store_rows, sum_columns
 
-__all__ = ["columns_halved", "grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer"]
+__all__ = ["grouped_mm", "grouped_mm_gate", "grouped_mm_gate_backward", "grouped_outer", "store_gated"]
 
 
 @triton.jit
@@ -53,6 +53,27 @@ def _product(a, index, first, rows, in_rows, b, columns, in_columns, K, sk, sn, 
 @triton.jit
 def columns_halved(x):
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def store_gated(pre, act, total, rows, in_rows, begin, INNER, alpha, beta, limit, INTERLEAVED, LIMITED):
+    """Store a tile's gates and ups ``total``, and their activation, by halves, which fit into the registers."""
+    BM: tl.constexpr = total.shape[0]
+    BN: tl.constexpr = total.shape[1] // 2
+    halves = columns_halved(total)
+    if not INTERLEAVED:
+        gates, ups = columns_halved(halves[0]), columns_halved(halves[1])
+    for half in tl.static_range(2):
+        if INTERLEAVED:
+            g, u = tl.split(tl.reshape(halves[half], (BM, BN // 2, 2)))
+        else:
+            g, u = gates[half], ups[half]
+        at = begin + half * (BN // 2)
+        # Round as stored, so that backward reads the same values.
+        g, u = g.to(pre.dtype.element_ty), u.to(pre.dtype.element_ty)
+        store_halves(pre, g, u, rows, in_rows, at, INNER, INTERLEAVED)
+        out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
+        store_rows(act, out, rows, in_rows, at, INNER)
 
 
 # The number of rows and the alignment of an index differ between micro-batches. Specialising on them would recompile
@@ -143,23 +164,7 @@ def grouped_mm_gate(
         total = _product(a, index, first, rows, in_rows, own, columns, in_columns, K, sk, sn, total, BK, EVEN_K)
         pre += first * 2 * INNER
         act += first * INNER
-        if INTERLEAVED:
-            halves = columns_halved(total)
-        else:
-            g_all, u_all = columns_halved(total)
-            gates, ups = columns_halved(g_all), columns_halved(u_all)
-        # By halves, which fit into the registers.
-        for half in tl.static_range(2):
-            if INTERLEAVED:
-                g, u = tl.split(tl.reshape(halves[half], (BM, BN // 2, 2)))
-            else:
-                g, u = gates[half], ups[half]
-            at = begin + half * (BN // 2)
-            # Round as stored, so that backward reads the same values.
-            g, u = g.to(pre.dtype.element_ty), u.to(pre.dtype.element_ty)
-            store_halves(pre, g, u, rows, in_rows, at, INNER, INTERLEAVED)
-            out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
-            store_rows(act, out, rows, in_rows, at, INNER)
+        store_gated(pre, act, total, rows, in_rows, begin, INNER, alpha, beta, limit, INTERLEAVED, LIMITED)
 
 
 @triton.jit
@@ -247,19 +252,7 @@ def grouped_mm_gate_backward(
 
 
 @triton.jit(do_not_specialize_on_alignment=["a_index", "b_index"])
-def grouped_outer(
-    a,
-    a_index,
-    b,
-    b_index,
-    out,
-    ends,
-    M,
-    N,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
+def grouped_outer(a, a_index, b, b_index, out, ends, M, N, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Compute ``a.T @ b`` of each expert's rows of ``a`` ``(R, M)`` and ``b`` ``(R, N)``; zero without rows."""
     columns = (N + BN - 1) // BN
     blocks = (M + BM - 1) // BM * columns

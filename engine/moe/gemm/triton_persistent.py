@@ -13,8 +13,8 @@ with one keeps the compiler from merging the loops.
 import triton
 import triton.language as tl
 
-from .triton_gemms import columns_halved
-from .triton_rows import activation, store_halves, store_rows
+from .triton_gemms import store_gated
+from .triton_rows import store_rows
 
 __all__ = ["grouped_mm", "grouped_mm_gate"]
 
@@ -140,12 +140,6 @@ def grouped_mm_gate(
             a_tile = _row_tile(a, index, sources, k, K, GATHERS, EVEN_K, BK)
             b_tile = tl.permute(tl.reshape(b.load([expert, 0, begin, k]), (2 * BN, BK)), (1, 0))
             total = tl.dot(a_tile, b_tile, total, input_precision="ieee")
-        in_rows, row = rows < end - first, first.to(tl.int64)
-        g_all, u_all = columns_halved(total)
-        gates, ups = columns_halved(g_all), columns_halved(u_all)
-        for half in tl.static_range(2):
-            at = begin + half * (BN // 2)
-            g, u = gates[half].to(pre.dtype.element_ty), ups[half].to(pre.dtype.element_ty)
-            store_halves(pre + row * 2 * INNER, g, u, rows, in_rows, at, INNER, False)
-            out = activation(g.to(tl.float32), u.to(tl.float32), alpha, beta, limit, LIMITED)
-            store_rows(act + row * INNER, out, rows, in_rows, at, INNER)
+        own_pre, own_act = pre + first.to(tl.int64) * 2 * INNER, act + first.to(tl.int64) * INNER
+        in_rows = rows < end - first
+        store_gated(own_pre, own_act, total, rows, in_rows, begin, INNER, alpha, beta, limit, False, LIMITED)

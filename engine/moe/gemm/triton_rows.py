@@ -9,6 +9,7 @@ import triton.language as tl
 
 __all__ = [
     "activation",
+    "add",
     "gate",
     "gate_backward",
     "gate_gradients",
@@ -27,13 +28,13 @@ __all__ = [
 # Kernels use only builtins of Triton's language. Its jitted functions (zeros, sum, sigmoid) are interpreted only if
 # TRITON_INTERPRET is set before the first import of Triton.
 @triton.jit
-def _add(a, b):
+def add(a, b):
     return a + b
 
 
 @triton.jit
 def sum_columns(x):
-    return tl.reduce(x, 1, _add)
+    return tl.reduce(x, 1, add)
 
 
 @triton.jit(do_not_specialize=["R"], do_not_specialize_on_alignment=["index"])
@@ -69,16 +70,16 @@ def tile_table(
     e = tl.arange(0, WIDTH)
     count = tl.load(counts + e, mask=e < EXPERTS, other=0).to(tl.int32)
     tiles = (count + SIZE - 1) // SIZE
-    rows_end, tiles_end = tl.associative_scan(count, 0, _add), tl.associative_scan(tiles, 0, _add)
+    rows_end, tiles_end = tl.associative_scan(count, 0, add), tl.associative_scan(tiles, 0, add)
     if tile == 0:
         tl.store(tile_first + e, tiles_end - tiles, mask=e < EXPERTS)
         tl.store(tile_end + e, tiles_end, mask=e < EXPERTS)
-    expert = tl.reduce(tl.where((e < EXPERTS) & (tiles_end <= tile), 1, 0), 0, _add)
+    expert = tl.reduce(tl.where((e < EXPERTS) & (tiles_end <= tile), 1, 0), 0, add)
     first = rows_end - count + (tile - tiles_end + tiles) * SIZE
     tl.store(expert_of + tile, expert)
     # Tiles past the last group are empty: first >= end.
-    tl.store(first_of + tile, tl.reduce(tl.where(e == expert, first, 0), 0, _add))
-    tl.store(end_of + tile, tl.reduce(tl.where(e == expert, rows_end, 0), 0, _add))
+    tl.store(first_of + tile, tl.reduce(tl.where(e == expert, first, 0), 0, add))
+    tl.store(end_of + tile, tl.reduce(tl.where(e == expert, rows_end, 0), 0, add))
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
@@ -109,23 +110,11 @@ def sum_rows(
             values *= tl.load(scale + rows, mask=rows < end, other=0.0).to(tl.float32)[:, None]
         total += values
     at = out + segment.to(tl.int64) * N + columns
-    tl.store(at, tl.reduce(total, 0, _add).to(out.dtype.element_ty), mask=columns < N)
+    tl.store(at, tl.reduce(total, 0, add).to(out.dtype.element_ty), mask=columns < N)
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
-def row_dot(
-    x,
-    index,
-    vectors,
-    out,
-    expert_of,
-    first_of,
-    end_of,
-    EXPERTS,
-    N,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def row_dot(x, index, vectors, out, expert_of, first_of, end_of, EXPERTS, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Multiply each row of ``x`` ``(R, N)``, or ``x[index]``, by its expert's vector; ``ROWS`` rows per program."""
     tile = tl.program_id(1)
     expert = tl.load(expert_of + tile).to(tl.int64)

@@ -33,7 +33,7 @@ class Pool(nn.Module):
         sent = dispatch(hidden, ids, EXPERTS, self.group)
         expert = torch.repeat_interleave(torch.arange(w_out.shape[0]), sent.counts_e)
         up = torch.einsum("rd,rdi->ri", sent.rows_RD, w_in.transpose(0, 1)[expert])
-        return combine(torch.einsum("ri,rid->rd", F.gelu(up), w_out[expert]), sent, weights, self.group)
+        return combine(torch.einsum("ri,rid->rd", F.gelu(up), w_out[expert]), sent, weights)
 
 
 class Layer(nn.Module):

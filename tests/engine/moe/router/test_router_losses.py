@@ -178,7 +178,7 @@ def _drops(folder):
         kept = len(sent.rows_RD) - rows
         counts = sent.counts_e.cumsum(0).clamp(max=kept).diff(prepend=sent.counts_e.new_zeros(1))
         out = torch.cat([compute(sent.rows_RD[:kept], counts), sent.rows_RD.new_zeros(rows, hidden.shape[1])])
-        return combine(out, sent, weights, group)
+        return combine(out, sent, weights)
 
     for settings, dropped in DROPPED:
         worker = ppo_worker(folder, micro_batch=SAMPLES // WORLD, router_metrics=True, **settings)

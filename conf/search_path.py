@@ -33,6 +33,7 @@ def install() -> None:
     """Register the resolvers, the config source and the search path plug-in; a second call changes nothing."""
     OmegaConf.register_new_resolver(_RESOLVER, _model_engine, replace=True)
     OmegaConf.register_new_resolver("epfsdp2.lora_modules", _lora_modules, replace=True)
+    OmegaConf.register_new_resolver("epfsdp2.bitwise", _bitwise, replace=True)
     Plugins.instance().register(EPFSDP2ConfigSource)
     Plugins.instance().register(EPFSDP2SearchPath)
 
@@ -138,6 +139,12 @@ def _lora_modules(_root_: DictConfig) -> ListConfig | None:
     if names & _OF_EXPERTS or model.get("target_parameters"):
         names.add("experts")
     return OmegaConf.create(sorted(names))  # OmegaConf refuses a plain list as the value of an interpolation
+
+
+def _bitwise(_root_: DictConfig) -> DictConfig | None:
+    """Return what tells vLLM's workers of ``engine.rollout_bitwise`` (``rollout/bitwise/settings.py``)."""
+    is_on = OmegaConf.select(_root_, "engine.rollout_bitwise")
+    return OmegaConf.create({"epfsdp2_bitwise": True}) if is_on is True else None
 
 
 def _verl_folder() -> str:

@@ -9,6 +9,7 @@ from torch import nn
 __all__ = ["ORDER", "wrap_forward", "wrapped_by"]
 
 ORDER = (
+    "parts",
     "norm",
     "saved_modules",
     "log_probs",

@@ -54,6 +54,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "rollout/sglang": TORCH | {"sglang", "verl"},
     "rollout/vllm": TORCH | {"verl", "vllm"},
     "rollout/vllm/adapter.py": TORCH | {"ray", "verl", "zmq"},
+    "rollout/bitwise": TORCH | {"vllm"},
     "rollout/transport": TORCH | {"zmq"},
     "rollout/transport/exchange.py": TORCH | {"numpy"},
     "rollout/transport/sender.py": TORCH | {"verl", "zmq"},
@@ -96,6 +97,8 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
 OF_THE_ENGINE_FOR_THE_ROLLOUT = tuple(
     f"engine/{room}" for room in ("topology", "model", "lora", "quantise", "cpu", "compat", "errors.py")
 )
+# The operators that trainer and rollout share.
+SHARED_OPERATORS = tuple(f"engine/{room}" for room in ("head", "moe", "moe/gemm", "packing", "wrap_forward.py"))
 OF_THE_ENGINE_WITH_A_ROLLOUT = ("engine/integration", "engine/preflight")
 WITH_A_PLANNER = ("engine/integration", "engine/preflight", "engine/planner")
 
@@ -145,6 +148,7 @@ def rollout_of_engine(found: Iterable[Import]) -> list[str]:
         if one.path.startswith("rollout/")
         and one.module.startswith("engine/")
         and room_of(one.module) not in OF_THE_ENGINE_FOR_THE_ROLLOUT
+        and not (one.path.startswith("rollout/bitwise/") and room_of(one.module) in SHARED_OPERATORS)
     ]
 
 

@@ -25,7 +25,7 @@ from ..preflight.model import check_model_path
 from ..preflight.old_log_probs import SETTING as OLD_LOG_PROBS
 from ..preflight.old_log_probs import why_computed
 from ..preflight.resume import check_background_saves
-from ..preflight.rollout import max_model_len, rows_held_in
+from ..preflight.rollout import max_model_len, rows_held_in, tensor_parallel_size
 from ..preflight.run import check_run, check_training
 from .settings import EngineSettings, check_settings
 from .values import STRATEGY
@@ -76,6 +76,8 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
     _rollout: str = ""
     # Rollout quantisation with per-row scales ("fp8", "int8"), or "".
     _rollout_channels: str = ""
+    # Workers that share each of the actor's rollout's tensors.
+    _rollout_tp: int = 1
     # Length in tokens by which the actor's rollout chooses rotations at its start, if it does.
     _max_model_len: int | None = None
     # If an actor's updates give old log-probs: the sequences of a batch, and how verl averages their entropies.
@@ -140,6 +142,7 @@ class EPFSDP2ActorConfig(ActorConfig):
             "_max_model_len": max_model_len(self.rollout),
             "_rollout": self.rollout.get("name") or "",
             "_rollout_channels": rows_held_in(self.rollout),
+            "_rollout_tp": tensor_parallel_size(self.rollout),
         }
         lengths = [self.rollout.get(f"max_{part}_length") for part in ("prompt", "response")]
         if all(lengths):
@@ -186,7 +189,8 @@ class EPFSDP2CriticConfig(CriticConfig):
     def __post_init__(self):
         super().__post_init__()
         # No rollout computes with a critic's weights.
-        self.engine = replace(self.engine, forward_only=False, rollout_quantization_aware=False, _of_a_role=True)
+        of_rollout = {"rollout_quantization_aware": False, "rollout_bitwise": False}
+        self.engine = replace(self.engine, forward_only=False, **of_rollout, _of_a_role=True)
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
         """Check the critic on the driver; a ``DriverError`` as ``preflight.check_training`` raises."""

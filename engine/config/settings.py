@@ -204,6 +204,9 @@ class EngineSettings:
     rollout_quantization_aware: Any = setting(False, _ROUNDED)
     """Compute with weights rounded as a rollout in FP8 (rollout.quantization=fp8) or compressed-tensors gets them:
     true, all that it quantises; experts, theirs alone. For actor and reference policy"""
+    rollout_bitwise: bool = setting(False, FLAG)
+    """Compute log-probs with vLLM's bits (training/rollout_probs_diff_max is 0), by operators that trainer and vLLM
+    share: Qwen3 and Qwen3-MoE on a CPU (docs/features.md); needs batch_invariant"""
     rollout_sync_verify: int = setting(2, _SYNCS)
     """Number of first syncs that are verified: checksums of every tensor when sent and received, and of slices in the
     worker's parameters. -1: all; 0: none"""

@@ -13,10 +13,12 @@ computes each tile again.
 from collections.abc import Iterator
 
 import torch
+from torch.nn import functional
 
+from ..moe.gemm.backends import ROWS
 from .tiles import LABEL, MOST, TOTAL, WEIGHTED, add_product, gradient_of, reduce_tile
 
-__all__ = ["log_probs_and_entropy", "tile_bytes", "tile_sizes"]
+__all__ = ["log_probs_and_entropy", "log_softmax", "tile_bytes", "tile_sizes", "whole_logits"]
 
 
 def tile_sizes(device_type: str) -> tuple[int, int]:
@@ -64,33 +66,68 @@ def log_probs_and_entropy(
     return _LogProbs.apply(hidden, weight, bias, labels, temperature, with_entropy)  # type: ignore[no-any-return]
 
 
+def whole_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return logits ``[T, V]`` with the bits that they have in ``log_probs_and_entropy``; not differentiable."""
+    out = hidden.new_empty(len(hidden), len(weight))
+    for rows, columns, logits in _tiles(hidden, weight, bias):
+        out[rows, columns] = logits
+    return out
+
+
+def log_softmax(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Return float32 log-probs ``[T, V]``, each with the bits that ``log_probs_and_entropy`` gives to a label.
+
+    Args:
+        logits, temperature: ``[T, V]`` and ``[T]``.
+    """
+    tokens, missing = len(logits), -len(logits) % ROWS
+    logits, temperature = functional.pad(logits, (0, 0, 0, missing)), functional.pad(temperature, (0, missing), value=1)
+    scale = _scale(temperature, torch.float32)
+    sums, labels = _sums(scale), torch.zeros_like(temperature, dtype=torch.long)
+    for rows, columns in _slices(tokens + missing, logits.shape[1], *tile_sizes(logits.device.type)):
+        tile = logits[rows, columns].clone(memory_format=torch.contiguous_format)
+        reduce_tile(tile, scale[rows], labels[rows], sums[:, rows], False)
+    lse = sums[MOST] + sums[TOTAL].log()
+    return (logits * scale[:, None] - lse[:, None])[:tokens]
+
+
+def _scale(temperature: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return temperature.to(dtype).clamp(min=1e-8).reciprocal()  # verl's bound
+
+
+def _sums(scale: torch.Tensor) -> torch.Tensor:
+    sums = scale.new_zeros((4, len(scale)))
+    sums[MOST] = torch.finfo(scale.dtype).min  # not -inf, because -inf - -inf is NaN
+    return sums
+
+
 def _tiles(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yield slices of tokens and columns, and the tile's unscaled logits, whose memory the next tile overwrites.
-
-    Tokens vary fastest, so that a part of the weight stays cached.
-    """
+    """Yield slices of tokens and columns, and the tile's unscaled logits, whose memory the next tile overwrites."""
     tokens, outputs = len(hidden), len(weight)
     most_rows, most_columns = tile_sizes(hidden.device.type)
     memory = weight.new_empty(min(most_rows, tokens) * min(most_columns, outputs))
-    for first in range(0, outputs, most_columns):
-        columns = slice(first, min(first + most_columns, outputs))
-        for token in range(0, tokens, most_rows):
-            rows = slice(token, min(token + most_rows, tokens))
-            shape = rows.stop - token, columns.stop - first
-            logits = memory[: shape[0] * shape[1]].view(shape)
-            torch.mm(hidden[rows], weight[columns].t(), out=logits)
-            yield rows, columns, logits if bias is None else logits.add_(bias[columns])
+    for rows, columns in _slices(tokens, outputs, most_rows, most_columns):
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        logits = memory[: shape[0] * shape[1]].view(shape)
+        torch.mm(hidden[rows], weight[columns].t(), out=logits)
+        yield rows, columns, logits if bias is None else logits.add_(bias[columns])
+
+
+def _slices(tokens: int, outputs: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of tokens and columns; tokens vary fastest, so that a part of the weight stays cached."""
+    for first in range(0, outputs, columns):
+        for token in range(0, tokens, rows):
+            yield slice(token, min(token + rows, tokens)), slice(first, min(first + columns, outputs))
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature, with_entropy):  # type: ignore[override]
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        scale = temperature.to(dtype).clamp(min=1e-8).reciprocal()  # verl's bound
-        sums = scale.new_zeros((4, len(hidden)))
-        sums[MOST] = torch.finfo(dtype).min  # not -inf, because -inf - -inf is NaN
+        scale = _scale(temperature, dtype)
+        sums = _sums(scale)
         for rows, columns, logits in _tiles(hidden, weight, bias):
             reduce_tile(logits, scale[rows], labels[rows] - columns.start, sums[:, rows], with_entropy)
         log_total = sums[TOTAL].log()

@@ -15,6 +15,7 @@ from verl.utils.model import get_hf_auto_model_class
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from ...rollout.bitwise.trainer import cut_experts, install_in_trainer
 from ...rollout.sync import RolloutSync, SyncSettings
 from ..build import shard_and_load
 from ..checkpoint.safetensors_reader import CheckpointFiles, check_files, local_checkpoint, open_checkpoint
@@ -162,6 +163,8 @@ class BuildsModel(FSDPEngineWithLMHead):
         self._patch(module)
         longest = self._longest()
         self.packed = PackedSequences(module, longest) if self.use_remove_padding else None
+        if self.engine_config.rollout_bitwise:
+            install_in_trainer(module, self.engine_config._rollout_tp)
         if self.packed is None:
             embed_apart(module, lambda: None, longest)
         if self.ulysses_parallel_group is not None:
@@ -251,6 +254,8 @@ class BuildsModel(FSDPEngineWithLMHead):
             progress=self.rank == 0,
             may_be_unused="" if self.engine_config.allow_unused_weights else self._may_be_unused,
         )
+        if self.engine_config.rollout_bitwise:
+            cut_experts(module, self.engine_config._rollout_tp)
         if unused:
             counts = Counter(re.sub(r"\d+", "*", key) for key in unused)
             named = ", ".join(f"{key} ({count})" if count > 1 else key for key, count in counts.items())

@@ -41,6 +41,7 @@ __all__ = [
     "check_sync",
     "max_model_len",
     "rows_held_in",
+    "tensor_parallel_size",
     "tensors_before_sharding",
 ]
 
@@ -224,6 +225,11 @@ def check_adapters_alone(model: Any, rollout: Mapping[str, Any], facts: ModelFac
 def rows_held_in(rollout: Mapping[str, Any]) -> str:
     """Return the rollout's quantisation with per-row scales ('fp8', 'int8'), or '' (``rollout/layout/specs.py``)."""
     return server_of(rollout).rollout_of(rollout).channels
+
+
+def tensor_parallel_size(rollout: Mapping[str, Any]) -> int:
+    """Return the number of workers that share each tensor of the rollout's model."""
+    return server_of(rollout).rollout_of(rollout).tp
 
 
 def check_rounding(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ...rollout.bitwise.settings import check_bitwise
 from ...rollout.servers import SERVERS, server_of
 from ..compat import versions
 from ..config.settings import param_dtype
@@ -73,6 +74,7 @@ def check_run(
     check_versions(rollout.get("name"))
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
+    check_bitwise(engine, model, rollout, None if facts is None else facts.model, device, param_dtype(engine))
     needs_critic = rollout.get("critic_enable")
     if needs_critic is None:  # as verl's need_critic
         needs_critic = rollout.get("adv_estimator") == "gae"

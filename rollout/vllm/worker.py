@@ -18,6 +18,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 
 from ...engine import cpu
+from ..bitwise.settings import BITWISE
 from ..layout.layout_check import actual_layout, difference, rank_entry
 from ..layout.specs import Rollout
 from ..transport.checksums import ReceivedChecksums
@@ -45,6 +46,10 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
     def __new__(cls, **kwargs):
         cpu.install_in_vllm()
         reload_shims.install()
+        if kwargs["vllm_config"].additional_config.get(BITWISE):
+            from ..bitwise.worker import install
+
+            install(kwargs["vllm_config"])
         return super().__new__(cls, **kwargs)
 
     def update_weights_from_ipc(

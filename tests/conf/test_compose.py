@@ -20,6 +20,7 @@ from verl.workers.config.model import HFModelConfig, MtpConfig
 from epfsdp2.conf.search_path import with_engine_entry
 from epfsdp2.engine.config import EPFSDP2CriticConfig, EPFSDP2EngineConfig
 from epfsdp2.engine.config.settings import SETTINGS
+from epfsdp2.rollout.bitwise.settings import BITWISE
 from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 from tests.support.trainer.settings import checkpoint
 
@@ -141,6 +142,7 @@ def test_compose_with_the_engine_chosen_leaves_everything_else_verls():
         if key not in ("actor_rollout_ref", "critic", "model_engine"):
             assert raw(stock[key]) == raw(ours[key]), key
     del ours.actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls
+    del ours.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config
     del ours.actor_rollout_ref.rollout.engine_kwargs.vllm.lora_target_modules
     del ours.actor_rollout_ref.rollout.engine_kwargs.sglang.custom_weight_loader
     del ours.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.epfsdp2_p2p
@@ -161,11 +163,18 @@ def test_rollout_extensions_are_the_default_and_the_user_wins():
     mine = composed("ppo_trainer", "engine=epfsdp2", *given)
     assert OmegaConf.select(mine, VLLM) == {
         "worker_extension_cls": "my.Extension",
+        "additional_config": None,
         "lora_target_modules": None,
         "swap_space": 1,
     }
     assert OmegaConf.select(mine, loader) == ["my.loader"]
     assert OmegaConf.select(composed("ppo_trainer"), VLLM) == {}
+
+
+def test_vllms_workers_are_told_of_the_bits_that_the_trainer_wants():
+    for chosen, wanted in ((), None), (("engine.rollout_bitwise=True",), {BITWISE: True}):
+        config = composed("ppo_trainer", "engine=epfsdp2", *chosen)
+        assert OmegaConf.select(config, f"{VLLM}.additional_config") == wanted
 
 
 def test_vllm_keeps_memory_for_adapters_of_the_layers_that_get_one():

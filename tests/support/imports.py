@@ -38,6 +38,7 @@ ROOMS = (
     "rollout/sglang",
     "rollout/vllm",
     "rollout/vllm/compat.py",
+    "rollout/bitwise",
     "rollout/transport",
     "rollout/plan",
     "rollout/layout",

@@ -315,10 +315,11 @@ def has_backend(setting: str) -> bool:
 
 def backend_named(name: str) -> Backend:
     """Return the backend of ``BackendChoice.name``; ``reference`` and ``transformers:NAME`` move rows with torch's."""
-    if name == INVARIANT:
+    kind, _, parts = name.partition(":")
+    if kind == INVARIANT:
         from .invariant import InvariantBackend
 
-        return InvariantBackend()
+        return InvariantBackend(int(parts or 1))
     if name == "torch" or not has_backend(name):
         return TORCH
     from . import triton_backend  # Triton is optional

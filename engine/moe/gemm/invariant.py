@@ -5,6 +5,8 @@ size is no multiple of 32, ``exp`` and ``silu`` are scalar for its last elements
 ``ROWS`` rows avoid both, with one thread: several divide a product's sum.
 """
 
+import functools
+
 import torch
 
 from .backends import ROWS, Backend, Groups, Rows, inverse
@@ -14,7 +16,14 @@ __all__ = ["InvariantBackend"]
 
 
 class InvariantBackend(Backend):
-    """Torch's operators on rows that are padded with zeros."""
+    """Torch's operators on rows that are padded with zeros.
+
+    Args:
+        parts: of the intermediate dim. The first linear is one product for each, the second the sum of theirs in order.
+    """
+
+    def __init__(self, parts: int = 1):
+        self.parts = parts
 
     def mm(
         self,
@@ -28,13 +37,38 @@ class InvariantBackend(Backend):
         out = rows.new_empty(groups.rows, in_out.shape[2])
         for expert, begin, end in groups:
             own = rows[begin:end]
-            product = torch.mm(own if len(own) >= ROWS else self.aligned(own), in_out[expert])[: len(own)]
+            padded = own if len(own) >= ROWS else self.aligned(own)
+            product = self._product(padded, in_out[expert])[: len(own)]
             out[begin:end] = product if bias is None else product + bias[expert]
         return out if order_R is None else self.take(out, inverse(order_R))
+
+    def _product(self, rows: torch.Tensor, in_out: torch.Tensor) -> torch.Tensor:
+        if self.parts == 1 or len(in_out) % self.parts:
+            return torch.mm(rows, in_out)
+        cut = zip(rows.chunk(self.parts, dim=1), in_out.chunk(self.parts), strict=True)
+        return functools.reduce(torch.add, [torch.mm(a.contiguous(), b.mT.contiguous().mT) for a, b in cut])
+
+    def up_gate(
+        self, rows: Rows, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None, gate: Gate
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        whole = InvariantBackend()
+        if self.parts == 1:
+            return whole.mm(rows, in_out, groups, bias), None
+        # A product with some of the gates and the ups, as a worker has them, may have other bits than one with all.
+        products = [whole.mm(rows, own.mT, groups).chunk(2, dim=1) for own in self._gates_and_ups(in_out.mT)]
+        return torch.cat([part for half in zip(*products, strict=True) for part in half], dim=1), None
 
     def aligned(self, pre: torch.Tensor) -> torch.Tensor:
         missing = -len(pre) % ROWS
         return torch.cat((pre, pre.new_zeros(missing, pre.shape[1]))) if missing else pre
 
     def activate(self, pre: torch.Tensor, gate: Gate) -> torch.Tensor:
-        return super().activate(self.aligned(pre), gate)[: len(pre)]
+        if self.parts == 1:
+            return super().activate(self.aligned(pre), gate)[: len(pre)]
+        parts = [InvariantBackend().activate(own, gate) for own in self._gates_and_ups(pre)]
+        return torch.cat(parts, dim=1)
+
+    def _gates_and_ups(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return the part of the gates and that of the ups of each worker, which are dim 1 of ``x``."""
+        halves = [half.chunk(self.parts, dim=1) for half in x.chunk(2, dim=1)]
+        return [torch.cat(own, dim=1) for own in zip(*halves, strict=True)]

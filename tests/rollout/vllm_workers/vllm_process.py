@@ -62,18 +62,21 @@ def serve(socket: str, settings: dict) -> None:
         }
         return LLM(**{**defaults, **settings})
 
-    engine = start(settings)
-    sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=3, prompt_logprobs=3, detokenize=False)
+    engine, cached = start(settings), list[int]()
+    greedy = {"temperature": 0, "max_tokens": 8, "logprobs": 3, "prompt_logprobs": 3, "detokenize": False}
 
-    def generate(prompts, adapter=None):
+    def generate(prompts, adapter=None, sampling=None):
+        sampling = SamplingParams(**greedy | (sampling or {}))
         prompts = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
         request = None if adapter is None else LoRARequest(*adapter)
+        nonlocal cached
         outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=request)
+        cached = [output.num_cached_tokens for output in outputs]
         return [
             (
                 list(output.outputs[0].token_ids),
                 [{t: v.logprob for t, v in row.items()} for row in output.outputs[0].logprobs],
-                [{t: v.logprob for t, v in row.items()} for row in output.prompt_logprobs if row],
+                [{t: v.logprob for t, v in row.items()} for row in output.prompt_logprobs or () if row],
             )
             for output in outputs
         ]
@@ -87,6 +90,8 @@ def serve(socket: str, settings: dict) -> None:
             try:
                 if command == "generate":
                     answer = generate(**arguments)
+                elif command == "cached":  # tokens of each prompt that the last call found in the prefix cache
+                    answer = cached
                 elif command == "clear":  # as verl's server after a sync (clear_kv_cache)
                     answer = engine.reset_prefix_cache()
                     engine.llm_engine.reset_mm_cache()

@@ -172,9 +172,15 @@ class Engine:
     def generate(self):
         return self.generating().result()
 
-    def generating(self, prompts: list | None = None, adapter: tuple | None = None) -> concurrent.futures.Future:
-        """Start to generate from ids or other prompts of vLLM, with an adapter's name, number and folder."""
-        return self.call("generate", prompts=prompts or PROMPTS, adapter=adapter)
+    def generating(
+        self, prompts: list | None = None, adapter: tuple | None = None, **sampling
+    ) -> concurrent.futures.Future:
+        """Start to generate from ids or other prompts of vLLM, with an adapter's name, number and folder.
+
+        Args:
+            sampling: more of vLLM's ``SamplingParams``; greedy by default.
+        """
+        return self.call("generate", prompts=prompts or PROMPTS, adapter=adapter, sampling=sampling)
 
     def digests(self) -> list[dict]:
         return [answer["digests"] for answer in self.call("epfsdp2_digests").result()]

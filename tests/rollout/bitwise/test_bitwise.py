@@ -71,8 +71,15 @@ def _same_bits(folder, dtype, ep, batches, tp=1):
     assert not any(wrong), wrong
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("save", [save_qwen3, save_qwen3_moe])
+@pytest.mark.parametrize(
+    "save, dtype",
+    [
+        (save_qwen3, "float32"),
+        (save_qwen3_moe, "bfloat16"),
+        pytest.param(save_qwen3, "bfloat16", marks=pytest.mark.long),
+        pytest.param(save_qwen3_moe, "float32", marks=pytest.mark.long),
+    ],
+)
 def test_log_probs_of_prompts_and_samples_have_the_trainers_bits(start_engine, tmp_path, save, dtype):
     folder, prompts = save(tmp_path, **SIZES), _prompts()
     engine = start_engine(str(folder), dtype=dtype, **BITWISE)
@@ -83,15 +90,22 @@ def test_log_probs_of_prompts_and_samples_have_the_trainers_bits(start_engine, t
     run_ranks(_same_bits, 2, folder, dtype, 1 if save is save_qwen3 else 2, [together, cut])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("save", [save_qwen3, save_qwen3_moe])
+@pytest.mark.parametrize(
+    "save, dtype",
+    [
+        (save_qwen3_moe, "float32"),
+        pytest.param(save_qwen3_moe, "bfloat16", marks=pytest.mark.long),
+        pytest.param(save_qwen3, "float32", marks=pytest.mark.long),
+        pytest.param(save_qwen3, "bfloat16", marks=pytest.mark.long),
+    ],
+)
 def test_log_probs_of_two_workers_have_the_trainers_bits(start_engine, tmp_path, save, dtype):
     folder, vllm = save(tmp_path, **SIZES), BITWISE | {"distributed_executor_backend": "mp"}
     sampled = _sampled(start_engine(str(folder), tp_size=2, dtype=dtype, **vllm), _prompts())
     run_ranks(_same_bits, 2, folder, dtype, 1 if save is save_qwen3 else 2, [sampled], 2)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_chunks_of_a_prompt_and_a_cached_prefix_have_the_trainers_bits(start_engine, tmp_path, dtype):
     folder, prompts = save_qwen3_moe(tmp_path, **SIZES), _prompts()
     cache = {"enable_prefix_caching": True, "block_size": 32, "max_num_batched_tokens": 48}
@@ -121,7 +135,7 @@ def _same_bits_when_trained(folder, dtype, batches):
     assert not any(wrong), wrong
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_log_probs_after_syncs_of_each_mode_have_the_trainers_bits(start_engine, tmp_path, dtype):
     folder, prompts = save_qwen3_moe(tmp_path, **SIZES), _prompts()
     engine = start_engine(str(folder), dtype=dtype, **BITWISE)
@@ -135,6 +149,7 @@ def test_log_probs_after_syncs_of_each_mode_have_the_trainers_bits(start_engine,
     run_ranks(_same_bits_when_trained, 1, folder, dtype, after)
 
 
+@pytest.mark.long
 def test_log_probs_of_stock_vllm_have_other_bits(start_engine, tmp_path):
     folder = save_qwen3(tmp_path, **SIZES)
     sampled = _sampled(start_engine(str(folder), dtype="float32", **VLLM), _prompts())

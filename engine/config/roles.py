@@ -76,7 +76,7 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
     _rollout: str = ""
     # Rollout quantisation with per-row scales ("fp8", "int8"), or "".
     _rollout_channels: str = ""
-    # Workers that share each of the actor's rollout's tensors.
+    # Workers that share each tensor of the actor's rollout, if the roles compute as they do (rollout_bitwise).
     _rollout_tp: int = 1
     # Length in tokens by which the actor's rollout chooses rotations at its start, if it does.
     _max_model_len: int | None = None
@@ -142,7 +142,7 @@ class EPFSDP2ActorConfig(ActorConfig):
             "_max_model_len": max_model_len(self.rollout),
             "_rollout": self.rollout.get("name") or "",
             "_rollout_channels": rows_held_in(self.rollout),
-            "_rollout_tp": tensor_parallel_size(self.rollout),
+            "_rollout_tp": tensor_parallel_size(self.rollout) if self.engine.rollout_bitwise else 1,
         }
         lengths = [self.rollout.get(f"max_{part}_length") for part in ("prompt", "response")]
         if all(lengths):

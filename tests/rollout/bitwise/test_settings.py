@@ -4,6 +4,7 @@ import pytest
 from transformers import AutoConfig
 
 from epfsdp2.engine.compat import versions
+from epfsdp2.engine.config import EPFSDP2ActorConfig, EPFSDP2CriticConfig, EPFSDP2EngineConfig
 from epfsdp2.engine.preflight.run import check_run
 from tests.support.trainer.preflight import MODEL, refused, rollout
 from tests.support.trainer.settings import TINY, checkpoint, engine
@@ -84,6 +85,16 @@ def test_wide_model_between_two_workers_is_refused_in_float32_alone(tmp_path):
     _check(model, {"tp": 2})
     with refused(f"{ROLLOUT}.tensor_model_parallel_size", 2, "lm_head, cut between workers in float32, differs first"):
         _check(model, {"tp": 2, "dtype": "float32"}, dtype="fp32")
+
+
+def test_actor_and_reference_know_vllms_workers_and_a_critic_computes_as_always():
+    asked, placed = EPFSDP2EngineConfig(batch_invariant=True, rollout_bitwise=True), rollout(tp=2)
+    sizes = {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+    for forward_only in (False, True):
+        role = EPFSDP2ActorConfig(engine=asked, rollout=placed, forward_only=forward_only, **sizes)
+        assert role.engine.rollout_bitwise and role.engine._rollout_tp == 2
+    critic = EPFSDP2CriticConfig(engine=asked, ppo_micro_batch_size_per_gpu=1)
+    assert not critic.engine.rollout_bitwise
 
 
 def test_accelerator_is_refused(tmp_path):

@@ -13,7 +13,8 @@ from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from tests.support.imports import sources
 
 NAMED = re.compile("|".join(servers.SERVERS), re.IGNORECASE)
-FOLDERS = tuple(f"rollout/{name}/" for name in servers.SERVERS)
+# The operators that trainer and vLLM share are of both.
+FOLDERS = (*(f"rollout/{name}/" for name in servers.SERVERS), "rollout/bitwise/")
 ALLOWED = {
     "engine/checkpoint/safetensors_reader.py": "tells which of two files of a checkpoint each of two readers reads",
     "engine/compat/versions.py": "the tested stacks",

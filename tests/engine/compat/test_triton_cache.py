@@ -22,6 +22,7 @@ from triton.runtime.cache import FileCacheManager, get_cache_manager
 from epfsdp2.engine import build
 from epfsdp2.engine.compat import triton_cache
 from epfsdp2.engine.compat.triton_cache import compile_once_per_node
+from epfsdp2.engine.fsdp.options import ShardingOptions
 
 KEY = "00" * 32
 
@@ -109,5 +110,5 @@ def test_model_on_a_gpu_has_its_kernels_compiled_once_per_node(cache, monkeypatc
     monkeypatch.setattr(build, "parallelize", mock.Mock(side_effect=InterruptedError))
     for device in ("cpu", "cuda"):
         with pytest.raises(InterruptedError):
-            build.shard_and_load(None, None, None, None, device=device, device_id=None)
+            build.shard_and_load(None, None, None, ShardingOptions(), device=device, device_id=None)
         assert (triton.knobs.cache.manager_class is not None) == (device == "cuda")

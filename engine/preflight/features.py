@@ -113,17 +113,27 @@ def check_batch_invariant(engine: Any, model: Mapping[str, Any], device: str, se
     refused = {
         f"{setting}.use_remove_padding": (False, not model.get("use_remove_padding", True), "packed rows", True),
         f"{setting}.use_fused_kernels": (True, model.get("use_fused_kernels"), "the engine's own head", False),
-        "engine.dispatcher": ("deepep", engine.dispatcher == "deepep", "sums in the order of slots", "all_to_all"),
-        "engine.compile_dense": (True, engine.compile_dense, "kernels that no shape chooses", False),
+        "engine.dispatcher": (
+            "deepep",
+            engine.dispatcher == "deepep",
+            "sums in the order of a token's experts",
+            "all_to_all",
+        ),
+        "engine.compile_dense": (True, engine.compile_dense, "kernels that do not depend on shapes", False),
         "engine.fuse_dense": (False, on_gpu and not engine.fuse_dense, "the fused norms", True),
-        "engine.full_determinism": (False, on_gpu and not engine.full_determinism, "it for gradients", True),
+        "engine.full_determinism": (
+            False,
+            on_gpu and not engine.full_determinism,
+            "it, for gradients that can be repeated",
+            True,
+        ),
     }
     for name, (value, is_set, rule, works) in refused.items():
         if is_set:
             raise SettingError(name, value, f"{needs} {rule}.", f"{name}={works}")
     if attention_of(model).rpartition("|")[2] == "flex_attention":
         name = f"{setting}.override_config.attn_implementation"
-        raise SettingError(name, "flex_attention", f"{needs} attention that no other sequence shares.", f"+{name}=sdpa")
+        raise SettingError(name, "flex_attention", f"{needs} attention of one sequence at a time.", f"+{name}=sdpa")
 
 
 def check_casts(engine: Any, topology: Topology) -> None:

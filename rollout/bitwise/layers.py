@@ -1,7 +1,7 @@
 """vLLM's layers with the operators of the trainer, which runs transformers' code.
 
-vLLM replaces its classes by those that are registered under their names (``register_oot``). Rows are padded to a
-multiple of ``ROWS``, as the trainer's are.
+vLLM replaces its classes by those that are registered under their names (``register_oot``). Rows are padded
+as the trainer's are.
 """
 
 import functools
@@ -24,9 +24,9 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from ...engine.head.log_probs import whole_logits
 from ...engine.moe.dispatch import start_dispatch_plans
-from ...engine.moe.gemm.backends import ROWS, Groups, inverse
+from ...engine.moe.gemm.backends import Groups, inverse
 from ...engine.moe.gemm.gate import Gate
-from ...engine.moe.gemm.invariant import InvariantBackend
+from ...engine.moe.gemm.invariant import InvariantBackend, padded
 
 __all__ = ["register"]
 
@@ -52,11 +52,6 @@ def register() -> None:
         stock.register_oot(own, name=stock.__name__)
 
 
-def _padded(x: torch.Tensor) -> torch.Tensor:
-    missing = -len(x) % ROWS
-    return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x.contiguous()
-
-
 class _Products(linear.UnquantizedLinearMethod):
     """One product for each of the weights that a checkpoint has: of a wider one, columns may sum in another order."""
 
@@ -64,7 +59,7 @@ class _Products(linear.UnquantizedLinearMethod):
         """Leave the weight as it was loaded, where vLLM's CPU build packs it."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        rows, sizes = _padded(x), getattr(layer, "output_partition_sizes", None) or [len(layer.weight)]
+        rows, sizes = padded(x), getattr(layer, "output_partition_sizes", None) or [len(layer.weight)]
         biases = [None] * len(sizes) if bias is None else bias.split(sizes)
         parts = [functional.linear(rows, *pair) for pair in zip(layer.weight.split(sizes), biases, strict=True)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))[: len(x)]
@@ -101,7 +96,7 @@ class _Norm(RMSNorm):
     def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         if residual is not None:
             x = residual = residual + x
-        wide = _padded(x).float()
+        wide = padded(x).float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         out = (self.weight * wide.to(x.dtype))[: len(x)]
         return out if residual is None else (out, residual)
@@ -111,7 +106,7 @@ class _Norm(RMSNorm):
 
 class _Activation(SiluAndMul):
     def forward_native(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        gate, up = (_padded(half) for half in x.chunk(2, dim=-1))
+        gate, up = (padded(half) for half in x.chunk(2, dim=-1))
         return (functional.silu(gate) * up)[: len(x)]
 
     forward_cpu = forward_native
@@ -144,7 +139,7 @@ class _Experts(UnquantizedFusedMoEMethod):
     def apply_monolithic(
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        scores = torch.softmax(_padded(router_logits), dim=-1, dtype=torch.float32)
+        scores = torch.softmax(padded(router_logits), dim=-1, dtype=torch.float32)
         weights, experts = torch.topk(scores, layer.top_k, dim=-1)
         if layer.renormalize:
             weights /= weights.sum(dim=-1, keepdim=True)
@@ -164,4 +159,4 @@ class _Experts(UnquantizedFusedMoEMethod):
 class _Logits(LogitsProcessor):
     def _apply_head(self, lm_head: Any, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight = lm_head.weight[: self.org_vocab_size]
-        return whole_logits(_padded(hidden), weight, bias)[: len(hidden)]
+        return whole_logits(padded(hidden), weight, bias)[: len(hidden)]

@@ -44,7 +44,7 @@ def check_bitwise(
         return
     off, vllm = f"{_SETTING}=False", server_arguments(rollout, "vllm")
     tp, dp, ep = (size_of(rollout, f"{kind}_parallel_size") for kind in ("tensor_model", "data", "expert"))
-    asked, whole = rollout.get("dtype") or "bfloat16", "experts differ first: their sums are of whole workers."
+    asked, whole = rollout.get("dtype") or "bfloat16", "experts differ first: vLLM divides them between its workers."
     computed = str(dtype).removeprefix("torch.")
     told, named = vllm.get("additional_config") or {}, rollout.get("name")
     quantised, replays = rollout.get("quantization"), rollout.get("enable_rollout_routing_replay")
@@ -66,7 +66,12 @@ def check_bitwise(
         (f"{ROLLOUT}.quantization", quantised or None, None, "its linears differ first."),
         (f"{ROLLOUT}.enable_rollout_routing_replay", bool(replays), False, "routes are equal without it."),
         ("actor_rollout_ref.model.lora_rank", model.get("lora_rank") or 0, 0, "linears with adapters were not shown."),
-        (f"{ROLLOUT}.engine_kwargs.vllm.additional_config.{BITWISE}", told.get(BITWISE), True, "it tells vLLM."),
+        (
+            f"{ROLLOUT}.engine_kwargs.vllm.additional_config.{BITWISE}",
+            told.get(BITWISE),
+            True,
+            "without it vLLM's workers do not know.",
+        ),
     ]
     if device != "cpu":
         raise SettingError(_SETTING, True, "attention differs first: it was shown on a CPU alone.", off)

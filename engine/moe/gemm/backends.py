@@ -131,18 +131,24 @@ class Backend:
         With a permutation ``order_R`` the ``i``-th result becomes row ``order_R[i]`` of the output.
         """
         assert isinstance(rows, torch.Tensor)
+        out = self._products(rows, in_out, groups, bias)
+        return out if order_R is None else self.take(out, inverse(order_R))
+
+    def _products(
+        self, rows: torch.Tensor, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         if supports_grouped_mm(rows, in_out):
             out = torch_grouped_mm(rows, in_out, offs=groups.offsets_e)
             if bias is not None:
                 out.add_(torch.repeat_interleave(bias, groups.counts_e, dim=0, output_size=groups.rows))
-        else:
-            out = rows.new_empty(groups.rows, in_out.shape[2])
-            for expert, begin, end in groups:
-                if bias is None:
-                    torch.mm(rows[begin:end], in_out[expert], out=out[begin:end])
-                else:
-                    torch.addmm(bias[expert], rows[begin:end], in_out[expert], out=out[begin:end])
-        return out if order_R is None else self.take(out, inverse(order_R))
+            return out
+        out = rows.new_empty(groups.rows, in_out.shape[2])
+        for expert, begin, end in groups:
+            if bias is None:
+                torch.mm(rows[begin:end], in_out[expert], out=out[begin:end])
+            else:
+                torch.addmm(bias[expert], rows[begin:end], in_out[expert], out=out[begin:end])
+        return out
 
     def outer(self, a: Rows, b: Rows, groups: Groups) -> torch.Tensor:
         """Return ``a.T @ b`` of each expert's rows: ``(R, m)``, ``(R, n)`` -> ``(e, m, n)``, zero without rows."""
@@ -281,7 +287,7 @@ def choose_backend(wanted: str, device_type: str, dtype: torch.dtype, batch_inva
         return choice
     if choice.name == "torch" and device_type == "cpu":
         return BackendChoice(INVARIANT)
-    rule = f"needs experts whose rows do not depend on each other; {_SETTING}={wanted} promises none here."
+    rule = f"needs experts that compute each row alone, which {_SETTING}={wanted} does not guarantee here."
     works = f"{_SETTING}=auto" if device_type == "cpu" else f"{_SETTING}=triton"
     raise SettingError("engine.batch_invariant", True, rule, works)
 

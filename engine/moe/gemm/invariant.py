@@ -9,10 +9,16 @@ import functools
 
 import torch
 
-from .backends import ROWS, Backend, Groups, Rows, inverse
+from .backends import ROWS, Backend, Groups, Rows
 from .gate import Gate
 
-__all__ = ["InvariantBackend"]
+__all__ = ["InvariantBackend", "padded"]
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x [R, ...]``, contiguous, with zero rows at its end to the next multiple of ``ROWS``."""
+    missing = -len(x) % ROWS
+    return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x.contiguous()
 
 
 class InvariantBackend(Backend):
@@ -25,22 +31,15 @@ class InvariantBackend(Backend):
     def __init__(self, parts: int = 1):
         self.parts = parts
 
-    def mm(
-        self,
-        rows: Rows,
-        in_out: torch.Tensor,
-        groups: Groups,
-        bias: torch.Tensor | None = None,
-        order_R: torch.Tensor | None = None,
+    def _products(
+        self, rows: torch.Tensor, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        assert isinstance(rows, torch.Tensor)
         out = rows.new_empty(groups.rows, in_out.shape[2])
         for expert, begin, end in groups:
             own = rows[begin:end]
-            padded = own if len(own) >= ROWS else self.aligned(own)
-            product = self._product(padded, in_out[expert])[: len(own)]
+            product = self._product(own if len(own) >= ROWS else padded(own), in_out[expert])[: len(own)]
             out[begin:end] = product if bias is None else product + bias[expert]
-        return out if order_R is None else self.take(out, inverse(order_R))
+        return out
 
     def _product(self, rows: torch.Tensor, in_out: torch.Tensor) -> torch.Tensor:
         if self.parts == 1 or len(in_out) % self.parts:
@@ -51,20 +50,19 @@ class InvariantBackend(Backend):
     def up_gate(
         self, rows: Rows, in_out: torch.Tensor, groups: Groups, bias: torch.Tensor | None, gate: Gate
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        whole = InvariantBackend()
         if self.parts == 1:
-            return whole.mm(rows, in_out, groups, bias), None
+            return super().up_gate(rows, in_out, groups, bias, gate)
+        whole = InvariantBackend()
         # A product with some of the gates and the ups, as a worker has them, may have other bits than one with all.
         products = [whole.mm(rows, own.mT, groups).chunk(2, dim=1) for own in self._gates_and_ups(in_out.mT)]
         return torch.cat([part for half in zip(*products, strict=True) for part in half], dim=1), None
 
     def aligned(self, pre: torch.Tensor) -> torch.Tensor:
-        missing = -len(pre) % ROWS
-        return torch.cat((pre, pre.new_zeros(missing, pre.shape[1]))) if missing else pre
+        return padded(pre)
 
     def activate(self, pre: torch.Tensor, gate: Gate) -> torch.Tensor:
         if self.parts == 1:
-            return super().activate(self.aligned(pre), gate)[: len(pre)]
+            return super().activate(padded(pre), gate)[: len(pre)]
         parts = [InvariantBackend().activate(own, gate) for own in self._gates_and_ups(pre)]
         return torch.cat(parts, dim=1)
 

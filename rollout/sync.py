@@ -275,7 +275,7 @@ class RolloutWeights:
                 raise WeightSyncError(str(error)) from error
             self.sync.other_layout = " ".join(f"{untested(self._config)}: {error}".split())
             self.for_rollout(self._config, self._worker)
-            server_of(self._config).check_mode(self._config, self.mode, self.sync.other_layout, "naive")
+            server_of(self._config).check_mode(self._config, "full", self.sync.other_layout, "naive")
         self.sync.is_compared = True
 
     def planned_layouts(self) -> list[dict[str, str]]:

@@ -55,6 +55,9 @@ class Updates:
         stock = super().update_weights  # type: ignore[misc]
         if selected is None or wire_format != "named_tensors":
             return await stock(weights, global_steps, wire_format=wire_format, **kwargs)
+        if selected.is_on_trial:
+            selected.check_plans(await self._other_layout(selected))  # which may choose full tensors
+            self._checked_mode = selected.mode
         if selected.mode == "full":
             with contextlib.closing(self._agreed(weights)) as tensors:
                 return await self._within_time(stock(tensors, global_steps, wire_format=wire_format, **kwargs))
@@ -75,6 +78,22 @@ class Updates:
             await self._answered(self._engine.flush_cache(), failed)
             if global_steps is not None:
                 await self._answered(self.server_actor.set_global_steps.remote(global_steps), failed)
+
+    async def _other_layout(self: Any, selected: Any) -> Exception | None:
+        """Return how the layout of the replica's workers differs from the plan, from a bucket without tensors."""
+        failure: Exception | None = None
+        try:
+            await self._answered(self._init_server_adapter(), "SGLang's server did not say where it is")
+            header, memory = Header(layouts=selected.planned_layouts()), shared_memory(ANSWER_BYTES)
+            bucket = self._packed(header, memory)
+        except Exception as error:
+            failure = error
+        try:
+            self._agree("", failure)
+            await self._finish(self._post(self._of_replica(bucket)), memory, None)
+        except WeightSyncError as error:
+            failure = error
+        return failure
 
     async def _answered(self, call: Any, failed: str) -> None:
         await await_result(call, self.timeout_seconds, failed)
@@ -109,10 +128,6 @@ class Updates:
         self: Any, selected: Any, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[Header, torch.Tensor, Any]]:
         """Yield the header, memory and serialized form of each bucket; then empty buckets without end."""
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-        monkey_patch_torch_reductions()
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 2
         size = min(size, _SHM_BYTES) if get_device_name() == "cpu" else size
         buffers = [shared_memory(ANSWER_BYTES + size) for _ in range(2)]
@@ -122,8 +137,16 @@ class Updates:
                 header.verify = selected.has_checksums
                 if selected.mode != self._checked_mode:
                     header.layouts = selected.planned_layouts()
-            synchronize(memory)
-            yield header, memory, MultiprocessingSerializer.serialize([(header.as_text(), memory)])
+            yield header, memory, self._packed(header, memory)
+
+    def _packed(self, header: Header, memory: torch.Tensor) -> Any:
+        """Return a bucket as SGLang's server takes it."""
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()
+        synchronize(memory)
+        return MultiprocessingSerializer.serialize([(header.as_text(), memory)])
 
     def _post(self: Any, packed: list[Any]) -> "asyncio.Future[Any] | None":
         """Send each worker its bucket; return a future of SGLang's answer on the rank with the server, else None."""

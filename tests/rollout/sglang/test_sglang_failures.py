@@ -64,6 +64,7 @@ class _Weights:
 
     def __init__(self, mode="sliced", fails_at=None):
         self.mode, self.has_checksums, self._fails_at, self.closed = mode, False, fails_at, False
+        self.is_on_trial = False
 
     def for_rollout(self, config, worker):
         return self

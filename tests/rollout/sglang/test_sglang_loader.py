@@ -11,7 +11,7 @@ from epfsdp2.rollout.layout.layout_check import RANK, entry, rank_entry
 from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sglang import loader
-from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, answer_of, fill
+from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, Header, answer_of, fill
 from epfsdp2.rollout.transport.checksums import with_checksums
 
 RANK_ENTRY = rank_entry(0, Rollout())
@@ -104,6 +104,16 @@ def test_sglang_loader_compares_layouts_in_the_sync_that_has_them(model, monkeyp
     monkeypatch.setattr(loader, "changed_layout", lambda model: "experts runs on another kernel")
     assert "another kernel" in _send(model, _units())
     assert _send(model, _units(), layout=None) == ""
+
+
+def test_sglang_loader_compares_layouts_of_a_bucket_without_tensors(model):
+    answers = []
+    for size in (4, 5):
+        memory = torch.zeros(ANSWER_BYTES, dtype=torch.uint8)
+        header = Header(layouts=[{**LAYOUT, "bias": entry((size,))}])
+        loader.load(model, [(header.as_text(), memory)])
+        answers.append(answer_of(memory))
+    assert answers[0] == "" and "planned is [5] from 0, actual is [4] from 0" in answers[1]
 
 
 def test_sglang_loader_names_kernels_that_store_weights_otherwise(monkeypatch):

@@ -9,18 +9,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = [
-    "KNOWN_FAULTS",
-    "OLDEST",
-    "TESTED",
-    "Fault",
-    "doubts",
-    "faults",
-    "installed",
-    "tested",
-    "untested",
-    "vllm_in",
-]
+__all__ = ["KNOWN_FAULTS", "OLDEST", "TESTED", "Fault", "doubts", "faults", "installed", "tested", "untested"]
+__all__ += ["vllm_in"]
 
 # Stack -> versions with which its tests passed: rows of benchmarks/results/runs.md.
 TESTED: dict[str, dict[str, str]] = {
@@ -31,14 +21,8 @@ TESTED: dict[str, dict[str, str]] = {
 }
 
 # The oldest releases, as in pyproject.toml; Ray's is verl's. A newer release is refused only by a row below.
-OLDEST = {
-    "ray": "2.41",
-    "sglang": "0.5.12",
-    "torch": "2.11",
-    "transformers": "5.5.3",
-    "verl": "0.9.1",
-    "vllm": "0.24",
-}
+OLDEST = {"ray": "2.41", "torch": "2.11", "transformers": "5.5.3", "verl": "0.9.1"}
+OLDEST |= {"sglang": "0.5.12", "vllm": "0.24"}
 
 
 class Fault(NamedTuple):

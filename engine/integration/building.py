@@ -283,12 +283,14 @@ class BuildsModel(FSDPEngineWithLMHead):
         self.layer_names = layer_names(module)
         if config.rollout_quantization_aware:
             compute_as_rollout(module, config.rollout_quantization_aware, config._rollout_channels, config._rollout)
+        # Rounded as slices are, so that full tensors are no substitute.
+        requested = "sliced" if config.rollout_quantization_aware else config.rollout_sync
         self.rollout_sync = RolloutSync(
             module,
             self.meshes,
             self.layer_names,
             compute_dtypes(module, options),
-            SyncSettings(config.rollout_sync, config.sync_megabytes << 20, config.rollout_sync_verify, config._rollout),
+            SyncSettings(requested, config.sync_megabytes << 20, config.rollout_sync_verify, config._rollout),
         )
         self.shard_export = ShardExport(module, self.meshes)
         if self._lora is not None:

@@ -160,23 +160,21 @@ def check_model_settings(model: Any, setting: str = ACTOR_MODEL) -> None:
 
 
 def check_versions(rollout_name: str | None) -> None:
-    """Refuse a distribution that is missing or outside the accepted range; warn of an untested version.
+    """Refuse a distribution that is missing or known to break; say in one line what was not tested.
 
     Raises:
         SettingError: for the first such distribution.
     """
     rollout = [rollout_name] if rollout_name in SERVERS else []
-    for name in ("verl", "ray", "torch", "transformers", *rollout):
-        version, accepted = versions.installed(name), versions.accepted()[name]
-        works = f"pip install '{name}{accepted}'"
-        if version is None and name in SERVERS:
+    found = {name: versions.installed(name) for name in ("verl", "ray", "torch", "transformers", *rollout)}
+    for name in (name for name, version in found.items() if version is None):
+        if name in SERVERS:
             rule, works = f"{SERVERS[name].title} is not installed.", SERVERS[name].install_hint
             raise SettingError("actor_rollout_ref.rollout.name", name, rule, works)
-        if version is None:
-            raise SettingError(name, None, f"{name} is not installed.", works)
-        if not versions.is_accepted(name, version):
-            shown = ", ".join(versions.tested(name))
-            rule = f"this version of {name} is outside {accepted}, the range that epfsdp2 works with (tested: {shown})."
-            raise SettingError(name, version, rule, works)
-        if warning := versions.untested(name):
-            logger.warning("epfsdp2: %s", warning)
+        raise SettingError(name, None, f"{name} is not installed.", f"pip install '{name}>={versions.OLDEST[name]}'")
+    for name, rule, works in versions.faults(found):
+        raise SettingError(name, found[name], rule, f"pip install '{works}'")
+    if doubts := versions.doubts(found):
+        if any(map(versions.untested, rollout)):
+            doubts.append("the first weight sync compares layouts and checksums")
+        logger.warning("epfsdp2: %s", "; ".join(doubts))

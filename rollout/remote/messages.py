@@ -37,6 +37,7 @@ class WorkerRequest:
     rollout: Rollout
     worker: int  # its index in its replica
     needs_base: bool = True  # whether it lacks the weights below the adapters
+    is_on_trial: bool = False  # whether it gets full tensors if its layout differs from the plan
 
 
 _MESSAGES = (TrainerLayout, SyncSettings, SentModel, WorkerRequest, TensorSpec, ShardStep, Topology, Heads, Rollout)

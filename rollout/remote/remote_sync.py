@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ..layout.specs import Rollout, SyncMode
 from ..plan.transfer_plan import Targets, round_bytes
-from ..servers import BACKEND, choose_mode, server_of
+from ..servers import BACKEND, choose_mode, server_of, untested
 from ..transport.buckets import Entry, buckets_of, tensors_of
 from ..transport.checksums import has_checksums
 from ..transport.exchange import Exchange, to_the_end
@@ -37,6 +37,7 @@ class Endpoint:
     """Sends or receives a rank's weights, sync after sync; all members raise ``WeightSyncError`` if one fails."""
 
     has_base: bool | None = None  # whether the worker has the weights below its adapters; None before the first sync
+    is_compared, other_layout = False, ""  # as in ``sync.RolloutSync``
     _planned: tuple[object, Exchange, str] | None = None
 
     def __init__(self, group: SyncGroup):
@@ -54,14 +55,13 @@ class Endpoint:
             if self.group.rank == 0:
                 self.group.publish("layout", trainer_layout(weights, bucket_bytes))
             layout, requests = self.group.wait_for("layout"), self.requests()
-            mode = requests[0].mode
             if not layout.peft_config:
-                sent = self._send(mode, weights, layout, requests)
+                sent = self._send(self.compared(requests), weights, layout, requests)
             else:
                 sync, number = weights.sync, next(weights.sync.numbers)
                 if any(request.needs_base for request in requests):
                     sync.base.record()
-                    sent = self._send(mode, sync.weights("left out"), layout, requests)
+                    sent = self._send(self.compared(requests), sync.weights("left out"), layout, requests)
                 else:
                     sync.base.check(has_checksums(number, layout.settings.verify_syncs))
                 sent += self._send("adapters", sync.weights("alone"), layout, requests)
@@ -89,10 +89,17 @@ class Endpoint:
     def requests(self, own: WorkerRequest | None = None) -> list[WorkerRequest]:
         """Return the requests of all rollout ranks; collective. Raises if configs or releases differ."""
         found = self.group.gather("request", own, self.group.members.rollouts)
-        kinds = list(dict.fromkeys(f"{request.mode} for {request.rollout}" for request in found))
+        kinds = list(dict.fromkeys(f"{r.mode}{' on trial' * r.is_on_trial} for {r.rollout}" for r in found))
         if len(kinds) > 1:
             raise WeightSyncError(f"the rollout's ranks differ in config or release: {kinds[0]}, and {kinds[1]}")
         return found
+
+    def compared(self, requests: Sequence[WorkerRequest], failure: str = "") -> str:
+        """Return the mode of this sync: full if a worker on trial has another layout than planned; collective."""
+        if requests[0].is_on_trial:
+            found = self.group.gather("comparison", failure, self.group.members.rollouts)
+            self.other_layout = next(filter(None, found), "")
+        return "full" if requests[0].is_on_trial and self.other_layout else requests[0].mode
 
     def exchange(self, layout: TrainerLayout, requests: Sequence[WorkerRequest]) -> Exchange:
         """Return this member's exchange, planned again if layout or requests have changed; plans have to be equal."""
@@ -117,7 +124,7 @@ class Endpoint:
 class ReceivedWeights:
     """The weights of one sync on a rollout rank; the interface is that of ``sync.RolloutWeights``."""
 
-    is_quantised_here = False
+    is_quantised_here = is_on_trial = False
     _requests: Sequence[WorkerRequest] = ()
 
     def __init__(self, endpoint: Endpoint, layout: TrainerLayout, mode: str = "full"):
@@ -134,11 +141,17 @@ class ReceivedWeights:
             # Slices are the fewest bytes for every rollout that is not colocated, so ``sliced`` never refuses.
             wanted = "full" if requested == "full" else "auto"
             mode, reason = choose_mode(wanted, config, model.heads.family, backend=BACKEND)
+            if self._endpoint.other_layout:
+                mode, reason = "full", self._endpoint.other_layout
             if reason and worker == 0:
                 logger.warning("epfsdp2: engine.rollout_sync=%s falls back to full: %s", requested, reason)
             with self._group.abort_on_error():
                 server.check_mode(config, mode, reason, BACKEND)
-        self.mode, self._request = mode, WorkerRequest(mode, server.rollout_of(config), worker)
+        is_new = mode == "sliced" and not self._endpoint.is_compared and bool(untested(config))
+        self.has_checksums |= is_new
+        self.is_on_trial, self._config = is_new and requested == "auto", config
+        self._request = WorkerRequest(mode, server.rollout_of(config), worker, is_on_trial=self.is_on_trial)
+        self.mode = mode
         self.is_quantised_here = mode == "sliced" and self._request.rollout.is_quantised
         return self
 
@@ -177,10 +190,17 @@ class ReceivedWeights:
         return self._layout.model.planned_layouts(self._request.rollout)
 
     def check_plans(self, failure: Exception | None) -> None:
-        """Raise this rank's failure, if any, as ``WeightSyncError`` on all members."""
+        """Raise this rank's failure, if any, as ``WeightSyncError`` on all members; see ``RolloutWeights``."""
         with self._group.abort_on_error():
-            if failure is not None:
+            if self.is_on_trial:
+                self._requests = self._requests or self._endpoint.requests(self._request)
+                text = f"{untested(self._config)}: {failure}" if failure else ""
+                self._endpoint.compared(self._requests, " ".join(text.split()))
+            elif failure is not None:
                 raise failure
+        self._endpoint.is_compared = True
+        if self._endpoint.other_layout:
+            self.for_rollout(self._config, self._request.worker)
 
     def report(self, transfer: TransferStats) -> SyncReport:
         return SyncReport(self._group.syncs, self.mode, self.traffic, transfer.nbytes, transfer)

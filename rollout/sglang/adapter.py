@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ __all__ = ["Updates", "shared_memory"]
 
 # Most bytes of a bucket on a CPU, where mapped memory costs a worker more than additional messages.
 _SHM_BYTES = 32 << 20
+# The longest wait for the end of a session whose update has failed.
+_END_SECONDS = 10.0
 
 
 def __getattr__(name: str) -> Any:
@@ -34,6 +36,7 @@ def __getattr__(name: str) -> Any:
     from . import shims
 
     shims.send_from_cpu()
+    Updates._verl_has_sessions = not shims.add_sessions()
     return globals().setdefault(name, type(name, (Updates, ServerAdapter), {"__module__": __name__}))
 
 
@@ -41,6 +44,7 @@ class Updates:
     """Mix-in for verl's ``ServerAdapter``: each rank sends its own tensor-parallel worker the slices it keeps."""
 
     timeout_seconds = 300.0  # see ``Server.install``
+    _verl_has_sessions = False  # whether verl's own update opens SGLang's session
     _checked_mode = ""  # mode of the last sync; workers have compared their layout with its plan
     _taken, _taken_at = 0, 0.0  # tensors that verl's own update consumed in this sync, and the time of the last
 
@@ -54,10 +58,17 @@ class Updates:
         selected = weights.for_rollout(self.config, self.rollout_rank) if hasattr(weights, "for_rollout") else None
         stock = super().update_weights  # type: ignore[misc]
         if selected is None or wire_format != "named_tensors":
-            return await stock(weights, global_steps, wire_format=wire_format, **kwargs)
+            async with self._stock_session(**kwargs) as begun:
+                if refused := await self._failure_of(begun):
+                    raise WeightSyncError(refused)
+                return await stock(weights, global_steps, wire_format=wire_format, **kwargs)
+        if selected.is_on_trial:
+            selected.check_plans(await self._other_layout(selected))  # which may choose full tensors
+            self._checked_mode = selected.mode
         if selected.mode == "full":
-            with contextlib.closing(self._agreed(weights)) as tensors:
-                return await self._within_time(stock(tensors, global_steps, wire_format=wire_format, **kwargs))
+            async with self._stock_session(**kwargs) as begun:
+                with contextlib.closing(self._agreed(weights, await self._failure_of(begun))) as tensors:
+                    return await self._within_time(stock(tensors, global_steps, wire_format=wire_format, **kwargs))
         if selected.mode != self._checked_mode:
             failure: Exception | None = None
             try:
@@ -65,7 +76,8 @@ class Updates:
             except Exception as error:  # check_plans raises it on all ranks; raising here would hang the others
                 failure = error
             selected.check_plans(failure)
-        transfer = await self._send(selected)
+        async with self._session() as begun:
+            transfer = await self._send(selected, begun)
         self._checked_mode = selected.mode
         report = selected.report(transfer)
         if dist.get_rank() == 0:
@@ -76,16 +88,63 @@ class Updates:
             if global_steps is not None:
                 await self._answered(self.server_actor.set_global_steps.remote(global_steps), failed)
 
-    async def _answered(self, call: Any, failed: str) -> None:
-        await await_result(call, self.timeout_seconds, failed)
+    async def _other_layout(self: Any, selected: Any) -> Exception | None:
+        """Return how the layout of the replica's workers differs from the plan, from a bucket without tensors."""
+        failure: Exception | None = None
+        try:
+            await self._answered(self._init_server_adapter(), "SGLang's server did not say where it is")
+            header, memory = Header(layouts=selected.planned_layouts()), shared_memory(ANSWER_BYTES)
+            bucket = self._packed(header, memory)
+        except Exception as error:
+            failure = error
+        try:
+            self._agree("", failure)
+            async with self._session() as begun:
+                await self._finish(begun, None, None)
+                await self._finish(self._post(self._of_replica(bucket)), memory, None)
+        except WeightSyncError as error:
+            failure = error
+        return failure
 
-    async def _send(self, selected: Any) -> TransferStats:
+    async def _answered(self, call: Any, failed: str, seconds: float | None = None) -> None:
+        await await_result(call, self.timeout_seconds if seconds is None else seconds, failed)
+
+    @contextlib.asynccontextmanager
+    async def _session(self) -> "AsyncIterator[asyncio.Future[Any] | None]":
+        """Begin SGLang's session of an update and yield the future of its answer; end the session after the block.
+
+        After a failure it ends too, so that the next update can begin one. None on ranks without the server, and with
+        an SGLang without sessions.
+        """
+        yielded = self._request("begin_weight_update")
+        try:
+            yield yielded
+        except BaseException:
+            await self._failure_of(self._request("end_weight_update", seconds=min(_END_SECONDS, self.timeout_seconds)))
+            raise
+        if failed := await self._failure_of(self._request("end_weight_update")):
+            raise WeightSyncError(failed)
+
+    @contextlib.asynccontextmanager
+    async def _stock_session(
+        self: Any, peft_config: Any = None, base_sync_done: bool = False, **kwargs: Any
+    ) -> "AsyncIterator[asyncio.Future[Any] | None]":
+        """Return a session for an update by verl, unless verl opens one itself or sends adapters alone."""
+        await self._init_server_adapter()
+        if self._verl_has_sessions or (peft_config and base_sync_done):
+            yield None
+            return
+        async with self._session() as begun:
+            yield begun
+
+    async def _send(self, selected: Any, begun: "asyncio.Future[Any] | None") -> TransferStats:
+        """Send a worker's slices, once the session's request ``begun`` has been answered."""
         started = time.monotonic()
         waited, sent, nbytes = 0.0, 0, 0
         tensors = with_checksums(selected.tensors()) if selected.has_checksums else selected.tensors()
         stream = self._buckets(selected, tensors)
         is_done = are_all_done = False
-        request, memory = None, None
+        request, memory = begun, None
         with taking_part(tensors):
             while True:
                 failure: Exception | None = None
@@ -109,10 +168,6 @@ class Updates:
         self: Any, selected: Any, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[Header, torch.Tensor, Any]]:
         """Yield the header, memory and serialized form of each bucket; then empty buckets without end."""
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-        monkey_patch_torch_reductions()
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 2
         size = min(size, _SHM_BYTES) if get_device_name() == "cpu" else size
         buffers = [shared_memory(ANSWER_BYTES + size) for _ in range(2)]
@@ -122,21 +177,42 @@ class Updates:
                 header.verify = selected.has_checksums
                 if selected.mode != self._checked_mode:
                     header.layouts = selected.planned_layouts()
-            synchronize(memory)
-            yield header, memory, MultiprocessingSerializer.serialize([(header.as_text(), memory)])
+            yield header, memory, self._packed(header, memory)
 
-    def _post(self: Any, packed: list[Any]) -> "asyncio.Future[Any] | None":
-        """Send each worker its bucket; return a future of SGLang's answer on the rank with the server, else None."""
+    def _packed(self, header: Header, memory: torch.Tensor) -> Any:
+        """Return a bucket as SGLang's server takes it."""
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()
+        synchronize(memory)
+        return MultiprocessingSerializer.serialize([(header.as_text(), memory)])
+
+    def _post(self, packed: list[Any]) -> "asyncio.Future[Any] | None":
+        """Send each worker its bucket; return ``_request``'s future of SGLang's answer."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        if self._engine is None:
-            return None
         update = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=packed, load_format=SGLANG_LOADER, flush_cache=False
         )
-        # Run the request in a thread while this one fills the next bucket; verl opens a session per request.
-        answer = self._answered(self._engine.update_weights_from_tensor(update), "it did not answer")
+        return self._request("update_weights_from_tensor", update)
+
+    def _request(self: Any, call: str, *arguments: Any, seconds: float | None = None) -> "asyncio.Future[Any] | None":
+        """Return a future of a call of SGLang's server; None on ranks without it, and where it has no such call."""
+        if self._engine is None or not hasattr(self._engine, call):
+            return None
+        # Run the request in a thread while this one fills the next bucket; verl opens a connection per request.
+        answer = self._answered(getattr(self._engine, call)(*arguments), "it did not answer", seconds)
         return asyncio.get_running_loop().run_in_executor(None, asyncio.run, answer)
+
+    async def _failure_of(self, request: "asyncio.Future[Any] | None") -> str:
+        """Wait for a request's answer; return the text of its failure, empty on success."""
+        try:
+            if request is not None:
+                await request
+        except Exception as error:
+            return f"SGLang did not take the update: {type(error).__name__}: {error}"
+        return ""
 
     async def _finish(
         self, request: "asyncio.Future[Any] | None", memory: torch.Tensor | None, failure: Exception | None
@@ -145,19 +221,17 @@ class Updates:
 
         ``memory`` is this worker's bucket. ``failure`` is this rank's error while filling the next one.
         """
-        text = ""
-        try:
-            if request is not None:
-                await request
-        except Exception as error:  # _agree raises it on all ranks; raising here would hang the others
-            text = f"SGLang did not take the update: {type(error).__name__}: {error}"
-        self._agree(text, failure)  # a barrier too: answers are complete only after the request
+        # A barrier too: answers are complete only after the request.
+        self._agree(await self._failure_of(request), failure)
         if memory is not None:
             self._agree(answer_of(memory))
 
-    def _agreed(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Generator[tuple[str, torch.Tensor]]:
+    def _agreed(
+        self: Any, weights: Iterable[tuple[str, torch.Tensor]], refused: str
+    ) -> Generator[tuple[str, torch.Tensor]]:
         """Yield full tensors in batches that all ranks of the replica have produced.
 
+        If this rank's server ``refused`` the session, all ranks raise its text.
         verl's own update gathers a bucket from every rank, so a rank that failed alone would hang the others.
         """
         size = (int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20) // 4
@@ -171,7 +245,7 @@ class Updates:
                         nbytes += each[1].nbytes
                 except Exception as error:
                     failure = error
-                self._agree("", failure)
+                self._agree(refused, failure)
                 if not some:
                     return
                 for each in some:

@@ -24,7 +24,7 @@ class Header:
 
     entries: list[Entry] = field(default_factory=list)
     is_first: bool = False  # first bucket of a sync
-    layouts: list[dict[str, str]] | None = None  # planned layout of each worker, in the first bucket of a first sync
+    layouts: list[dict[str, str]] | None = None  # planned layout of each worker, to compare with its own
     verify: bool = False  # whether checksums follow the weights; set in the first bucket
     is_last: bool = False
 

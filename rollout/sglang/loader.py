@@ -29,6 +29,7 @@ _BACKENDS = {
     "_aiter_runner": "aiter (rows are shuffled)",
 }
 _RUNNER = "actor_rollout_ref.rollout.engine_kwargs.sglang.moe_runner_backend"
+_INTERLEAVED = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"  # an environment variable, from SGLang 0.5.20 on
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -46,11 +47,13 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 
 @torch.no_grad()
 def _load(model: Any, header: Header, memory: torch.Tensor) -> None:
+    if header.layouts is not None:
+        _compare_layout(model, header.layouts)
     if not header.entries and not header.is_last:
         return  # an idle bucket, because another worker of the replica still receives tensors
     update: _Update | None = vars(model).pop(_STATE, None)
     if header.is_first:
-        update = _Update(model, header.layouts, header.verify)
+        update = _Update(model, header.verify)
     if update is None:
         raise WeightSyncError("a bucket came before the first one of its sync, or after one that failed")
     update.load(tensors_of(header.entries, memory))
@@ -60,20 +63,28 @@ def _load(model: Any, header: Header, memory: torch.Tensor) -> None:
         setattr(model, _STATE, update)
 
 
-class _Update:
-    """One update of a worker's model; ``layouts`` are the planned ones, None after the first sync."""
+def _layers(model: Any) -> list[tuple[str, Any, dict[str, Any]]]:
+    return [(name, layer, dict(layer.named_parameters(recurse=False))) for name, layer in model.named_modules()]
 
-    def __init__(self, model: Any, layouts: list[dict[str, str]] | None, verify: bool):
+
+def _compare_layout(model: Any, layouts: list[dict[str, str]]) -> None:
+    """Raise where the layouts planned for a replica's workers differ from this worker's model."""
+    rank, entry = rank_of()
+    held = actual_layout(_layers(model), entry, lambda name, own, is_parameter: True)
+    if wrong := changed_layout(model) or difference(layouts[rank], held):
+        works = "engine.rollout_sync=full works without a plan."
+        raise WeightSyncError(f"worker {rank} of a replica: {wrong}. {works}")
+
+
+class _Update:
+    """One update of a worker's model."""
+
+    def __init__(self, model: Any, verify: bool):
         self._model = model
-        layers = [(name, layer, dict(layer.named_parameters(recurse=False))) for name, layer in model.named_modules()]
-        if layouts is not None:
-            rank, entry = rank_of()
-            held = actual_layout(layers, entry, lambda name, own, is_parameter: True)
-            if wrong := changed_layout(model) or difference(layouts[rank], held):
-                works = "engine.rollout_sync=full works without a plan."
-                raise WeightSyncError(f"worker {rank} of a replica: {wrong}. {works}")
         self._parameters = {
-            prefix_of(name) + own: (layer, tensor) for name, layer, tensors in layers for own, tensor in tensors.items()
+            prefix_of(name) + own: (layer, tensor)
+            for name, layer, tensors in _layers(model)
+            for own, tensor in tensors.items()
         }
         self._received, self._names = ReceivedChecksums(verify), set[str]()
         self._verify, self._placed = verify, PlacedChecksums()
@@ -132,6 +143,8 @@ def changed_layout(model: Any) -> str:
             return f"{name} is quantised by {type(method).__name__}"
         if getattr(layer, "use_intel_amx_backend", False):
             return f"{name} is packed for AMX"
+        if getattr(method, "w13_swiglu_interleaved", False):
+            return f"{name} has the rows of gates and up projections in turn; set {_INTERLEAVED}=0"
         for flag, backend in _BACKENDS.items():
             if getattr(method, flag, None):
                 return f"{name} runs on {backend}; set {_RUNNER}=triton"

@@ -92,9 +92,9 @@ class Updates:
         """Compare the planned layout with that of vLLM's workers before the first sync; collective.
 
         verl builds the rollout before its server, so no earlier call can reach the workers. A difference raises
-        ``WeightSyncError`` on all ranks.
+        ``WeightSyncError`` on all ranks, or changes the mode of weights that are on trial.
         """
-        if weights.mode in ("adapters", "full", self._checked_mode):
+        if weights.mode in ("adapters", "full") or (weights.mode == self._checked_mode and not weights.is_on_trial):
             return
         failure: Exception | None = None
         try:

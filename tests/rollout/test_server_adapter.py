@@ -167,7 +167,7 @@ class Adapter(Updates, StockAdapter):
 class FakeWorkerWeights:
     """Fakes the parts of ``RolloutWeights`` that the adapter uses."""
 
-    is_quantised_here = False
+    is_quantised_here = is_on_trial = False
 
     def __init__(self, mode: str = "sliced", has_checksums: bool = True):
         self.mode, self.has_checksums, self.transfer, self.failures = mode, has_checksums, None, []
@@ -265,6 +265,27 @@ def test_adapter_with_differing_layouts_raises_before_sending(handle):
         with pytest.raises(WeightSyncError, match="RuntimeError: worker 0 of a replica: they differ"):
             sync(adapter, weights)
     assert [name for name, *_ in adapter.calls] == ["epfsdp2_check_layout"] * 2
+
+
+def test_adapter_on_trial_sends_what_the_comparison_leaves(handle):
+    """Full tensors without checksums, and later ones without a comparison; slices are compared again by a new group."""
+
+    class OnTrial(FakeWorkerWeights):
+        is_on_trial, becomes = True, "full"
+
+        def check_plans(self, failure):
+            self.failures.append(failure)
+            self.mode, self.has_checksums = self.becomes, False
+
+    adapter = Adapter(handle, EXTENSION)
+    full, later, again = OnTrial(), FakeWorkerWeights("full", has_checksums=False), OnTrial()
+    again.becomes = "sliced"
+    for weights in (full, later, again, again):
+        receive(handle, None)
+        sync(adapter, weights)
+    assert [len(weights.failures) for weights in (full, later, again)] == [1, 0, 2]
+    updates = [kwargs for name, *kwargs in adapter.calls if name == "update_weights_from_ipc"]
+    assert len(updates) == 4 and not any("verify" in kwargs for (kwargs,) in updates)
 
 
 def test_adapter_whose_server_does_not_clear_its_cache_ends_in_time(handle, monkeypatch):

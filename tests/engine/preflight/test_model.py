@@ -1,10 +1,14 @@
 """A model's folder and config, meshes that can't cut its experts, and settings of experts for models without any."""
 
+import contextlib
 import json
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 
+from epfsdp2.engine import plugin
 from epfsdp2.engine.compat import versions
 from epfsdp2.engine.config.values import OPTIMIZERS
 from epfsdp2.engine.errors import SettingError
@@ -25,21 +29,88 @@ def test_check_versions_of_a_missing_distribution_is_refused(installs, name):
         check_versions("trtllm")
 
 
-@pytest.mark.parametrize(("name", "version"), [("verl", "0.10.1"), ("vllm", "0.23.0"), ("vllm", "0.99.0")])
-def test_check_versions_outside_the_range_is_refused_with_it(installs, name, version):
+@pytest.mark.parametrize(
+    ("name", "version", "rule", "works"),
+    [
+        ("verl", "0.9.0", "verl 0.9.1 and newer", "verl>=0.9.1"),
+        ("vllm", "0.23.0", "vllm 0.24 and newer", "vllm>=0.24"),
+        ("transformers", "5.6.0", "without attention sinks", "transformers>=5.5.3,!=5.6.0"),
+    ],
+)
+def test_check_versions_that_are_known_to_break_are_refused_with_the_reason(installs, name, version, rule, works):
     installs(name, version)
-    accepted = versions.accepted()[name]
-    with refused(name, version, f"outside {accepted}", works=f"'{name}{accepted}'"):
+    with refused(name, version, rule, works=f"pip install '{works}'"):
         check_versions("vllm")
 
 
-@pytest.mark.parametrize(("name", "version"), [("torch", "2.11.0a0+nv26.10"), ("vllm", "0.25.1"), (None, None)])
-def test_check_versions_in_the_range_warns_of_the_untested_alone(installs, caplog, name, version):
+NEWER = [("verl", "0.10.0.dev0"), ("verl", "1.2"), ("vllm", "0.99.0"), ("vllm", "0.25.1"), ("transformers", "5.24.0")]
+
+
+@pytest.mark.parametrize(("name", "version"), [*NEWER, ("torch", "2.13.0a0+nv26.10"), ("ray", "3.1"), (None, None)])
+def test_check_versions_that_were_not_tested_warns_in_one_line(installs, caplog, monkeypatch, name, version):
+    monkeypatch.setattr(versions, "_distribution", lambda name: None)  # without requirements
+    monkeypatch.setattr(versions, "installed", versions.TESTED["default"].get)
     installs(name, version)
     with caplog.at_level(logging.WARNING, "epfsdp2"):
         check_versions("vllm")
-    shown = f"{name} {version} was not tested with; tested: {name} {', '.join(versions.tested(name))}" if name else ""
-    assert [record.getMessage() for record in caplog.records] == ([f"epfsdp2: {shown}"] if name else [])
+    shown = f"epfsdp2: {name} {version} was not tested with (tested: {', '.join(versions.tested(name))})"
+    shown += "; the first weight sync compares layouts and checksums" * (name == "vllm")
+    assert [record.getMessage() for record in caplog.records] == ([shown] if name else [])
+
+
+@pytest.fixture
+def requires(monkeypatch):
+    """Return a function that gives distributions versions and requirements."""
+
+    def give(**found):
+        have = {name: SimpleNamespace(version=has, requires=asks) for name, (has, asks) in found.items()}
+        monkeypatch.setattr(versions, "_distribution", have.get)
+        return {name: version for name, (version, _) in found.items()}
+
+    return give
+
+
+def test_versions_that_can_not_go_together_are_named_with_ones_that_can(requires):
+    beside = {"verl": ("0.9.1", ['torch==2.11.0; extra == "vllm"', "transformers<5.11"])}
+    found = requires(vllm=("0.33.0+cpu", ["torch==2.14.0+cpu"]), torch=("2.11.0+cu130", ()), **beside)
+    ((name, rule, works),) = versions.faults(found)
+    assert name == "vllm" and "compiled for torch 2.14.0 and do not load beside torch 2.11.0+cu130" in rule
+    assert works == "torch==2.14.0 or vllm==0.24.0"
+    # A patch release, and a vLLM that was built here, perhaps for this torch.
+    for version, torch in (("0.33.0", "2.14.1"), ("0.33.1.dev4+g1234", "2.11.0")):
+        found = requires(vllm=(version, ["torch==2.14.0"]), torch=(torch, ()))
+        assert (
+            not list(versions.faults(found)) and f"asks for torch==2.14.0 and has {torch}" in versions.doubts(found)[-1]
+        )
+
+
+def test_requirements_that_are_not_met_are_said_but_in_tested_stacks(requires):
+    pinned = {name: (version, ()) for name, version in versions.TESTED["next"].items()}
+    for transformers, said in (("5.12.1", []), ("5.12.0", ["verl 0.9.1 asks for transformers<5.11 and has 5.12.0"])):
+        pinned |= {"transformers": (transformers, ()), "verl": ("0.9.1", ["transformers<5.11"])}
+        assert [line for line in versions.doubts(requires(**pinned)) if "asks for" in line] == said
+
+
+@pytest.mark.parametrize(
+    ("words", "transformers", "verl", "is_refused"),
+    [
+        ("-m verl.trainer.sft_trainer engine=epfsdp2", "5.24.0", "0.9.1", True),
+        ("-m verl.trainer.sft_trainer_ray engine=epfsdp2", "5.23.0", "0.10.0.dev0", True),
+        ("-m verl.trainer.sft_trainer engine=fsdp", "5.24.0", "0.9.1", False),
+        ("-m verl.trainer.sft_trainer engine=epfsdp2", "5.22.2", "0.9.1", False),
+        ("-m verl.trainer.sft_trainer engine=epfsdp2", "5.24.0", "0.11.0", False),
+        ("-m verl.trainer.main_ppo engine=epfsdp2", "5.24.0", "0.9.1", False),
+    ],
+)
+def test_plugin_ends_a_run_whose_imports_in_verl_will_fail(
+    installs, monkeypatch, words, transformers, verl, is_refused
+):
+    installs("transformers", transformers)
+    installs("verl", verl)
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words.split()])
+    expected = pytest.raises(SystemExit, match=rf"transformers={transformers}: .*What works: .*<5\.23'")
+    with expected if is_refused else contextlib.nullcontext():
+        plugin.install()
 
 
 @pytest.mark.parametrize(

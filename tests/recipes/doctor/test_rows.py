@@ -94,7 +94,7 @@ def test_versions_that_differ_among_ranks_or_are_refused_are_wrong():
     row = _by_name(host.judge_versions([first, {**first, "nccl": "2.27.0"}], H100S))["versions"]
     assert row.verdict == "wrong" and "rank 1 has nccl 2.27.0" in row.value
     row = _by_name(host.judge_versions([{**first, "torch": "2.9.0"}] * 2, H100S))["versions"]
-    assert row.verdict == "wrong" and "torch is not accepted" in row.value
+    assert row.verdict == "wrong" and "torch: epfsdp2 works with torch 2.11 and newer" in row.value
 
 
 @pytest.mark.parametrize("world", [1, 2, 6, 8, 64])

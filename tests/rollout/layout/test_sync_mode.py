@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.rollout import sync as rollout_sync
 from epfsdp2.rollout.layout.specs import Rollout
-from epfsdp2.rollout.servers import choose_mode, server_of
+from epfsdp2.rollout.servers import choose_mode, server_of, untested
 from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.report import TransferStats
@@ -130,17 +131,14 @@ def test_rollout_parallelism_of_dbrx_is_checked_by_its_sizes_and_spreads_no_expe
         check_parallelism({**TP2, "tensor_model_parallel_size": 4}, 4, config)
 
 
+@pytest.mark.parametrize("requested", ["auto", "sliced"])
 @pytest.mark.parametrize(("name", "config"), [("vllm", OURS), ("sglang", SGLANG)])
-def test_choose_mode_sliced_for_a_version_of_unknown_layout_is_refused(name, config, monkeypatch):
-    monkeypatch.setattr(versions, "untested", lambda name: f"{name} 9.9 was not tested with")
-    with pytest.raises(SettingError, match=f"{name}=installed: {name} 9.9 was not tested with, and a layout may"):
-        choose_mode("sliced", config, "qwen3_moe")
-
-
-def test_choose_mode_of_an_untested_sglang_names_the_tested_one(monkeypatch):
-    monkeypatch.setattr(versions, "installed", lambda name: "0.5.13")
-    mode, reason = choose_mode("auto", SGLANG, "qwen3_moe")
-    assert mode == "full" and "sglang 0.5.13 was not tested with; tested: sglang 0.5.12" in reason
+def test_choose_mode_for_an_untested_release_is_sliced(name, config, requested, monkeypatch):
+    installed = versions.installed
+    monkeypatch.setattr(versions, "installed", lambda asked: "9.9" if asked == name else installed(asked))
+    assert choose_mode(requested, config, "qwen3_moe") == ("sliced", "")
+    assert untested({"name": name}) == f"{name} 9.9 was not tested with (tested: {', '.join(versions.tested(name))})"
+    assert untested({"name": "trtllm"}) == ""
 
 
 def test_choose_mode_reads_verls_dataclass_like_a_mapping():
@@ -267,12 +265,47 @@ def _differing_plans_are_refused_on_every_rank(folder, model, meshes):
         export(MEMORY if rank else 10).check_plans(None)
 
 
+def _untested_release_gets_slices_if_its_layout_is_the_planned_one(folder, model, meshes):
+    rank = dist.get_rank()
+    other = WeightSyncError("worker 1 of a replica: they differ,\n first a") if rank else None
+    lines = []
+    read = mock.patch.object(rollout_sync.logger, "filters", [lambda record: lines.append(record.getMessage())])
+    new = mock.patch.object(versions, "untested", lambda name: f"{name} 9.9 was not tested with")
+
+    def syncs(requested, failure, config=TP2):
+        """The weights of two syncs of an untested release, whose workers compare their layout in the first."""
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings(requested, ROOMY))
+        found = []
+        for failed in (failure, None):
+            found.append(sync.weights().for_rollout(config, rank))
+            if found[-1].mode == "sliced" and not sync.is_compared:
+                assert found[-1].has_checksums  # although none are asked for
+                found[-1].check_plans(failed)
+            assert sum(1 for _ in found[-1].tensors()) > 1
+        assert [weights._number for weights in found] == [1, 2]
+        return [(weights.mode, weights.has_checksums) for weights in found]
+
+    with new, read:
+        for requested in ("auto", "sliced"):
+            assert syncs(requested, None) == [("sliced", True), ("sliced", False)] and not lines
+        assert syncs("auto", other) == [("full", False), ("full", False)]
+        reason = "vllm 9.9 was not tested with: Some ranks failed: rank 1: WeightSyncError: worker 1 of a replica: they"
+        wanted = f"epfsdp2: engine.rollout_sync=auto falls back to full: {reason} differ, first a"
+        assert lines == [wanted] * (rank == 0)
+        with pytest.raises(WeightSyncError, match="they differ"):
+            syncs("sliced", other)
+        # Its full tensors would have no scales.
+        with pytest.raises(SettingError, match="full tensors have no scales: .*they differ"):
+            syncs("auto", other, _compressed("int8"))
+
+
 def _two_ranks(folder):
     checks = (
         _sliced_sends_float32_parameters_as_their_casts,
         _quantised_rollout_in_full_gets_checkpoint_tensors_without_checksums,
         _auto_that_falls_back_warns_once_on_rank_0,
         _differing_plans_are_refused_on_every_rank,
+        _untested_release_gets_slices_if_its_layout_is_the_planned_one,
     )
     model, meshes = sharded_model(folder, 2, 2)
     each_case([(check.__name__, check) for check in checks], lambda name, check: check(folder, model, meshes))

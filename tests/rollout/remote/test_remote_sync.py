@@ -5,12 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from epfsdp2.rollout.layout.specs import Rollout
+from epfsdp2.engine.compat import versions
+from epfsdp2.engine.topology.mesh import Topology
+from epfsdp2.rollout.layout.specs import Heads, Rollout
 from epfsdp2.rollout.remote.messages import TrainerLayout, WorkerRequest
-from epfsdp2.rollout.remote.remote_sync import Endpoint
+from epfsdp2.rollout.remote.remote_sync import Endpoint, ReceivedWeights
+from epfsdp2.rollout.sent_tensors import SentModel
 from epfsdp2.rollout.sync import SyncSettings
 from epfsdp2.rollout.transport.buckets import buckets_of
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
+from tests.support.rollout.sent_slices import config_for
 
 LIMIT = 1000
 
@@ -78,3 +82,36 @@ def test_endpoint_raises_on_a_differing_plan_and_plans_again_for_another_layout_
         requests = [WorkerRequest("sliced", Rollout(tp), 0, needs_base)]
         each(part, endpoints)
         assert [endpoint.planned for endpoint in endpoints] == [planned] * 3
+
+
+@pytest.mark.parametrize(("requested", "differs"), [("auto", False), ("auto", True), ("sliced", True)])
+def test_release_on_trial_gets_slices_or_full_tensors_by_what_its_workers_found(
+    together, monkeypatch, caplog, requested, differs
+):
+    members, each = together
+    monkeypatch.setattr(versions, "untested", lambda name: f"{name} 9.9 was not tested with")
+    model = SentModel((), (), (), Topology.arrange(2, 2), Heads(4, 2, 16, "qwen3_moe"))
+    layout = TrainerLayout(SyncSettings(requested, 1), model)
+    endpoints = [Endpoint(group) for group in members]
+    failure = WeightSyncError("worker 0 of a replica:\nthey differ") if differs else None
+
+    def part(endpoint):
+        endpoint.group.begin_sync()
+        if endpoint.group.rank < 2:
+            return endpoint.compared(endpoint.requests())
+        weights = ReceivedWeights(endpoint, layout).for_rollout(config_for(Rollout(1)), 0)
+        if weights.mode == "full" or endpoint.is_compared:
+            endpoint.requests(weights._request)
+        else:
+            assert weights.has_checksums
+            weights.check_plans(failure)
+        return weights.mode
+
+    if requested == "sliced":
+        with pytest.raises(WeightSyncError, match="they differ"):
+            part(endpoints[2])
+        return
+    for _ in range(2):
+        assert each(part, endpoints) == ["full" if differs else "sliced"] * 3
+    reason = "vllm 9.9 was not tested with: worker 0 of a replica: they differ"
+    assert [reason in record.getMessage() for record in caplog.records] == [True, True] * differs

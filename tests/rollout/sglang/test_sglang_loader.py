@@ -11,7 +11,7 @@ from epfsdp2.rollout.layout.layout_check import RANK, entry, rank_entry
 from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.layout.specs import Rollout
 from epfsdp2.rollout.sglang import loader
-from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, answer_of, fill
+from epfsdp2.rollout.sglang.bucket import ANSWER_BYTES, Header, answer_of, fill
 from epfsdp2.rollout.transport.checksums import with_checksums
 
 RANK_ENTRY = rank_entry(0, Rollout())
@@ -106,6 +106,16 @@ def test_sglang_loader_compares_layouts_in_the_sync_that_has_them(model, monkeyp
     assert _send(model, _units(), layout=None) == ""
 
 
+def test_sglang_loader_compares_layouts_of_a_bucket_without_tensors(model):
+    answers = []
+    for size in (4, 5):
+        memory = torch.zeros(ANSWER_BYTES, dtype=torch.uint8)
+        header = Header(layouts=[{**LAYOUT, "bias": entry((size,))}])
+        loader.load(model, [(header.as_text(), memory)])
+        answers.append(answer_of(memory))
+    assert answers[0] == "" and "planned is [5] from 0, actual is [4] from 0" in answers[1]
+
+
 def test_sglang_loader_names_kernels_that_store_weights_otherwise(monkeypatch):
     class Plain:
         use_triton_kernels = use_flashinfer_cutlass = use_flashinfer_trtllm_moe = False
@@ -127,5 +137,8 @@ def test_sglang_loader_names_kernels_that_store_weights_otherwise(monkeypatch):
     model.attention.use_intel_amx_backend = False
     model.attention.quant_method.use_flashinfer_cutlass = True
     assert "flashinfer_cutlass (up projections come first)" in loader.changed_layout(model)
+    model.attention.quant_method = Plain()
+    model.attention.quant_method.w13_swiglu_interleaved = True
+    assert "in turn; set SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED=0" in loader.changed_layout(model)
     model.attention.quant_method = object()
     assert loader.changed_layout(model) == "attention is quantised by object"

@@ -3,19 +3,29 @@
 The checkpoints of one worker are untied, those of two are tied. The last test of an engine kills its workers.
 """
 
+import asyncio
 import os
 import signal
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from epfsdp2.engine.compat import versions
+from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.rollout.layout.layout_check import RANK
 from epfsdp2.rollout.layout.slice_names import slice_name
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
+from epfsdp2.rollout.sent_tensors import SentModel
 from epfsdp2.rollout.servers import planned_layout
+from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.checksums import CHECKSUMS, with_checksums
-from epfsdp2.rollout.vllm.adapter import WeightSyncError
+from epfsdp2.rollout.vllm import adapter
+from epfsdp2.rollout.vllm.adapter import Updates, WeightSyncError
+from tests.support.engine.sharded import sharded_model
+from tests.support.rollout.sent_slices import config_for
 from tests.support.rollout.units import worker_units
 from tests.support.rollout.vllm_engine import as_taken, one_by_one
 
@@ -138,6 +148,56 @@ def test_check_layout_refuses_another_layout_with_the_first_difference(engine, c
     message = _refused(engine, [{**right, "model.layers.1.mlp.gate.bias": "[8] from 0"}])
     assert "planned is [8] from 0, actual is nothing" in message
     assert "plans for 2 workers per replica; vLLM has 1" in _refused(engine, [right, right])
+
+
+class _Beside(Updates):
+    """The adapter of a trainer rank beside a running engine."""
+
+    use_shm, rollout_rank, _has_server = True, 0, False
+
+    def __init__(self, engine):
+        self.engine, self.zmq_handle, self.calls = engine, engine.handle(), []
+        self.config = type("Config", (dict,), {})(config_for(Rollout(1)))
+        self.config.checkpoint_engine = SimpleNamespace(update_weights_bucket_megabytes=1)
+
+    async def _execute_method(self, method, non_block, kwargs):
+        self.calls.append((method, kwargs.get("verify", False)))
+        return asyncio.wrap_future(self.engine.call(method, **kwargs))
+
+
+@pytest.mark.parametrize("differs", [False, True], ids=["same", "another"])
+def test_untested_vllm_gets_slices_if_its_layout_is_the_planned_one(
+    engine, checkpoints, monkeypatch, capsys, caplog, differs
+):
+    planned, old, new = SentModel.planned_layouts, *checkpoints[:2]
+    monkeypatch.setattr(versions, "TESTED", {})
+    monkeypatch.setattr(adapter, "_failure_of_call", lambda call: call.exception() if call.done() else None)
+    if differs:
+        monkeypatch.setattr(
+            SentModel, "planned_layouts", lambda *given: [{**planned(*given)[0], W2: "[8, 64, 96] from 0"}]
+        )
+    engine.sync(_whole(old.weights))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, meshes = sharded_model(Path(new.path), 1)
+        sync = RolloutSync(model, meshes, layer_names(model), {}, SyncSettings("auto", 1 << 22, server="vllm"))
+        beside = _Beside(engine)
+        for _ in range(2):
+            asyncio.run(beside.update_weights(sync.weights()))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert engine.difference(new) == ""
+    mode, update = "full" if differs else "sliced", "update_weights_from_ipc"
+    # The first sync is verified, although the settings ask for none.
+    assert beside.calls == [("epfsdp2_check_layout", False), (update, not differs), (update, False)]
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "weight sync" in line] == [
+        f"[epfsdp2] weight sync {number}, {mode}" for number in (1, 2)
+    ]
+    said = [record.getMessage() for record in caplog.records if "falls back" in record.getMessage()]
+    assert len(said) == differs
+    for line in said:
+        assert f"vllm {versions.installed('vllm')} was not tested with" in line
+        assert f"first {W2}: planned is [8, 64, 96] from 0, actual is [8, 96, 64] from 0" in line
 
 
 def test_verified_sync_sees_flipped_and_missing_values(engine, checkpoints):

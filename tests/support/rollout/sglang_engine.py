@@ -8,6 +8,7 @@ After updates it prints the answers to updates that can't be loaded.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import tempfile
@@ -67,7 +68,8 @@ class _Engine:
 
     def held(self) -> list[Any]:
         """Digests of each worker's parameters, then the tokens and log-probs of a greedy answer."""
-        self._post([[("nothing", torch.zeros(1))]] * self.rollout.workers, WRITER)
+        with self._session():
+            self._post([[("nothing", torch.zeros(1))]] * self.rollout.workers, WRITER)
         found = [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(self.rollout.workers)]
         if self.generates:
             sampling = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
@@ -106,11 +108,20 @@ class _Engine:
         self.is_first = False
         answers = [""] * len(workers)
         idle = (Header(), shared_memory(ANSWER_BYTES))
-        for turn in range(max(map(len, streams))):
-            now = [stream[turn] if turn < len(stream) else idle for stream in streams]
-            self._post([[(header.as_text(), memory)] for header, memory in now], SGLANG_LOADER)
-            answers = [before or answer_of(memory) for before, (_, memory) in zip(answers, now, strict=True)]
+        with self._session():
+            for turn in range(max(map(len, streams))):
+                now = [stream[turn] if turn < len(stream) else idle for stream in streams]
+                self._post([[(header.as_text(), memory)] for header, memory in now], SGLANG_LOADER)
+                answers = [before or answer_of(memory) for before, (_, memory) in zip(answers, now, strict=True)]
         return answers
+
+    @contextlib.contextmanager
+    def _session(self):
+        """Hold SGLang's session of an update, where it has them."""
+        has_sessions = hasattr(self.engine, "begin_weight_update")
+        assert not has_sessions or self.engine.begin_weight_update()[0]
+        yield
+        assert not has_sessions or self.engine.end_weight_update()[0]
 
     def stop(self) -> None:
         """End the engine, and remove the message queues of its workers, which SGLang kills."""

@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from epfsdp2.recipes.quickstart.commands import sglang_environment
 from tests.rollout.families import save
@@ -81,6 +83,27 @@ assert BaseHostCache(4, 2, 3, "routes").buffer.shape == (4, 2, 3)
 @pytest.mark.parametrize("how", ["stock", "shim"])
 def test_sglang_routes_shim_is_needed_to_keep_routes_on_the_cpu_and_for_verl_to_read_them(tmp_path, how, what):
     _runs_with_shim_alone(tmp_path, _KEEPS, how, what)
+
+
+_CLIENT = """
+import sys
+from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter
+from epfsdp2.rollout.sglang import shims
+
+if sys.argv[1] == "shim":
+    assert shims.add_sessions() and shims.add_sessions()
+AsyncHttpServerAdapter(model_path="none", host="127.0.0.1", port=1, launch_server=False)
+"""
+
+
+@pytest.mark.skipif(
+    find_spec("sglang") is not None and Version(version("sglang")) < Version("0.5.21"),
+    reason="this SGLang has no sessions of updates",
+)
+@pytest.mark.parametrize("how", ["stock", "shim"])
+def test_sglang_sessions_shim_is_needed_for_verl_to_make_a_client_of_the_server(tmp_path, how):
+    said = _runs_with_shim_alone(tmp_path, _CLIENT, how)
+    assert how == "shim" or "abstract" in said and "begin_weight_update" in said
 
 
 def _run(folders, tp, *options):

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ..compat.transformers_names import Transpose
 from ..config.values import ACTOR_MODEL
 from ..errors import SettingError, listed
+from ..model.hf_convert import converter_targets
 from ..model.weight_sources import Source, list_numbers, match_sources, tied_names
 from ..topology.dtensor import checkpoint_tensors, is_expert_parameter, local_pieces, local_tensor
 from ..topology.index_ranges import IndexRange, bounding_range
@@ -324,6 +325,7 @@ def _convert(
     if source.converter is None:
         return files.read(source.keys[-1][1], index)
     by_pattern, converter = source.by_pattern(), copy.deepcopy(source.converter)
+    first = converter_targets(name, converter)[0]  # by its name transformers finds the other targets' sizes (Split)
     one_by_one = any(len(keys) > 1 for keys in by_pattern.values())
     owned = index[0] if one_by_one else slice(None)
     for pattern, keys in by_pattern.items():
@@ -332,8 +334,8 @@ def _convert(
             parts = range(len(converter.target_patterns))
             keys = [key for i in parts for key in keys[i * target.shape[0] : (i + 1) * target.shape[0]][owned]]
         for key in keys:
-            converter.add_tensor(name, key, pattern, partial(files.read, key))
-    made = converter.convert(name, model=model, config=model.config)
+            converter.add_tensor(first, key, pattern, partial(files.read, key))
+    made = converter.convert(first, model=model, config=model.config)
     value = made[name]
     value = value[0] if isinstance(value, list) else value
     experts = owned.stop - owned.start if one_by_one else target.shape[0]

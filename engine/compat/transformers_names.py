@@ -1,4 +1,4 @@
-"""transformers' private names for loading and saving (read in 5.9.0, 5.12.1 and 5.23.0)."""
+"""transformers' private names for loading and saving (read in 5.9.0, 5.12.1 and 5.24.0)."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ __all__ = [
     "use_experts_implementation",
 ]
 
-_find = partial(look_up, known="5.9 to 5.23")
+_find = partial(look_up, known="5.9 to 5.24")
 _LOADING = "transformers.core_model_loading"
 
 ALL_EXPERTS_FUNCTIONS = _find("transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS")

@@ -178,11 +178,15 @@ def experts_by_layer(experts: Sequence[ExpertsInfo], num_layers: int) -> dict[in
     """Map the index of each layer to its experts; router losses and router replay need this.
 
     Raises:
-        UnsupportedModelError: a layer has two experts modules, or no number in its name, or custom experts.
+        UnsupportedModelError: a layer has two experts modules, no number in its name, custom experts, or several runs
+            in a forward.
     """
     found: dict[int, ExpertsInfo] = {}
     by_number = "experts are identified by the number of their layer, and"
     for info in experts:
+        passes = getattr(getattr(info.module, "config", None), "loop_num_passes", 1)  # Inkling2-Loop
+        if passes > 1:
+            raise UnsupportedModelError(f"layers run {passes} times in a forward, and route a token each time.")
         numbers = _LAYER.findall(info.fqn)
         index = int(numbers[-1]) if numbers else -1
         if not 0 <= index < num_layers:

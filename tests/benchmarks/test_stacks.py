@@ -87,7 +87,6 @@ def test_setup_takes_the_newest_python_that_runs_and_has_all_pins(tmp_path):
     fake(tmp_path, "python3.11", "exit 0")
     found = choose(tmp_path)
     assert found.stdout == "python3.11\n" and "python3.13 is passed over: verl 0.9.1 has no release" in found.stderr
-    assert choose(tmp_path, "newest").stdout == "python3.13\n"
     assert choose(tmp_path, PYTHON="python3.13").stdout == "python3.13\n"
     refused = choose(tmp_path, PYTHON="python3.12")
     assert refused.returncode == 1 and "PYTHON=python3.12 does not run" in refused.stderr

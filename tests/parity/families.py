@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from epfsdp2.engine.model.vision import VisionTowerSync
@@ -294,10 +295,10 @@ DENSE: dict[str, Family] = {
     ),
     "mistral": of("Mistral", **_DENSE, sliding_window=8),
 }
-# Families with experts outside transformers' interface in 5.9; DBRX's still are in 5.23.
-OUTSIDE = ("dbrx", "granitemoe", "granitemoehybrid", "granitemoeshared", "llama4")
 EVERY = {**FAMILIES, **DENSE}
 ALL = {**EVERY, **NEWER}
+# Families with experts outside transformers' interface in 5.9 or, DBRX and Step3p7, in 5.24.
+OUTSIDE = ("dbrx", "granitemoe", "granitemoehybrid", "granitemoeshared", "llama4", *{"step3p7"} & ALL.keys())
 # Families with a state along the row: ranks share their rows by sequences. Some need newer transformers.
 STATEFUL = (
     *("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h"),
@@ -326,7 +327,11 @@ def save(name: str, folder: Path) -> Path:
                     buffer[-1] = -1.0  # transformers 5.23 overwrites the loaded value with this (Zaya)
             elif "tid2eid" in buffer_name:  # a router with experts by token id
                 buffer.random_(0, 8)
-    return save_published(model, folder, seed=list(ALL).index(name))
+    save_published(model, folder, seed=list(ALL).index(name))
+    for file in folder.glob("*.safetensors") if family.dtype == "float64" else ():
+        wide = {key: v.double() if v.dtype == torch.float32 else v for key, v in load_file(file).items()}
+        save_file(wide, file, metadata={"format": "pt"})  # within float64() float32 can't be read
+    return folder
 
 
 def load(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -9,7 +9,6 @@ import transformers
 
 from tests.parity import families
 from tests.parity.compare import BOUND, WORLD, Row
-from tests.parity.newer_families import REFUSED
 
 __all__ = ["BOUNDS", "read", "rows_by_family", "write"]
 
@@ -74,6 +73,4 @@ def write(rows: list[Row], path: Path, about: str, summary: str) -> None:
         "",
         *(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)),
     ]
-    if set(table) & set(families.NEWER):
-        text += ["", *(f"* {name} is refused: {why}" for name, why in REFUSED.items())]
     path.write_text("\n".join(text) + "\n")

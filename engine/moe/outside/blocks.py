@@ -3,12 +3,13 @@
 A family is a record, ``Block``: the parameters of its block that stack the experts, and their layout. They move
 unchanged into a module on the interface, ``block.experts``; flattened matrices are stacked for it. The block gets a
 forward that calls this module with hidden states, expert ids and routing weights. The rest of the engine needs nothing
-else for the family.
+else for the family. If the family's own module lacks transformers' decorator alone, its name is the record.
 
 The model keeps the parameters' other names or shapes (``RENAMED``, ``FLATTENED``), because checkpoints are read and
 written as transformers names and shapes them.
 """
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class StackedExperts(nn.Module):
         return ALL_EXPERTS_FUNCTIONS["batched_mm"](self, hidden_states, top_k_index.clone(), top_k_weights)
 
 
-def put_on_interface(model: Any, families: dict[str, Block]) -> None:
+def put_on_interface(model: Any, families: dict[str, Block | str]) -> None:
     """Change the blocks of a model, not sharded yet, whose class is named in ``families``; in place."""
     renamed: dict[str, str] = {}
     flattened: dict[str, Flattened] = {}
@@ -69,6 +70,10 @@ def put_on_interface(model: Any, families: dict[str, Block]) -> None:
         family = families.get(type(block).__name__)
         if family is not None and not any(map(is_on_interface, block.modules())):
             name, config = fqn.rpartition(".")[2], model.config.get_text_config()
+            if isinstance(family, str):
+                own = block.get_submodule(family)
+                setattr(block, family, _decorated(type(own))(config, own))
+                continue
             if family.mend is not None:
                 family.mend(block, config)
             up, down = block.get_parameter(family.up), block.get_parameter(family.down)
@@ -83,6 +88,16 @@ def put_on_interface(model: Any, families: dict[str, Block]) -> None:
         setattr(model, RENAMED, renamed)
     if flattened:
         setattr(model, FLATTENED, flattened)
+
+
+@functools.cache
+def _decorated(kind: type[nn.Module]) -> Any:
+    """Return the class on the interface, built of a config and of an instance whose parameters it takes over."""
+
+    def take_over(self: nn.Module, config: Any, own: nn.Module) -> None:
+        self.__dict__.update(vars(own))
+
+    return use_experts_implementation(type(kind.__name__, (kind,), {"__init__": take_over}))
 
 
 def _stacked(block: Any, family: Block, name: str) -> tuple[nn.Parameter, nn.Parameter, dict[str, Flattened]]:

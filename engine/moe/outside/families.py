@@ -73,7 +73,7 @@ def _mend_dbrx(block: Any, config: Any) -> None:
         )
 
 
-OUTSIDE: dict[str, Block] = {
+OUTSIDE: dict[str, Block | str] = {
     "DbrxFFN": Block(
         up="experts.mlp.v1",
         down="experts.mlp.w2",
@@ -89,5 +89,7 @@ OUTSIDE: dict[str, Block] = {
     "Llama4TextMoe": Block(
         "experts.gate_up_proj", "experts.down_proj", "experts.act_fn", _llama4_forward, is_transposed=True
     ),
+    "Step3p7SparseMoeBlock": "experts",
 }
-"""Class name of a block -> its record. A module of ``model.external_lib`` may add some."""
+"""Class name of a block -> its record, or its module that transformers only does not decorate. A module of
+``model.external_lib`` may add some."""

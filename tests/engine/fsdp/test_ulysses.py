@@ -29,9 +29,10 @@ WINDOWS = {
     "gpt_oss": {"sliding_window": 5},
     "mixtral": {"sliding_window": 5},
 }
-INDEXED = ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "mistral_large4")
+INDEXED = ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl")
+INDEXED += ("mistral_large4",)
 WHOLE = {"inkling": "Inkling", "inkling2": "Inkling2Full", "minimax_m3_vl": "MiniMaxM3VL"}
-WHOLE |= {"qwen4_exp": "Qwen4ExpText", "zaya": "Zaya"}
+WHOLE |= {"inkling2_loop": "Inkling2LoopFull", "qwen4_exp": "Qwen4ExpText", "zaya": "Zaya"}
 NOT_SPLIT = {
     **dict.fromkeys(INDEXED, "indexer"),
     **{name: f"{kind}Attention .*takes whole" for name, kind in WHOLE.items()},

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,6 +22,32 @@ def _auto_map(module: str, name: str) -> dict[str, str]:
 
 # As in the config.json of moonshotai/Moonlight-16B-A3B, moonshotai/Kimi-K2-Instruct and inclusionAI/Ling-mini-2.0.
 DEEPSEEK, BAILING = _auto_map("deepseek", "DeepseekV3"), _auto_map("bailing_moe_v2", "BailingMoeV2")
+
+
+class Published(NamedTuple):
+    """Checkpoints with an ``auto_map``: what transformers or the driver makes of them.
+
+    Args:
+        refusal: a part of the driver's message about what works; empty if transformers' own class is used.
+    """
+
+    model_type: str
+    auto_map: dict[str, str]
+    works: str
+    refusal: str = ""
+
+
+_SINCE = "as it is, with transformers 5.23"
+_COPY = 'a copy of the folder whose config.json says `"model_type": "deepseek_v3"`, the same architecture'
+_ALONE = "a module of your own"
+PUBLISHED = {
+    "Moonlight, DeepSeek-V3": Published("deepseek_v3", DEEPSEEK, "as it is, or without `auto_map`"),
+    "Kimi-K2": Published("kimi_k2", DEEPSEEK, f"refused: {_COPY}", '"model_type": "deepseek_v3"'),
+    "Kimi-K2.5, Kimi-K2.6": Published("kimi_k25", _auto_map("kimi_k25", "KimiK25"), "as it is, with transformers 5.24"),
+    "Kimi-Linear": Published("kimi_linear", _auto_map("kimi", "KimiLinear"), _SINCE),
+    "Ling 2.5": Published("bailing_hybrid", _auto_map("bailing", "BailingHybrid"), _SINCE),
+    "Ling and Ring before": Published("bailing_moe", BAILING, f"refused: transformers has no class; {_ALONE}", _ALONE),
+}
 # Such code keeps experts in a list, where no engine can stack them.
 CONFIGURATION = """
 from transformers import Qwen3Config
@@ -49,9 +76,11 @@ class DeepseekV3ForCausalLM(Qwen3ForCausalLM):
 
 
 def _checkpoint(folder: Path, model_type: str, auto_map: dict[str, str]) -> Path:
-    families.save("deepseek_v3", folder)
+    families.save(model_type if model_type in families.ALL else "deepseek_v3", folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": model_type, "auto_map": auto_map}
+    if "text_config" in config:  # Kimi-K2.5's
+        config["text_config"] |= {"model_type": "kimi_k2", "auto_map": DEEPSEEK}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "configuration_deepseek.py").write_text(CONFIGURATION)
     (folder / "modeling_deepseek.py").write_text(MODELING)
@@ -78,14 +107,17 @@ def test_remote_code_that_keeps_experts_in_a_list_is_refused_with_what_works(tmp
     assert facts is not None and type(facts.model) is DeepseekV3ForCausalLM
 
 
-@pytest.mark.parametrize(
-    ("model_type", "auto_map", "works"),
-    [("kimi_k2", DEEPSEEK, '"model_type": "deepseek_v3"'), ("bailing_moe", BAILING, "a module of your own")],
-)
-def test_remote_code_of_a_family_that_transformers_has_not_is_refused_with_what_works(
-    tmp_path, model_type, auto_map, works
-):
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_checkpoint_with_own_code_is_built_of_transformers_class_or_refused_with_what_works(tmp_path, name):
+    model_type, auto_map, _, refusal = PUBLISHED[name]
+    if not refusal and model_type not in families.ALL:
+        pytest.skip(f"transformers has no {model_type}")
     folder = _checkpoint(tmp_path / model_type, model_type, auto_map)
-    with pytest.raises(SettingError, match="contains custom code|model type") as error:
-        inspect_model({"path": str(folder)})
-    assert works in str(error.value).partition("What works:")[2]
+    if refusal:
+        with pytest.raises(SettingError, match="contains custom code|model type") as error:
+            inspect_model({"path": str(folder)})
+        assert refusal in str(error.value).partition("What works:")[2]
+        return
+    facts = inspect_model({"path": str(folder)})
+    assert facts is not None and set(facts.experts) == {8}
+    assert type(facts.model).__module__.startswith(f"transformers.models.{model_type}.")

@@ -1,13 +1,35 @@
-"""Families whose experts are not on transformers' interface are refused, and never taken for dense ones."""
+"""Families whose experts the engine can't shard are refused, never taken for dense ones, and listed with the reason."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts, is_dense, is_on_interface
 from epfsdp2.engine.preflight.model import inspect_model
+from tests.parity.families import ALL
 from tests.support.models.tiny import save_qwen3_moe
+
+ROOT = Path(__file__).parents[3]
+REFUSED = {
+    "diffusion_gemma": "its logits are of a canvas of tokens that is denoised, not of the next token",
+    "doge": "an expert is a row of two embeddings, found by product keys",
+    "jetmoe": "experts in attention as well, whose inputs and outputs are routed apart",
+    "longcat_flash": "some experts return their input; `gate_up_proj` counts them and `down_proj` does not",
+    "muse_spark": "a norm of each expert's output, whose weight all experts share",
+    "nllb_moe": "experts in a dict of modules, in an encoder and a decoder",
+    "switch_transformers": "experts in a dict of modules, in an encoder and a decoder",
+    "vitpose_backbone": "no language model: it finds the joints of bodies in images",
+}
+"""Families of transformers with experts that are not trained, by the name of their folder there, and why."""
+DENSE = {"bamba": "dense, although its code names experts: it has one"}
+NOT_LOOKED_AT: tuple[str, ...] = ()
+"""Families that a new transformers has, before anyone has tried them."""
 
 OUTSIDE = {
     "longcat_flash": ({"num_layers": 2}, "LongcatFlashExperts"),
@@ -55,12 +77,37 @@ def test_find_experts_of_a_family_with_a_norm_after_its_experts_refuses():
         find_experts(torch.nn.ModuleDict({"experts": experts}))
 
 
+def test_inspect_model_of_a_backbone_with_experts_is_refused(tmp_path):
+    path = save_qwen3_moe(tmp_path)
+    AutoConfig.for_model("vitpose_backbone", num_experts=4, part_features=8).save_pretrained(path)
+    with pytest.raises(SettingError, match="can't build a model from its config.*VitPoseBackboneConfig"):
+        inspect_model({"path": str(path)})
+
+
+def test_families_page_has_every_family_with_experts_of_the_installed_transformers():
+    """A release of transformers fails here with its new families: try them, or add them to ``NOT_LOOKED_AT``."""
+    models = Path(transformers.__file__).parent / "models"
+    found = {file.parent.name for file in models.glob("*/modeling_*.py") if "experts" in file.read_text()}
+    listed = set(re.findall(r"^\| (\w+) \|", (ROOT / "docs/families.md").read_text(), flags=re.M))
+    assert found and found - listed == set()
+    refused = {*REFUSED, *DENSE, *NOT_LOOKED_AT}
+    assert refused <= listed and not refused & ALL.keys()
+    newest = re.findall(r"^transformers==(.*)$", (ROOT / ".ci/stacks/newest.txt").read_text(), flags=re.M)[0]
+    if Version(transformers.__version__) >= Version(newest):
+        assert refused <= found
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma4_text", "qwen3_5_text"])
 def test_is_dense_of_a_model_without_experts_is_true(family):
     model = _on_meta(family, num_hidden_layers=2)
     assert is_dense(model) and find_experts(model) == []
     assert is_dense(model, {"model.layers.*.moe.w1": 0})  # which is said of another role's model
     assert not is_dense(model, {"model.layers.*.mlp.up_proj.weight": 0})
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_is_dense_of_a_family_whose_code_alone_names_experts_is_true(family):
+    assert is_dense(_on_meta(family, num_hidden_layers=2))
 
 
 def test_find_experts_where_the_config_alone_counts_some_refuses():

@@ -30,7 +30,7 @@ from tests.support.trainer.ppo import check_ppo_updates_in_float64
 
 EXACT = 1e-6  # in float64; norms, some softmaxes and some routers always compute in float32
 # Families that exceed it (hyper-connections, sinks), or fail in float64, compute everything in float64.
-IN_FLOAT64 = ("deepseek_v4", "glm5_next", "inkling2", "openai_privacy_filter")
+IN_FLOAT64 = ("deepseek_v4", "glm5_next", "inkling2", "inkling2_loop", "openai_privacy_filter")
 # Windows, chosen keys and compressed keys within sequences.
 SIZES = {
     "afmoe": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5},

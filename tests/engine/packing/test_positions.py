@@ -22,7 +22,7 @@ ORIGINAL = 12  # one of them is longer
 # One set of frequencies; Phi-3.5-MoE's own scale; one set for each type of layer; complex numbers.
 KINDS = [("qwen3_moe", "longrope"), ("qwen3_moe", "dynamic"), ("phimoe", "longrope"), ("gemma3", "longrope")]
 KINDS += [("gemma3", "dynamic"), ("deepseek_v2", "longrope")]
-IN_FLOAT64 = ("deepseek_v4", "glm5_next", "inkling2", "openai_privacy_filter")  # as in test_packing.py
+IN_FLOAT64 = ("deepseek_v4", "glm5_next", "inkling2", "inkling2_loop", "openai_privacy_filter")  # as in test_packing.py
 NO_PLAIN_MODEL = {
     ("deepseek_v4", "longrope"): "transformers 5.9 finds no frequencies in the second call of its rotary embedding",
     ("dots3_note", "longrope"): "transformers 5.23 reads a width of heads that its layers differ in",

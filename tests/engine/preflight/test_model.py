@@ -47,7 +47,6 @@ def test_check_versions_in_the_range_warns_of_the_untested_alone(installs, caplo
     [
         ("jetmoe", "JetMoeParallelExperts", {}),
         ("longcat_flash", "LongcatFlashExperts", {"num_layers": 1}),
-        ("aria_text", "AriaGroupedExpertsGemm", {}),
     ],
 )
 def test_inspect_model_of_experts_outside_the_interface_refuses_their_class(tmp_path, kind, experts, settings):

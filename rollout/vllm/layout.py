@@ -58,6 +58,7 @@ _BESIDE_A_TOWER = (
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
 )
+_GRANITE = ((".router.layer.", ".gate."), (".router.", ".gate."))  # up to transformers 5.12, and in 5.19
 _LLAMA4 = named_rules(
     (r"^(?!vision_model\.).*\.self_attn\.(q|k)_proj\.weight", rules.halved_heads),
     (r"\.experts\.(gate_up_proj)", rules.transposed_gate_up),
@@ -70,11 +71,12 @@ _MAMBA1 = named_rules(
 _LAGUNA = named_rules((r"\.(?:mlp|shared_experts)\.(gate|up)_proj\.weight", rules.columns))
 _MINIMAX = named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.by_heads))
 _FAMILIES = {
-    **dict.fromkeys(("dots1", "flex_olmo", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
-    **dict.fromkeys(("cohere2_moe", "dbrx", "gemma4_text", "qwen3_5_moe_text", "qwen3_next", "solar_open"), Family()),
+    **dict.fromkeys(("dots1", "flex_olmo", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"), Family()),
+    **dict.fromkeys(("cohere2_moe", "dbrx", "gemma4_text", "mellum", "qwen3_5_moe_text", "solar_open"), Family()),
     **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), Family()),  # dense
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"), Family(rules=rules.LATENT_ATTENTION)
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
+        Family(rules=rules.LATENT_ATTENTION),
     ),
     "afmoe": Family(((".router.gate.", ".gate."),)),
     "ernie4_5_moe": Family(((".gate.moe_statics.", ".gate."),)),
@@ -84,10 +86,7 @@ _FAMILIES = {
         rules.TRANSPOSED_EXPERTS,
         is_transposed=True,
     ),
-    **dict.fromkeys(
-        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
-        Family(((".router.layer.", ".gate."), (".router.", ".gate."))),  # up to transformers 5.12, and in 5.19
-    ),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), Family(_GRANITE)),
     "hy_v3": Family(((".shared_experts.", ".shared_mlp."), (".e_score_correction_bias", ".expert_bias"))),
     "hunyuan_v1_moe": Family(((".mlp.gate.wg.", ".mlp.gate."),)),
     "jamba": Family(((".self_attn.", "."),), _MAMBA1),
@@ -145,7 +144,9 @@ FP8_FAMILIES: dict[str, re.Pattern[str]] = {
 # an unquantised gpt_oss. It can't load Qwen3.5 without its vision tower, and its CPU build can't run the tower.
 # The CPU build of 0.29 has no experts without a gate (nemotron_h).
 _SINCE_0_27 = ("gpt_oss", "granitemoeshared", "laguna", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
+_SINCE_0_32 = ("deepseek_v32", "mellum")  # first traced there, with transformers 5.19
 _RELEASES = {"hunyuan_v1_moe": "<0.29", "nemotron_h": "<0.28", **dict.fromkeys(_SINCE_0_27, ">=0.27")}
+_RELEASES |= dict.fromkeys(_SINCE_0_32, ">=0.32")
 
 CLASSES = {"phimoe": "PhiMoEForCausalLM"}
 """Families that vLLM implements only under the class name of published checkpoints. Under transformers' class name it

@@ -17,7 +17,7 @@ __all__ = ["expert_tensors", "running_weights"]
 logger = logging.getLogger("epfsdp2")
 
 # Kernels that keep the loader's w13_weight and w2_weight, and kernels with the up projection above the gate. Source:
-# vllm/model_executor/layers/fused_moe/oracle/unquantized.py, 0.24 to 0.32.
+# vllm/model_executor/layers/fused_moe/oracle/unquantized.py, 0.24 to 0.33.
 _PLAIN_EXPERT_BACKENDS = ("TRITON", "BATCHED_TRITON", "NONE")
 _SWAPPED_EXPERT_BACKENDS = ("FLASHINFER_CUTLASS",)
 # Attributes of a layer whose weight vLLM's CPU build has packed.

@@ -93,7 +93,7 @@ def prepare_layer(layer: Any) -> Any:
     method = getattr(layer, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None) if current_platform.is_cpu() else None
     if method is not None and kernel is not None:
-        # With a kernel present, vLLM 0.28 to 0.32 treats the reload as an in-place update and skips the CPU packing.
+        # With a kernel present, vLLM 0.28 to 0.33 treats the reload as an in-place update and skips the CPU packing.
         method.moe_kernel = None
     recorded = get_layerwise_info(layer).restore_metadata
     for tensor in [*layer._parameters.values(), *recorded[0].values(), *recorded[1].values()]:

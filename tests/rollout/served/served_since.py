@@ -1,5 +1,7 @@
 """Families whose layouts were first traced in vLLM 0.27, in tiny random models."""
 
+import transformers
+
 from tests.parity.families import Family
 from tests.rollout.served.served_family import (
     DEEPSEEK,
@@ -244,3 +246,21 @@ SINCE: dict[str, Served] = {
         )
     },
 }
+
+# Families that only newer transformers has; first traced in vLLM 0.32.
+_NEWER = {
+    "deepseek_v32": Served(
+        of(
+            "DeepseekV32",
+            **{**DEEPSEEK, **MLA},
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
+            index_topk=64,
+            index_head_dim=128,
+            index_n_heads=2,
+        ),
+        settings={"extension": "idle_extension.NeverComputes"},
+    ),
+    "mellum": Served(of("Mellum", **QWEN, norm_topk_prob=True)),
+}
+SINCE |= {name: served for name, served in _NEWER.items() if hasattr(transformers, served.family.model)}

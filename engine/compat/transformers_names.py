@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from .private_names import look_up
@@ -129,6 +130,13 @@ def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
     return [*_get_mapping(_unsharded(model), **kwargs), *own, *flattened]
 
 
+class _PartsAreViews(TorchFunctionMode):
+    """Leaves out copies: transformers 5.19 makes the parts of a stack contiguous, and 5.13 yields views."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
 def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) -> None:
     """Set the function registered as ``name`` as the forward of a model's experts modules.
 
@@ -140,14 +148,15 @@ def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) ->
 
 
 def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert a model's tensors to a checkpoint's; the model may be sharded."""
+    """Convert a model's tensors to a checkpoint's, views where the layouts allow it; the model may be sharded."""
     flattened: dict[str, torch.Tensor] = {}
     others = dict(state)
     for name in state:
         if found := flattened_matrices(model, name):
             of, names = found
             flattened |= dict(zip(names, of.flatten(others.pop(name)), strict=True))
-    reverted: dict[str, torch.Tensor] = {**_revert(_unsharded(model), others), **flattened}
+    with _PartsAreViews():
+        reverted: dict[str, torch.Tensor] = {**_revert(_unsharded(model), others), **flattened}
     for old, new in getattr(model, RENAMED, {}).items():
         reverted = {n.removesuffix(new) + old if n.endswith(new) else n: t for n, t in reverted.items()}
     return reverted

@@ -17,6 +17,7 @@ TESTED: dict[str, dict[str, str]] = {
     "users": {"torch": "2.11.0", "transformers": "5.9.0", "vllm": "0.24.0", "verl": "0.9.1", "ray": "2.60.0"},
     "default": {"torch": "2.13.0", "transformers": "5.9.0", "vllm": "0.27.1", "verl": "0.9.1", "ray": "2.60.0"},
     "next": {"torch": "2.13.0", "transformers": "5.12.1", "vllm": "0.29.0", "verl": "0.9.1", "ray": "2.60.0"},
+    "latest": {"torch": "2.13.0", "transformers": "5.19.0", "vllm": "0.32.0", "verl": "0.9.1", "ray": "2.60.0"},
     "sglang": {"torch": "2.11.0", "transformers": "5.9.0", "sglang": "0.5.12", "verl": "0.9.1", "ray": "2.60.0"},
 }
 

@@ -77,9 +77,10 @@ def install() -> None:
     if hasattr(kernel := getattr(module, "CPUFusedMOE", None), "check_grouped_gemm"):
         wrap(kernel, "check_grouped_gemm", _checking)
         _use_plain_silu(module)
-    binding = functools.partial(_binding, module)
-    wrap(gpu_model_runner.GPUModelRunner, "_bind_routed_experts_capturer", binding)  # up to 0.28
-    wrap(gpu_model_runner, "bind_routed_experts_capturer", binding)
+    if hasattr(module, "select_experts"):  # up to 0.29; later kernels are given their experts
+        binding = functools.partial(_binding, module)
+        wrap(gpu_model_runner.GPUModelRunner, "_bind_routed_experts_capturer", binding)  # up to 0.28
+        wrap(gpu_model_runner, "bind_routed_experts_capturer", binding)
 
 
 def _checking(refusing: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from .specs import Rollout
 
-__all__ = ["RANK", "difference", "actual_layout", "entry", "prefix_of", "rank_entry", "unpadded_shape"]
+__all__ = ["RANK", "difference", "actual_layout", "entry", "named_layers", "prefix_of", "rank_entry", "unpadded_shape"]
 
 RANK = "worker"  # the key of the entry that identifies the worker; no parameter has such a name
 
@@ -24,6 +24,17 @@ def entry(shape: Iterable[int], first: int | str = 0) -> str:
 def rank_entry(tp_rank: int, rollout: Rollout) -> str:
     """Format a worker's rank, e.g. ``1 of 2 in tensor parallel, experts whole``."""
     return f"{tp_rank} of {rollout.tp} in tensor parallel, experts {'whole' if rollout.expert_parallel else 'cut'}"
+
+
+def named_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Return each layer of a model once, with its shortest name.
+
+    Where vLLM runs transformers' code, its runner of experts holds the gate and the shared experts of the block too.
+    """
+    names: dict[torch.nn.Module, str] = {}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        names[layer] = min(names.get(layer, name), name, key=len)
+    return [(name, layer) for layer, name in names.items()]
 
 
 def prefix_of(layer: str) -> str:

@@ -79,9 +79,12 @@ class Heads:
     def of(cls, config: Any) -> "Heads":
         """Read the sizes from a Hugging Face config."""
         family, config = config.model_type, config.get_text_config()
+        # From transformers 5.19 on, sizes that differ between Gemma 4's layers are in configs of these.
+        differ = getattr(config, "is_heterogeneous", False)
+        first = config.per_layer_config[0] if differ else config
 
         def size(name: str) -> int:
-            return getattr(config, name, None) or 0
+            return getattr(first, name, None) or 0
 
         queries, dim = config.num_attention_heads, size("head_dim")
         heads = cls(queries, size("num_key_value_heads") or queries, dim or config.hidden_size // queries, family)
@@ -94,10 +97,12 @@ class Heads:
         if states := size("mamba_num_heads"):  # Nemotron-H
             groups = config.n_groups
             return replace(heads, state=(states * config.mamba_head_dim, groups * config.ssm_state_size, groups))
-        if dim := size("global_head_dim"):  # Gemma 4
-            own, whole = (heads.keys, heads.dim, False), (heads.keys, dim, False)
-            if config.attention_k_eq_v:
-                whole = (config.num_global_key_value_heads or heads.keys, dim, True)
+        if hasattr(config, "attention_k_eq_v"):  # Gemma 4
+            shares = config.attention_k_eq_v
+            keys, dim = shares and size("num_global_key_value_heads"), size("global_head_dim")
+            if differ:
+                keys, dim = (full := config.per_layer_config["full_attention"]).num_key_value_heads, full.head_dim
+            own, whole = (heads.keys, heads.dim, False), (keys or heads.keys, dim or heads.dim, shares)
             layers = (whole if kind == "full_attention" else own for kind in config.layer_types)
             return replace(heads, layers=tuple(layers))
         if size("index_topk"):

@@ -1,6 +1,7 @@
 """vLLM's private names that the weight sync uses, looked up once.
 
-They exist in vLLM 0.24.0, 0.27.1, 0.29.0 and 0.32.0. A missing name raises an error unless a fallback stands here.
+They exist in vLLM 0.24.0, 0.27.1, 0.29.0, 0.32.0 and 0.33.0. A missing name raises an error unless a fallback stands
+here.
 """
 
 from functools import partial
@@ -16,7 +17,7 @@ _RELOAD = "vllm.model_executor.model_loader.reload"
 
 _find = partial(
     look_up,
-    known="0.24 to 0.32",
+    known="0.24 to 0.33",
     instead="verl's own loader, which loads full tensors and is correct where kernels keep a checkpoint's layout: "
     "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls="
     "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",

@@ -4,6 +4,8 @@ The common rules are in ``rollout/layout/``. Tests compare the result with the l
 loaders (``tests/support/rollout/loader_trace.py``).
 """
 
+import functools
+import operator
 import os
 import re
 from dataclasses import replace
@@ -17,7 +19,7 @@ from ..layout import rules
 from ..layout.rollout_config import ROLLOUT
 from ..layout.rules import Family, named_rules, padded_vocabulary
 from ..layout.slices import TOWER
-from ..layout.specs import Rollout
+from ..layout.specs import Heads, Rollout
 
 __all__ = ["CLASSES", "CLASS_OF_SLICES", "FP8_FAMILIES", "NOT_SERVED", "NOT_SPREAD", "WHOLE"]
 __all__ += ["check_sizes", "families", "known_families"]
@@ -56,7 +58,7 @@ _BESIDE_A_TOWER = (
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
 )
-_GEMMA_EXPERTS = ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale"))
+_GRANITE = ((".router.layer.", ".gate."), (".router.", ".gate."))  # up to transformers 5.12, and in 5.19
 _LLAMA4 = named_rules(
     (r"^(?!vision_model\.).*\.self_attn\.(q|k)_proj\.weight", rules.halved_heads),
     (r"\.experts\.(gate_up_proj)", rules.transposed_gate_up),
@@ -69,23 +71,22 @@ _MAMBA1 = named_rules(
 _LAGUNA = named_rules((r"\.(?:mlp|shared_experts)\.(gate|up)_proj\.weight", rules.columns))
 _MINIMAX = named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.by_heads))
 _FAMILIES = {
-    **dict.fromkeys(("dots1", "flex_olmo", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), Family()),
-    **dict.fromkeys(("cohere2_moe", "dbrx", "qwen3_5_moe_text", "qwen3_next", "solar_open"), Family()),
+    **dict.fromkeys(("dots1", "flex_olmo", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"), Family()),
+    **dict.fromkeys(("cohere2_moe", "dbrx", "gemma4_text", "mellum", "qwen3_5_moe_text", "solar_open"), Family()),
     **dict.fromkeys(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"), Family()),  # dense
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm_moe_dsa"), Family(rules=rules.LATENT_ATTENTION)
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
+        Family(rules=rules.LATENT_ATTENTION),
     ),
     "afmoe": Family(((".router.gate.", ".gate."),)),
     "ernie4_5_moe": Family(((".gate.moe_statics.", ".gate."),)),
     "exaone_moe": Family(((".gate.e_score_correction_bias", ".e_score_correction_bias"),)),
-    "gemma4": Family((*_BESIDE_A_TOWER, *_GEMMA_EXPERTS)),
-    "gemma4_text": Family(_GEMMA_EXPERTS),
     "gpt_oss": Family(
         ((".self_attn.", ".attn."), ("model.embed_tokens.", "model.embedding.")),
         rules.TRANSPOSED_EXPERTS,
         is_transposed=True,
     ),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), Family(((".router.layer.", ".gate."),))),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), Family(_GRANITE)),
     "hy_v3": Family(((".shared_experts.", ".shared_mlp."), (".e_score_correction_bias", ".expert_bias"))),
     "hunyuan_v1_moe": Family(((".mlp.gate.wg.", ".mlp.gate."),)),
     "jamba": Family(((".self_attn.", "."),), _MAMBA1),
@@ -96,15 +97,22 @@ _FAMILIES = {
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
     "nemotron_h": Family((("model.embeddings.", "model.embed_tokens."),)),
     "phimoe": Family(((".mlp.router.", ".block_sparse_moe.gate."), (".mlp.", ".block_sparse_moe."))),
-    **dict.fromkeys(("glm4v_moe", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER)),
+    **dict.fromkeys(
+        ("gemma4", "glm4v_moe", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), Family(_BESIDE_A_TOWER)
+    ),
 }
+_GEMMA_EXPERTS = ((".experts.", ".moe.experts."), (".router.per_expert_scale", ".moe.per_expert_scale"))
 # vLLM before 0.27 runs these families with transformers' code and fuses nothing. Shared experts of K-EXAONE and Solar
 # Open stay whole, because transformers' tensor-parallel plan does not name them.
 _APART = named_rules((r"\.(?:self_attn\.(q|k|v)_proj\.(?:weight|bias)|(gate|up)_proj\.weight)", rules.columns))
 _WHOLE_SHARED = named_rules((r"\.(shared_experts)\..*", rules.replicated))
-_BEFORE_0_27 = {
-    "dots1": Family(rules=_APART),
-    **dict.fromkeys(("exaone_moe", "solar_open"), Family(rules=(*_WHOLE_SHARED, *_APART))),
+# Release -> the families that had another layout before.
+_BEFORE = {
+    "0.31": {"gemma4": Family((*_BESIDE_A_TOWER, *_GEMMA_EXPERTS)), "gemma4_text": Family(_GEMMA_EXPERTS)},
+    "0.27": {
+        "dots1": Family(rules=_APART),
+        **dict.fromkeys(("exaone_moe", "solar_open"), Family(rules=(*_WHOLE_SHARED, *_APART))),
+    },
 }
 NOT_SPREAD = frozenset({"dbrx"})
 """Families without expert parallelism: their loader in vLLM puts all experts into each worker."""
@@ -136,7 +144,9 @@ FP8_FAMILIES: dict[str, re.Pattern[str]] = {
 # an unquantised gpt_oss. It can't load Qwen3.5 without its vision tower, and its CPU build can't run the tower.
 # The CPU build of 0.29 has no experts without a gate (nemotron_h).
 _SINCE_0_27 = ("gpt_oss", "granitemoeshared", "laguna", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
+_SINCE_0_32 = ("deepseek_v32", "mellum")  # first traced there, with transformers 5.19
 _RELEASES = {"hunyuan_v1_moe": "<0.29", "nemotron_h": "<0.28", **dict.fromkeys(_SINCE_0_27, ">=0.27")}
+_RELEASES |= dict.fromkeys(_SINCE_0_32, ">=0.32")
 
 CLASSES = {"phimoe": "PhiMoEForCausalLM"}
 """Families that vLLM implements only under the class name of published checkpoints. Under transformers' class name it
@@ -163,7 +173,8 @@ WHOLE = {"mistral4": ("<0.28", "vLLM runs transformers' class, whose plan for te
 
 @cache
 def _families(is_latent: bool) -> dict[str, Family]:
-    found = _FAMILIES if versions.vllm_in(">=0.27") else _FAMILIES | _BEFORE_0_27
+    older = [layouts for release, layouts in _BEFORE.items() if not versions.vllm_in(f">={release}")]
+    found = functools.reduce(operator.or_, older, _FAMILIES)
     unfused = () if is_latent else rules.LATENT_ATTENTION[1:]
     own = {name: tuple(rule for rule in family.rules if rule not in unfused) for name, family in found.items()}
     return {name: replace(family, rules=(*own[name], *_RULES)) for name, family in found.items()}
@@ -189,7 +200,7 @@ def check_sizes(rollout: Rollout, model: Any) -> None:
     """
     vocabulary = padded_vocabulary(model.vocab_size)
     heads = getattr(model, "num_attention_heads", 0)
-    keys = heads if getattr(model, "kv_lora_rank", None) else getattr(model, "num_key_value_heads", None) or heads
+    keys = heads if getattr(model, "kv_lora_rank", None) or not heads else Heads.of(model).keys
     sizes = getattr(model, "ffn_config", model)  # DBRX
     experts = _first(sizes, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     family = getattr(model, "model_type", "")

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from ..layout.layout_check import prefix_of
+from ..layout.layout_check import named_layers, prefix_of
 
 __all__ = ["expert_tensors", "running_weights"]
 
 logger = logging.getLogger("epfsdp2")
 
 # Kernels that keep the loader's w13_weight and w2_weight, and kernels with the up projection above the gate. Source:
-# vllm/model_executor/layers/fused_moe/oracle/unquantized.py, 0.24 to 0.32.
+# vllm/model_executor/layers/fused_moe/oracle/unquantized.py, 0.24 to 0.33.
 _PLAIN_EXPERT_BACKENDS = ("TRITON", "BATCHED_TRITON", "NONE")
 _SWAPPED_EXPERT_BACKENDS = ("FLASHINFER_CUTLASS",)
 # Attributes of a layer whose weight vLLM's CPU build has packed.
@@ -31,7 +31,7 @@ def running_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     ``[E, D, I / tp]`` in every version. Weights that vLLM's CPU build packs are left out. A GPU kernel with an
     unknown layout, such as FlashInfer's TRT-LLM blocks, is left out with a warning.
     """
-    for name, layer in model.named_modules():
+    for name, layer in named_layers(model):
         is_packed = any(hasattr(layer, mark) for mark in _PACKED)
         for own, tensor in _experts(layer).items() if hasattr(layer, "w13_weight") else _own_tensors(layer):
             if tensor.dtype != torch.float8_e4m3fn:

@@ -16,7 +16,7 @@ import torch
 from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
 
 from ...engine.errors import listed
-from ..layout.layout_check import prefix_of, unpadded_shape
+from ..layout.layout_check import named_layers, prefix_of, unpadded_shape
 from ..layout.slice_names import is_slice, parse_slice
 from ..transport.checksums import PlacedChecksums
 from ..transport.watched_sockets import WeightSyncError
@@ -112,7 +112,7 @@ class Reload:
                 self._save_buffers(layer)
             compat.initialize_layerwise_reload(model)
             known = {id(record.layer) for record in self._layers}
-            for name, layer in model.named_modules():
+            for name, layer in named_layers(model):
                 if type(layer).__name__ == "StageMissingLayer":  # an encoder of inputs that the user has disabled
                     self._excluded_modules.add(name)
                 # vLLM starts a layer that two models share (a draft model's embedding) only once.

@@ -14,7 +14,8 @@ from .compat import get_layerwise_info
 
 __all__ = ["finish_model", "install", "prepare_layer", "prepare_model"]
 
-# Models whose loader copies into these parameters directly instead of calling their weight loaders.
+# Models whose loader copies into these parameters directly instead of calling their weight loaders. vLLM 0.33 loads
+# sinks by a loader of their own, which cuts them for the worker.
 _DIRECT_COPIES = {"GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
 _BIAS = "e_score_correction_bias"
 _NESTED = "routed_experts"
@@ -92,7 +93,7 @@ def prepare_layer(layer: Any) -> Any:
     method = getattr(layer, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None) if current_platform.is_cpu() else None
     if method is not None and kernel is not None:
-        # With a kernel present, vLLM 0.28 to 0.32 treats the reload as an in-place update and skips the CPU packing.
+        # With a kernel present, vLLM 0.28 to 0.33 treats the reload as an in-place update and skips the CPU packing.
         method.moe_kernel = None
     recorded = get_layerwise_info(layer).restore_metadata
     for tensor in [*layer._parameters.values(), *recorded[0].values(), *recorded[1].values()]:
@@ -109,9 +110,10 @@ def prepare_model(model: torch.nn.Module) -> None:
         for layer in part.modules() if names else ():
             recorded, _ = get_layerwise_info(layer).restore_metadata
             for name in names:
-                if type(recorded.get(name)) is torch.nn.Parameter:
-                    recorded[name].__class__ = _DirectlyCopiedParameter
-                    recorded[name].weight_loader = _copy_values
+                own = recorded.get(name)
+                if type(own) is torch.nn.Parameter and not (name == "sinks" and hasattr(own, "weight_loader")):
+                    own.__class__ = _DirectlyCopiedParameter
+                    own.weight_loader = _copy_values
 
 
 def finish_model(model: torch.nn.Module) -> None:

@@ -112,7 +112,7 @@ class _Vllm(Server):
         return (config.get("max_model_len") if own is None else own) or 0
 
     def check_rotations(self, kind: str, parameters: Mapping[str, Any], most: int, config: Any) -> int:
-        # vLLM 0.24 to 0.29 chooses longrope's frequencies once, by this, and never changes those of dynamic NTK.
+        # vLLM 0.24 to 0.33 chooses longrope's frequencies once, by this, and never changes those of dynamic NTK.
         limit = self.longest_start(config)
         if not isinstance(limit, int) or not 0 <= limit <= most:
             rule = f"frequencies of {kind} depend on it, so it has to be a number, and vLLM has {most} positions."

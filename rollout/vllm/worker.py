@@ -19,7 +19,7 @@ from vllm.distributed import get_tp_group
 
 from ...engine import cpu
 from ..bitwise.settings import BITWISE
-from ..layout.layout_check import actual_layout, difference, rank_entry
+from ..layout.layout_check import actual_layout, difference, named_layers, rank_entry
 from ..layout.specs import Rollout
 from ..transport.checksums import ReceivedChecksums
 from ..transport.watched_sockets import WatchedContext, WeightSyncError
@@ -142,7 +142,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             return {**unchanged, **parameters, **buffers}
 
         with without_adapters(model):
-            layers = [(name, m, built(m)) for name, m in model.named_modules() if not isinstance(m, ATTENTION)]
+            layers = [(name, m, built(m)) for name, m in named_layers(model) if not isinstance(m, ATTENTION)]
         held = actual_layout(layers, rank_entry(group.rank_in_group, rollout), is_expected)
         if wrong := difference(layouts[worker], held):
             raise WeightSyncError(

@@ -150,7 +150,13 @@ KNOWN: dict[str, Family] = {
     "aria": of(
         "Aria",
         "ForConditionalGeneration",
-        text_config=sizes(intermediate_size=20, moe_num_experts=8, moe_topk=2, moe_num_shared_experts=1),
+        text_config=sizes(
+            model_type="aria_text",  # as published; transformers 5.19 reads no other
+            intermediate_size=20,
+            moe_num_experts=8,
+            moe_topk=2,
+            moe_num_shared_experts=1,
+        ),
         vision_config={**_SMALL_TOWER, "model_type": "idefics3_vision"},
         projector_patch_to_query_dict={4: 2},
         note="text alone",

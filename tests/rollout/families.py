@@ -23,6 +23,7 @@ _BY_LAYER = {"moe_intermediate_size": [64, 64], "moe_topk": [2, 2], "num_shared_
 # Gemma 4's full attention has heads of another size, whose keys are values too.
 _SHARED_KEYS = {"attention_k_eq_v": True, "global_head_dim": 64, "num_global_key_value_heads": 1}
 _DBRX = {
+    "d_model": 128,
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 1e4},
     "ffn_config": {"hidden_size": 128, "ffn_hidden_size": 96, "moe_num_experts": 8, "moe_top_k": 2},
 }

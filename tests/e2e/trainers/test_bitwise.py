@@ -4,9 +4,14 @@ import json
 
 import pytest
 
+from epfsdp2.engine.compat import versions
 from tests.e2e.runs import finished, overrides
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.long,
+    pytest.mark.skipif(not versions.vllm_in("==0.27.1"), reason="rollout_bitwise was shown with vLLM 0.27.1 alone"),
+]
 
 BITWISE = ["engine.batch_invariant=True", "engine.rollout_bitwise=True"]
 ROLLOUT = "actor_rollout_ref.rollout"

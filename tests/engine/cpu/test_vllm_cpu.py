@@ -114,6 +114,8 @@ def test_routes_shim_captures_what_the_cpu_kernel_chooses_itself(monkeypatch):
     from vllm.v1.worker import gpu_model_runner
 
     experts = vllm_cpu.cpu_experts_module()
+    if not hasattr(experts, "select_experts"):
+        pytest.skip("this vLLM's CPU kernels are given their experts")
     monkeypatch.setattr(experts, "select_experts", inspect.unwrap(experts.select_experts))
     in_class = hasattr(gpu_model_runner.GPUModelRunner, "_bind_routed_experts_capturer")
     owner = gpu_model_runner.GPUModelRunner if in_class else gpu_model_runner

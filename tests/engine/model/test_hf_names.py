@@ -102,6 +102,15 @@ def test_as_checkpoint_merges_parameters_that_share_a_tensor(tmp_path):
         list(hf_names.as_checkpoint(model, [(bias, model.state_dict()[bias])]))
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_as_checkpoint_yields_views_of_stacks(name):
+    """transformers 5.19 alone copies the parts, a second stack's memory for each layer."""
+    model = FAMILIES[name].build()
+    for own, stack in model.named_parameters():
+        for part, values in hf_names.as_checkpoint(model, [(own, stack.detach())]):
+            assert values.untyped_storage().data_ptr() == stack.untyped_storage().data_ptr(), part
+
+
 def test_for_vllm_before_0_27_uses_checkpoint_names_for_all_families(monkeypatch):
     model = build("qwen3_moe")
     monkeypatch.setattr(names, "_takes_stacks", lambda: False)

@@ -118,7 +118,6 @@ def test_plugin_ends_a_run_whose_imports_in_verl_will_fail(
     [
         ("jetmoe", "JetMoeParallelExperts", {}),
         ("longcat_flash", "LongcatFlashExperts", {"num_layers": 1}),
-        ("aria_text", "AriaGroupedExpertsGemm", {}),
     ],
 )
 def test_inspect_model_of_experts_outside_the_interface_refuses_their_class(tmp_path, kind, experts, settings):

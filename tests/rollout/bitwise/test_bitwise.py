@@ -3,12 +3,16 @@
 import pytest
 import torch
 
+from epfsdp2.engine.compat import versions
 from tests.support.models.tiny import VOCAB, save_qwen3, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.rollout.verls_transport import send
 from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(not versions.vllm_in("==0.27.1"), reason="rollout_bitwise was shown with vLLM 0.27.1 alone"),
+]
 
 VLLM = {
     "distributed_executor_backend": "uni",

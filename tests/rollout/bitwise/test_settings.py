@@ -9,6 +9,10 @@ from epfsdp2.engine.preflight.run import check_run
 from tests.support.trainer.preflight import MODEL, refused, rollout
 from tests.support.trainer.settings import TINY, checkpoint, engine
 
+pytestmark = pytest.mark.skipif(
+    not versions.vllm_in("==0.27.1"), reason="rollout_bitwise was shown with vLLM 0.27.1 alone"
+)
+
 ROLLOUT = "actor_rollout_ref.rollout"
 SETTING = "engine.rollout_bitwise"
 TOLD = {"additional_config": {"epfsdp2_bitwise": True}}

@@ -19,6 +19,7 @@ from tests.rollout.families import config_of, model_of
 from tests.rollout.served_families import SERVED, randomise
 from tests.support.models.quantised import COMPRESSED, compressed
 from tests.support.ranks import run_ranks
+from tests.support.rollout.loader_trace import held_tensors
 from tests.support.rollout.vllm_engine import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.skipif(not versions.vllm_in(">=0.27"), reason="vLLM before 0.27 has other FP8 loaders")
@@ -83,6 +84,7 @@ def _theirs(model, folder, kind):
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.quantization import fp8
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -108,7 +110,7 @@ def _theirs(model, folder, kind):
     )
     with mock.patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):  # it would import vLLM anew
         engine = asked.create_engine_config()
-    triton = (fp8.Fp8MoeBackend.TRITON, None)
+    triton = (Fp8MoeBackend.TRITON, None)
     config = compressed_tensors.CompressedTensorsConfig
     with (
         set_current_vllm_config(engine),
@@ -128,7 +130,7 @@ def _theirs(model, folder, kind):
 def _quantised_parameters(theirs, plain, model, kind):
     """The parameters that vLLM's loaders fill in bfloat16, and its function quantises."""
     plain.load_weights(iter(hf_names.as_checkpoint(model, ((n, p.detach()) for n, p in model.named_parameters()))))
-    loaded, params = dict(plain.named_parameters()), dict(theirs.named_parameters())
+    loaded, params = held_tensors(plain), held_tensors(theirs)
     held = {}
     for name, param in params.items():
         if param.dtype not in (torch.float8_e4m3fn, torch.int8):
@@ -136,7 +138,7 @@ def _quantised_parameters(theirs, plain, model, kind):
         values, scales = _quantised(loaded[name].detach().bfloat16(), kind)
         scale = f"{name}_scale_inv" if kind == "blocks" else f"{name}_scale"
         assert (values.shape, scales.shape) == (param.shape, params[scale].shape), name
-        held |= {name.replace(".routed_experts", ""): values, scale.replace(".routed_experts", ""): scales}
+        held |= {name: values, scale: scales}
     return held
 
 

@@ -4,7 +4,14 @@ from types import SimpleNamespace
 
 import torch
 
-from epfsdp2.rollout.layout.layout_check import RANK, actual_layout, difference, rank_entry, unpadded_shape
+from epfsdp2.rollout.layout.layout_check import (
+    RANK,
+    actual_layout,
+    difference,
+    named_layers,
+    rank_entry,
+    unpadded_shape,
+)
 from epfsdp2.rollout.layout.specs import Heads, Rollout, TensorSpec
 from epfsdp2.rollout.servers import planned_layout
 
@@ -32,6 +39,18 @@ def test_planned_layout_under_tensor_parallelism_has_each_workers_slices():
     }
     assert planned[0]["model.embed_tokens.weight"] == "[128, 64] from 0"
     assert difference(planned[0], planned[1]) != "" == difference(planned[1], planned[1])
+
+
+def test_named_layers_names_a_layer_by_its_shortest_name():
+    """vLLM's runner of experts, which comes first in transformers' code, holds the block's gate too."""
+    block, gate = torch.nn.Module(), torch.nn.Linear(2, 2)
+    block.experts = torch.nn.Module()
+    block.experts.gate = block.gate = gate
+    assert [(name, layer) for name, layer in named_layers(block)] == [
+        ("", block),
+        ("experts", block.experts),
+        ("gate", gate),
+    ]
 
 
 def test_planned_layout_of_a_norm_sharded_by_heads_equals_the_actual_one():

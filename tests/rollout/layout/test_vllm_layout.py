@@ -17,7 +17,7 @@ from epfsdp2.rollout.vllm.layout import known_families
 from tests.rollout.families import DENSE, FAMILIES, SIZES, config_of, known, model_on_meta
 from tests.rollout.served_families import SERVED
 from tests.support.ranks import run_ranks
-from tests.support.rollout.loader_trace import differing_layouts
+from tests.support.rollout.loader_trace import differing_layouts, held_tensors
 from tests.support.rollout.vllm_engine import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -94,8 +94,7 @@ def _loader(engine):
     from vllm.model_executor.model_loader.utils import initialize_model
 
     theirs = initialize_model(engine)
-    held = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
-    return {name.replace(".routed_experts", ""): tensor for name, tensor in held.items()}, theirs.load_weights
+    return held_tensors(theirs), theirs.load_weights
 
 
 def _edge(family: str) -> tuple:

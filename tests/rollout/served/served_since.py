@@ -1,5 +1,7 @@
 """Families whose layouts were first traced in vLLM 0.27, in tiny random models."""
 
+import transformers
+
 from tests.parity.families import Family
 from tests.rollout.served.served_family import (
     DEEPSEEK,
@@ -42,11 +44,25 @@ _LLAMA4_TOWER = {
 
 SINCE: dict[str, Served] = {
     "flex_olmo": Served(of("FlexOlmo", intermediate_size=64, num_experts=8, num_experts_per_tok=2, **THREE_HEADS)),
-    "afmoe": Served(of("Afmoe", **QWEN, num_dense_layers=1, num_shared_experts=1, layer_types=["full_attention"] * 2)),
+    "afmoe": Served(
+        of(
+            "Afmoe",
+            **QWEN,
+            num_dense_layers=1,
+            num_shared_experts=1,
+            layer_types=["full_attention"] * 2,
+            # As published: transformers has no such settings, and vLLM reads them.
+            score_func="sigmoid",
+            route_norm=True,
+            n_group=1,
+            topk_group=1,
+        )
+    ),
     "dbrx": Served(
         of(
             "Dbrx",
             **THREE_HEADS,
+            d_model=96,
             attn_config={"kv_n_heads": 3, "clip_qkv": 1.0, "rope_theta": 1e4},
             ffn_config={"hidden_size": 96, "ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2},
         )
@@ -109,6 +125,7 @@ SINCE: dict[str, Served] = {
             first_k_dense_replace=1,
             expert_hidden_dim=64,
             route_norm=True,
+            qk_norm=True,
         )
     ),
     "cohere2_moe": Served(
@@ -229,3 +246,21 @@ SINCE: dict[str, Served] = {
         )
     },
 }
+
+# Families that only newer transformers has; first traced in vLLM 0.32.
+_NEWER = {
+    "deepseek_v32": Served(
+        of(
+            "DeepseekV32",
+            **{**DEEPSEEK, **MLA},
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
+            index_topk=64,
+            index_head_dim=128,
+            index_n_heads=2,
+        ),
+        settings={"extension": "idle_extension.NeverComputes"},
+    ),
+    "mellum": Served(of("Mellum", **QWEN, norm_topk_prob=True)),
+}
+SINCE |= {name: served for name, served in _NEWER.items() if hasattr(transformers, served.family.model)}

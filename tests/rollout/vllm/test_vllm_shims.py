@@ -168,3 +168,25 @@ def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
         assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
         expected = value if name == "GptOssModel" else 1.0
         assert all(torch.equal(p, torch.full_like(p, expected)) for p in kernels)
+
+
+def test_prepare_model_keeps_the_loader_of_sinks(shims):
+    """vLLM 0.33 has one, which cuts them for the worker."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    def second_half(param, loaded):
+        param.data.copy_(loaded[2:])
+
+    model = type("GptOssModel", (torch.nn.Module,), {})()
+    model.sinks = kept = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    kept.weight_loader = second_half
+    record_metadata_for_reloading(model)
+    shims.prepare_model(model)
+    initialize_layerwise_reload(model)
+    model.sinks.weight_loader(model.sinks, torch.arange(4.0))
+    finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+    assert model.sinks is kept and kept.tolist() == [2, 3]

@@ -18,10 +18,11 @@ from epfsdp2.engine.model import hf_names
 from epfsdp2.engine.model.hf_convert import storage_id
 from epfsdp2.engine.topology.dtensor import checkpoint_tensors
 from epfsdp2.engine.topology.index_ranges import IndexRange
+from epfsdp2.rollout.layout.layout_check import named_layers, prefix_of
 from epfsdp2.rollout.layout.specs import Heads, Rollout, SliceForm, TargetSlice, TensorSpec
 from epfsdp2.rollout.servers import target_slices
 
-__all__ = ["differing_layouts"]
+__all__ = ["differing_layouts", "held_tensors"]
 
 _DECAY = (torch.ops.aten.exp.default, torch.ops.aten.neg.default)
 
@@ -50,6 +51,14 @@ def differing_layouts(
         found = _sorted(traced.get(spec.name, []))
         if computed != found:
             yield spec.name, computed, found
+
+
+def held_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a worker's parameters by the names of layouts, and then its buffers, some of which are views of them."""
+    layers = [(prefix_of(name), layer) for name, layer in named_layers(model)]
+    held = [(prefix, layer._parameters) for prefix, layer in layers]
+    held += [(prefix, layer._buffers) for prefix, layer in layers]
+    return {prefix + own: t for prefix, tensors in held for own, t in tensors.items() if t is not None}
 
 
 def _sorted(slices: Iterable[TargetSlice]) -> list[TargetSlice]:

@@ -1,10 +1,11 @@
 # Everything runs from a virtual environment of its own, made by `make setup` (idempotent).
 #   make setup       the CPU stack where there is no GPU, the GPU extra where there is one; PYTHON= names the Python.
-#                    STACK=users|next|newest makes another set of versions in .venv_STACK, here and in what follows
+#                    STACK=users|next|newest makes another set of versions in .venv_STACK, here and in what follows;
+#                    STACK=verl-git VERL=PATH has a checkout of verl in place of the released one
 #   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
 #   make test        the whole test suite
 #   make test-fast   the core's tests, for the inner loop: no vLLM, no Ray (under 3 min)
-#   make test-stack  the tests that a stack is for (STACK=default|users|next|newest|sglang)
+#   make test-stack  the tests that a stack is for (STACK=default|users|next|newest|sglang|verl-git)
 #   make test-long   the tests that the suite leaves out for their time
 #   make parity      every family on every mesh against the plain model; prints and writes the table (about 20 min)
 #   make kernels     compiles every Triton kernel for GPUs that are not there, and checks registers, spills, shared memory

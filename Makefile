@@ -1,6 +1,7 @@
 # Everything runs from a virtual environment of its own, made by `make setup` (idempotent).
 #   make setup       the CPU stack where there is no GPU, the GPU extra where there is one; PYTHON= names the Python.
-#                    STACK=users|next|latest|newest makes another set of versions in .venv_STACK, here and in what follows
+#                    STACK=users|next|latest|newest makes another set of versions in .venv_STACK, here and in what follows;
+#                    STACK=verl-git VERL=PATH has a checkout of verl in place of the released one
 #   make quickstart  GRPO on a tiny Mixture-of-Experts, start to end
 #   make test        the whole test suite
 #   make test-fast   the core's tests, for the inner loop: no vLLM, no Ray (under 3 min)

@@ -17,11 +17,11 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from ...engine.checkpoint.atomic_folder import complete_dir, partial_dir
 from ...engine.checkpoint.saves import name_as_latest
+from ...engine.compat.verl_names import checkpoint_callback
 from ...engine.survivors import TASK, write_message
 from .command import FOLDER, NOTICE, complete_steps
 
@@ -30,7 +30,7 @@ __all__ = ["SaveBeforeTheEnd", "save_step"]
 _ANSWER_SECONDS, _WRITE_SECONDS, _POLL_SECONDS = 20.0, 900.0, 0.2
 
 
-class SaveBeforeTheEnd(CheckpointCallback):
+class SaveBeforeTheEnd(checkpoint_callback()):  # type: ignore[misc]
     """Save each step once the notice exists; with ``engine.survivors_folder`` also when ``fit`` raises or hangs."""
 
     def __init__(self, config: Any = None):

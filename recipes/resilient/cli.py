@@ -20,11 +20,12 @@ from .command import FOLDER, NOTICE, Command, Node, answering, living_nodes
 
 __all__ = ["Run", "check", "main", "parse"]
 
-_CALLBACK = "++trainer.checkpoint_callback_class=epfsdp2.recipes.resilient.callback.SaveBeforeTheEnd"
+_HOOK = "trainer.checkpoint_callback_class"
+_CALLBACK = f"++{_HOOK}=epfsdp2.recipes.resilient.callback.SaveBeforeTheEnd"
 # By default a rank whose peer has died ends its process; this ends the collective alone (torch's ProcessGroupNCCL.hpp).
 _ABORT_ONLY = '++ray_kwargs.ray_init.runtime_env.env_vars.TORCH_NCCL_ASYNC_ERROR_HANDLING="2"'
 _CONTENTS = "actor_rollout_ref.actor.checkpoint.save_contents"
-_SAVE_NEEDS = {"trainer.use_v1": True, "trainer.v1.trainer_mode": "sync", "trainer.checkpoint_callback_class": "null"}
+_SAVE_NEEDS = {"trainer.use_v1": True, "trainer.v1.trainer_mode": "sync", _HOOK: "null"}
 _STEP = re.compile(rb"\bstep:(\d+) - .*\n")  # of verl's console logger
 _POLL_SECONDS, _SAVE_SECONDS = 5.0, 1000.0
 
@@ -49,7 +50,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(command: Command, options: argparse.Namespace) -> None:
-    """Raise ``SettingError`` if a run could not resume, or its trainer can't save after a failure."""
+    """Raise ``SettingError`` if a run could not resume, or its trainer can't be asked for a save."""
+    if _HOOK.rpartition(".")[2] not in command.config["trainer"]:
+        raise SettingError(_HOOK, None, "the installed verl can't be asked for a save, for want of it.", "verl 0.9.1")
     setting, anew = command.setting, options.from_scratch
     saves, is_disabled = setting("trainer.save_freq", -1) > 0, setting("trainer.resume_mode") == "disable"
     lacking = sorted({"model", "optimizer", "extra"} - set(setting(_CONTENTS, ()))) if saves else []
@@ -133,7 +136,7 @@ class Run:
         """Run the command once; return the step that failed and the lines of the cause, None if it has finished."""
         shutil.rmtree(self._root / FOLDER, ignore_errors=True)
         settings = [f'trainer.default_local_dir="{self._root}"']  # absolute, because workers have other folders
-        if not self._command.setting("trainer.checkpoint_callback_class"):
+        if not self._command.setting(_HOOK):
             settings.append(_CALLBACK)
         if self._options.save_on_failure:
             settings += [f'engine.survivors_folder="{self._root / FOLDER}"', _ABORT_ONLY]

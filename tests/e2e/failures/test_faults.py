@@ -49,3 +49,14 @@ def test_run_whose_sync_fails_ends_with_the_cause(tmp_path, monkeypatch, fault, 
         assert cause in run.text(), run.text()[-3000:]
     assert run.living() == []
     assert unused(leftovers() - before) == set()
+
+
+@pytest.mark.long
+def test_run_whose_rollout_does_not_start_ends_with_its_workers_exception(tmp_path):
+    write_model(tmp_path / "model", seed=1)
+    words = overrides(f"{EXTENSION}=no_such_module.Extension", "engine.rollout_sync=full", *ALONE)
+    with running(tmp_path / "run", "--model", str(tmp_path / "model"), *words) as run:
+        run.wait()
+    said = run.text().partition("The cause, from ")[2]
+    assert "The cause: ModuleNotFoundError: No module named 'no_such_module'" in said, run.text()[-3000:]
+    assert run.living() == []

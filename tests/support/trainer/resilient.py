@@ -18,7 +18,7 @@ CONFIG = {
     "engine": {"_target_": "epfsdp2.engine.config.engine_config", "ep_size": 4, "model_dtype": "fp32"},
     "trainer": {
         **{"nnodes": 1, "n_gpus_per_node": 2, "save_freq": 2, "total_training_steps": 8, "resume_mode": "auto"},
-        **{"resume_from_path": None, "device": "cuda"},
+        **{"resume_from_path": None, "device": "cuda", "checkpoint_callback_class": None},
     },
     "data": {"train_batch_size": 8, "max_prompt_length": 16, "max_response_length": 16},
     "actor_rollout_ref": {

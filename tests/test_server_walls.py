@@ -17,6 +17,7 @@ NAMED = re.compile("|".join(servers.SERVERS), re.IGNORECASE)
 FOLDERS = (*(f"rollout/{name}/" for name in servers.SERVERS), "rollout/bitwise/")
 ALLOWED = {
     "engine/checkpoint/safetensors_reader.py": "tells which of two files of a checkpoint each of two readers reads",
+    "engine/compat/verl_names.py": "where verl has its test of vLLM's config",
     "engine/compat/versions.py": "the tested stacks",
     "engine/cpu/__init__.py": "installs the shims of vLLM's CPU build",
     "engine/cpu/platform.py": "a variable of vLLM's CPU build",
@@ -24,6 +25,7 @@ ALLOWED = {
     "engine/preflight/features.py": "verl's own extra, in a line for pip",
     "rollout/servers.py": "the list of folders",
     "rollout/transport/sender.py": "where verl has its sender of buckets",
+    "rollout/vllm_start.py": "a plug-in of vLLM's, which is imported before the folder can be",
     "rollout/vllm_worker.py": "the name in users' configs",
 }
 

@@ -110,7 +110,7 @@ def prepare_model(model: torch.nn.Module) -> None:
         for layer in part.modules() if names else ():
             recorded, _ = get_layerwise_info(layer).restore_metadata
             for name in names:
-                own = recorded.get(name)
+                own: Any = recorded.get(name)
                 if type(own) is torch.nn.Parameter and not (name == "sinks" and hasattr(own, "weight_loader")):
                     own.__class__ = _DirectlyCopiedParameter
                     own.weight_loader = _copy_values

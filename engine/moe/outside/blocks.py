@@ -71,7 +71,7 @@ def put_on_interface(model: Any, families: dict[str, Block | str]) -> None:
         if family is not None and not any(map(is_on_interface, block.modules())):
             name, config = fqn.rpartition(".")[2], model.config.get_text_config()
             if isinstance(family, str):
-                own = block.get_submodule(family)
+                own: Any = block.get_submodule(family)
                 setattr(block, family, _decorated(type(own))(config, own))
                 continue
             if family.mend is not None:
@@ -91,7 +91,7 @@ def put_on_interface(model: Any, families: dict[str, Block | str]) -> None:
 
 
 @functools.cache
-def _decorated(kind: type[nn.Module]) -> Any:
+def _decorated(kind: Any) -> Any:
     """Return the class on the interface, built of a config and of an instance whose parameters it takes over."""
 
     def take_over(self: nn.Module, config: Any, own: nn.Module) -> None:

@@ -113,7 +113,7 @@ def prepare_model(model: torch.nn.Module) -> None:
                 own: Any = recorded.get(name)
                 if type(own) is torch.nn.Parameter and not (name == "sinks" and hasattr(own, "weight_loader")):
                     own.__class__ = _DirectlyCopiedParameter
-                    own.weight_loader = _copy_values
+                    setattr(own, "weight_loader", _copy_values)  # noqa: B010
 
 
 def finish_model(model: torch.nn.Module) -> None:

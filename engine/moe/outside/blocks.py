@@ -72,7 +72,7 @@ def put_on_interface(model: Any, families: dict[str, Block | str]) -> None:
             name, config = fqn.rpartition(".")[2], model.config.get_text_config()
             if isinstance(family, str):
                 own: Any = block.get_submodule(family)
-                setattr(block, family, _decorated(type(own))(config, own))
+                setattr(block, family, _decorated(own.__class__)(config, own))
                 continue
             if family.mend is not None:
                 family.mend(block, config)

@@ -29,7 +29,7 @@ __all__ = ["CHECKPOINTING", "Checkpointing", "checkpoint_layers", "units_recompu
 Checkpointing = Literal["none", "selective", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 _NOISE = re.compile("jitter|noise")
-_CACHES = ("past_key_value", "past_key_values", "layer_past")
+_CACHES = ("cache", "past_key_value", "past_key_values", "layer_past")
 
 
 def checkpoint_layers(

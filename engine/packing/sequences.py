@@ -42,8 +42,8 @@ from .varlen import fastest
 
 __all__ = ["Mixers", "PackedSequences", "find_mixers", "lengths_taken", "why_not_packed"]
 
-# Arguments of mixers' forwards: masks and caches.
-_OF_TOKENS = {"attention_mask", "cache_params", "layer_past", "past_key_value", "past_key_values"}
+# Arguments of mixers' forwards: masks and caches, by all their names up to transformers 5.24.
+_OF_TOKENS = {"attention_mask", "cache", "cache_params", "conv_mask", "layer_past", "past_key_value", "past_key_values"}
 # Kernels of stateful mixers: the kernel's argument for sequences, and the argument of the module's forward.
 _KERNELS = {
     "causal_conv1d_fn": ("seq_idx", "seq_idx"),

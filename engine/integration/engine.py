@@ -248,6 +248,6 @@ def _reset_after_error(module: Any, error: type[BaseException] | None) -> None:
     try:
         module.reset_iter_state()
     except AttributeError as missing:
-        # Before the first forward FSDP has no such state, and the user must see the error that ended the mode.
-        if missing.name != "all_gather_state":
+        # Before the first forward FSDP's state is empty, and the user must see the error that ended the mode.
+        if type(missing.obj).__name__ != "FSDPCommContext":
             raise

@@ -85,6 +85,27 @@ def test_sglang_routes_shim_is_needed_to_keep_routes_on_the_cpu_and_for_verl_to_
     _runs_with_shim_alone(tmp_path, _KEEPS, how, what)
 
 
+_FIELDS = """
+import dataclasses, os, sys
+
+if sys.argv[1] == "stock":
+    os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "epfsdp2"
+from verl.workers.rollout.sglang_rollout import async_sglang_server as server
+assert "enable_weights_cpu_backup" in [field.name for field in server.dataclasses.fields(server.ServerArgs)]
+assert server.dataclasses.fields(server.RolloutConfig) == dataclasses.fields(server.RolloutConfig)
+"""
+
+
+@pytest.mark.skipif(
+    find_spec("sglang") is not None and Version(version("sglang")) < Version("0.5.20"),
+    reason="ServerArgs of this SGLang is a dataclass",
+)
+@pytest.mark.parametrize("how", ["stock", "shim"])
+def test_sglang_plugin_is_needed_for_verl_to_list_the_arguments_of_the_server(tmp_path, how):
+    said = _runs_with_shim_alone(tmp_path, _FIELDS, how)
+    assert how == "shim" or "must be called with a dataclass type or instance" in said
+
+
 _CLIENT = """
 import sys
 from verl.workers.rollout.sglang_rollout.http_server_engine import AsyncHttpServerAdapter

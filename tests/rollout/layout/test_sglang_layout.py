@@ -38,6 +38,7 @@ def _compare(folder, cases, expert_parallel):
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.moe import utils as moe_utils
     from sglang.srt.model_loader.utils import get_model_architecture, set_default_torch_dtype
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
@@ -64,8 +65,11 @@ def _compare(folder, cases, expert_parallel):
         config = ModelConfig.from_server_args(arguments)
         initialize_dp_attention(arguments, config)
         initialize_moe_config(*[arguments] * len(signature(initialize_moe_config).parameters))  # none from 0.5.20 on
+        kind = get_model_architecture(config)[0]
+        # From 0.5.20 on the loader decides whether shared experts are fused, before it makes the model.
+        getattr(moe_utils, "install_shared_experts_fusion_decision", mock.Mock())(kind, config.hf_config, None)
         with set_default_torch_dtype(config.dtype):
-            theirs = get_model_architecture(config)[0](config=config.hf_config, quant_config=None)
+            theirs = kind(config=config.hf_config, quant_config=None)
         # Latent attention's matrices are computed from values.
         theirs.post_load_weights = mock.Mock()
         heads, held = Heads.of(model.config), dict(theirs.named_parameters())

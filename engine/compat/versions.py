@@ -95,7 +95,7 @@ def faults(found: Mapping[str, str | None], program: str = "") -> Iterator[tuple
         is_release = name == "vllm" and not Version(found[name] or "").is_devrelease
         if is_release and requirement.name == "torch" and pin and _series(pin) != _series(torch):
             same = [row[name] for row in TESTED.values() if name in row and _series(row["torch"]) == _series(torch)]
-            works = " or ".join([f"torch=={pin}", *(f"{name}=={version}" for version in same)])
+            works = "', or '".join([f"torch=={pin}", *(f"{name}=={version}" for version in same)])
             yield name, f"its kernels are compiled for torch {pin} and do not load beside torch {torch}.", works
 
 

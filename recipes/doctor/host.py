@@ -41,7 +41,7 @@ def judge_versions(found: list[dict[str, str]], ranks: Ranks) -> Iterator[Row]:
     value = f"{ranks.nodes} x {ranks.per_node}, {gpu}; experts computed by {first['kernels']}"
     yield Row("ranks", value, cluster={"nodes": ranks.nodes, "gpus": ranks.per_node})
     packages = [name for name in _PACKAGES if name in first]
-    wrong = [f"{name}: {rule} What works: {works}" for name, rule, works in faults({n: first[n] for n in packages})]
+    wrong = [f"{name}: {rule} What works: '{works}'" for name, rule, works in faults({n: first[n] for n in packages})]
     for rank, each in enumerate(found[1:], 1):
         differ = sorted(name for name in first | each if first.get(name) != each.get(name))
         wrong += [f"rank {rank} has {name} {each.get(name)}" for name in differ]

@@ -75,7 +75,7 @@ def test_versions_that_can_not_go_together_are_named_with_ones_that_can(requires
     found = requires(vllm=("0.33.0+cpu", ["torch==2.14.0+cpu"]), torch=("2.11.0+cu130", ()), **beside)
     ((name, rule, works),) = versions.faults(found)
     assert name == "vllm" and "compiled for torch 2.14.0 and do not load beside torch 2.11.0+cu130" in rule
-    assert works == "torch==2.14.0 or vllm==0.24.0"
+    assert works == "torch==2.14.0', or 'vllm==0.24.0"
     # A patch release, and a vLLM that was built here, perhaps for this torch.
     for version, torch in (("0.33.0", "2.14.1"), ("0.33.1.dev4+g1234", "2.11.0")):
         found = requires(vllm=(version, ["torch==2.14.0"]), torch=(torch, ()))

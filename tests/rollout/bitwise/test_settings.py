@@ -102,7 +102,7 @@ def test_accelerator_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["vllm", "transformers", "torch"])
 def test_version_that_was_not_shown_is_refused(tmp_path, monkeypatch, name):
     real, model = versions.installed, checkpoint(tmp_path)
-    shown = {"vllm": "0.29.0", "transformers": "5.12.1", "torch": "2.11.0"}[name]
+    shown = {"vllm": "0.29.0", "transformers": "5.12.1", "torch": "2.13.9"}[name]
     monkeypatch.setattr(versions, "installed", lambda asked: shown if asked == name else real(asked))
     with refused(SETTING, True, f"it was shown with {name} ", f"and {shown} is installed"):
         _check(model)

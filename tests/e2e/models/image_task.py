@@ -5,8 +5,10 @@ verl reads images with ``qwen_vl_utils``, which needs torchvision; ``Pictures`` 
 
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+import torch
 import transformers
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
@@ -14,6 +16,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from epfsdp2.recipes.quickstart.model import SPECIAL, build_tokenizer
 from tests.rollout.served.served_family import MROPE
+from tests.support.models.published import save_published
 from tests.support.models.tiny import publish, save_random
 from tests.support.models.vlm import VLMS, processor_config
 
@@ -75,12 +78,29 @@ def write_task(folder: Path, rows: int) -> tuple[Path, Path]:
         video_token_id=video,
         tie_word_embeddings=False,
     )
-    save_random(getattr(transformers, f"{kind}ForConditionalGeneration")(config), model, seed=1)
+    plain = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    save_random(plain, model, seed=1)
+    _make_improbable(plain, [start, end, image, video])
+    save_published(plain, model, seed=1)
     publish(model)
     tokenizer.save_pretrained(model)
     processor_config(model, PATCH, chat_template=_TEMPLATE)
     pd.DataFrame([_row(i) for i in range(rows)]).to_parquet(folder / "train.parquet")
     return model, folder / "train.parquet"
+
+
+@torch.no_grad()
+def _make_improbable(model: Any, tokens: list[int]) -> None:
+    """Give tokens a probability below float32's precision after every text token: verl keeps vLLM from sampling them.
+
+    One channel of the residual stream is the same for all text tokens, because no layer writes it.
+    """
+    model.get_input_embeddings().weight[:, 0] = 0.5
+    for layer in model.get_decoder().layers:
+        layer.self_attn.o_proj.weight[0] = 0
+        layer.mlp.experts.down_proj[:, 0] = 0
+    model.lm_head.weight[:, 0] = 0
+    model.lm_head.weight[tokens, 0] = -100
 
 
 def _row(i: int) -> dict:

@@ -32,7 +32,6 @@ def test_grpo_run_on_images_trains(tmp_path):
         run.wait()
     steps = run.steps()
     assert len(steps) == 3, run.text()[-3000:] + (run.output / "logs/grpo.log").read_text(errors="replace")[-6000:]
-    # vLLM sees the images that the trainer sees, by the weights that the trainer has after each update. verl keeps
-    # vLLM from sampling the placeholders of images and videos, so all other tokens are more probable by one factor.
-    assert all(step["training/rollout_actor_probs_pearson_corr"] > 0.995 for step in steps)
+    # vLLM sees the images that the trainer sees, by the weights that the trainer has after each update.
+    assert all(step["training/rollout_probs_diff_mean"] < 1e-5 for step in steps)
     assert all(step["actor/grad_norm"] > 0 for step in steps)

@@ -55,6 +55,11 @@ def _runs_with_shim_alone(folder, script, how, *more):
     return done.stderr
 
 
+def _since(release, reason):
+    older = find_spec("sglang") is not None and Version(version("sglang")) < Version(release)
+    return pytest.mark.skipif(older, reason=reason)
+
+
 @pytest.mark.parametrize("how", ["stock", "shim"])
 def test_sglang_cpu_shim_is_needed_to_send_tensors_on_the_cpu(tmp_path, how):
     said = _runs_with_shim_alone(tmp_path, _SENDS, how)
@@ -96,10 +101,7 @@ assert server.dataclasses.fields(server.RolloutConfig) == dataclasses.fields(ser
 """
 
 
-@pytest.mark.skipif(
-    find_spec("sglang") is not None and Version(version("sglang")) < Version("0.5.20"),
-    reason="ServerArgs of this SGLang is a dataclass",
-)
+@_since("0.5.20", "ServerArgs of this SGLang is a dataclass")
 @pytest.mark.parametrize("how", ["stock", "shim"])
 def test_sglang_plugin_is_needed_for_verl_to_list_the_arguments_of_the_server(tmp_path, how):
     said = _runs_with_shim_alone(tmp_path, _FIELDS, how)
@@ -117,10 +119,7 @@ AsyncHttpServerAdapter(model_path="none", host="127.0.0.1", port=1, launch_serve
 """
 
 
-@pytest.mark.skipif(
-    find_spec("sglang") is not None and Version(version("sglang")) < Version("0.5.21"),
-    reason="this SGLang has no sessions of updates",
-)
+@_since("0.5.21", "this SGLang has no sessions of updates")
 @pytest.mark.parametrize("how", ["stock", "shim"])
 def test_sglang_sessions_shim_is_needed_for_verl_to_make_a_client_of_the_server(tmp_path, how):
     said = _runs_with_shim_alone(tmp_path, _CLIENT, how)

@@ -131,7 +131,7 @@ def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
 
 
 class _PartsAreViews(TorchFunctionMode):
-    """Leaves out copies: transformers 5.19 makes the parts of a stack contiguous, and 5.13 yields views."""
+    """Skips copies: transformers 5.19 makes the parts of a stack contiguous, and 5.13 returns views."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))

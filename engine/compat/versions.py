@@ -33,7 +33,7 @@ class Fault(NamedTuple):
     reason: str
     works: str
     beside: str = ""  # releases of another distribution that they break with; empty: with all
-    program: str = ""  # the module of verl's that breaks; empty: every one
+    program: str = ""  # verl's module that breaks; empty: every one
 
 
 KNOWN_FAULTS = (
@@ -44,7 +44,7 @@ KNOWN_FAULTS = (
     ),
     Fault(
         "transformers>=5.23",
-        "verl's data set for SFT imports names of Qwen2-VL that transformers has dropped. main_ppo can have it.",
+        "verl's data set for SFT imports names of Qwen2-VL that transformers has dropped. main_ppo works with it.",
         "transformers>=5.5.3,!=5.6.0,<5.23",
         beside="verl<=0.10.0.dev0",
         program="verl.trainer.sft_trainer",
@@ -79,7 +79,7 @@ def faults(found: Mapping[str, str | None], program: str = "") -> Iterator[tuple
 
     Args:
         found: distribution -> installed version.
-        program: the module of verl's that runs.
+        program: verl's module that runs.
     """
     for name, oldest in OLDEST.items():
         if _is_of(found, f"{name}<{oldest}"):

@@ -52,7 +52,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def check(command: Command, options: argparse.Namespace) -> None:
     """Raise ``SettingError`` if a run could not resume, or its trainer can't be asked for a save."""
     if _HOOK.rpartition(".")[2] not in command.config["trainer"]:
-        raise SettingError(_HOOK, None, "the installed verl can't be asked for a save, for want of it.", "verl 0.9.1")
+        raise SettingError(
+            _HOOK, None, "the installed verl can't be asked for a save, because it lacks this setting.", "verl 0.9.1"
+        )
     setting, anew = command.setting, options.from_scratch
     saves, is_disabled = setting("trainer.save_freq", -1) > 0, setting("trainer.resume_mode") == "disable"
     lacking = sorted({"model", "optimizer", "extra"} - set(setting(_CONTENTS, ()))) if saves else []

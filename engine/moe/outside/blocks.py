@@ -3,7 +3,7 @@
 A family is a record, ``Block``: the parameters of its block that stack the experts, and their layout. They move
 unchanged into a module on the interface, ``block.experts``; flattened matrices are stacked for it. The block gets a
 forward that calls this module with hidden states, expert ids and routing weights. The rest of the engine needs nothing
-else for the family. If the family's own module lacks transformers' decorator alone, its name is the record.
+else for the family. If the family's experts lack transformers' decorator alone, their name in the block is the record.
 
 The model keeps the parameters' other names or shapes (``RENAMED``, ``FLATTENED``), because checkpoints are read and
 written as transformers names and shapes them.

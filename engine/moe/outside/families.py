@@ -91,5 +91,5 @@ OUTSIDE: dict[str, Block | str] = {
     ),
     "Step3p7SparseMoeBlock": "experts",
 }
-"""Class name of a block -> its record, or its module that transformers only does not decorate. A module of
-``model.external_lib`` may add some."""
+"""Class name of a block -> its record, or the name of its experts, if these lack transformers' decorator alone. A
+module of ``model.external_lib`` may add some."""

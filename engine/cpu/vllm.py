@@ -131,7 +131,10 @@ def _binding(experts: Any, bind: Any) -> Any:
             method: Any = getattr(module, "_quant_method", None)
             if getattr(method, "is_monolithic", False):
                 capture = functools.partial(capturer.capture, module.layer_id)
-                method.apply_monolithic = _capturing(method.apply_monolithic, experts, capture)
+                if hasattr(method, "record_routes"):  # rollout/bitwise/layers.py
+                    method.record_routes = capture
+                else:
+                    method.apply_monolithic = _capturing(method.apply_monolithic, experts, capture)
 
     return bind_routed_experts_capturer
 

@@ -5,6 +5,7 @@ as the trainer's are.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,6 +133,7 @@ class _Experts(UnquantizedFusedMoEMethod):
     """The router and the experts of Qwen3-MoE, by the operators of ``engine/moe``."""
 
     is_monolithic = True  # it routes
+    record_routes: Callable[[torch.Tensor], None] | None = None  # set where vLLM returns routes (engine/cpu/vllm.py)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Leave the weights as they were loaded, where vLLM's CPU build packs them."""
@@ -144,6 +146,8 @@ class _Experts(UnquantizedFusedMoEMethod):
         if layer.renormalize:
             weights /= weights.sum(dim=-1, keepdim=True)
         weights, experts = weights[: len(x)].to(router_logits.dtype), experts[: len(x)]
+        if self.record_routes is not None:
+            self.record_routes(experts)
         (plan,) = start_dispatch_plans(experts, len(layer.w13_weight), None).wait()
         groups = Groups(plan.counts_e, plan.rows)
         rows = _BACKEND.take(x, plan.slot_order // layer.top_k)

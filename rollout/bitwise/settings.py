@@ -47,7 +47,7 @@ def check_bitwise(
     asked, whole = rollout.get("dtype") or "bfloat16", "experts differ first: vLLM divides them between its workers."
     computed = str(dtype).removeprefix("torch.")
     told, named = vllm.get("additional_config") or {}, rollout.get("name")
-    quantised, replays = rollout.get("quantization"), rollout.get("enable_rollout_routing_replay")
+    quantised = rollout.get("quantization")
     rules = [
         ("engine.batch_invariant", engine.batch_invariant, True, "its bits depend on micro-batches."),
         ("engine.chunked_logits", engine.chunked_logits, True, "whole logits are reduced in another order."),
@@ -64,7 +64,6 @@ def check_bitwise(
             f"the trainer computes in {computed}.",
         ),
         (f"{ROLLOUT}.quantization", quantised or None, None, "its linears differ first."),
-        (f"{ROLLOUT}.enable_rollout_routing_replay", bool(replays), False, "routes are equal without it."),
         ("actor_rollout_ref.model.lora_rank", model.get("lora_rank") or 0, 0, "linears with adapters were not shown."),
         (
             f"{ROLLOUT}.engine_kwargs.vllm.additional_config.{BITWISE}",

@@ -45,13 +45,6 @@ def test_shown_families_and_dtypes_are_accepted(tmp_path, family, dtype):
         (f"{ROLLOUT}.enforce_eager", False, {}, {"enforce_eager": False}, {}),
         (f"{ROLLOUT}.dtype", "float32", {}, {"dtype": "float32"}, {}),
         (f"{ROLLOUT}.quantization", "fp8", {}, {"quantization": "fp8"}, {}),
-        (
-            f"{ROLLOUT}.enable_rollout_routing_replay",
-            True,
-            {"replay": "R3"},
-            {"enable_rollout_routing_replay": True},
-            {},
-        ),
         (f"{MODEL}.lora_rank", 4, {}, {}, {"lora_rank": 4, "target_modules": ["q_proj"]}),
         (f"{ROLLOUT}.engine_kwargs.vllm.additional_config.epfsdp2_bitwise", None, {}, {"vllm": {}}, {}),
     ],

@@ -24,6 +24,7 @@ __all__ = [
     "folder_of",
     "is_code",
     "json_bytes",
+    "predicted_layers",
     "read_small_files",
     "with_chat_template",
     "with_dtype",
@@ -46,7 +47,7 @@ _LEFT_OUT = (
     # a trainer's state, and descriptions of the base
     *("optimizer*", "scheduler*", "rng_state*", "training_args*", "trainer_state.json", "README*", ".*"),
 )
-# Layers of multi-token prediction, which transformers does not load, so that an export lacks them.
+# Numbers of multi-token prediction layers, which transformers does not load.
 _PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
@@ -109,12 +110,22 @@ def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, b
     return {**kept, _TEMPLATE: template.encode()}
 
 
-def with_overrides(base: Path, overrides: Mapping[str, Any], trained: PretrainedConfig) -> dict[str, Any]:
+def predicted_layers(config: Path) -> int:
+    """Return the number of multi-token prediction layers by a ``config.json``, also where verl has set it to 0."""
+    fields = json.loads(config.read_text())
+    parts = (fields, fields.get("text_config") or {})
+    return max(part.get(name) or 0 for part in parts for name in _PREDICTED)
+
+
+def with_overrides(
+    base: Path, overrides: Mapping[str, Any], trained: PretrainedConfig, has_mtp: bool = False
+) -> dict[str, Any]:
     """Return the ``config.json`` of the trained weights: the base's fields under the base's names, and the overrides.
 
     The ``base`` file is read, not ``trained``, because an older transformers or vLLM does not have newer names. Also,
     in verl the tokenizer's end token replaces the base's list. Overrides that the family's config does not have
-    (attention implementation) are ignored, and so is the dtype, because a model is served in the base's.
+    (attention implementation) are ignored, and so is the dtype, because a model is served in the base's. Without the
+    multi-token prediction layers (``has_mtp``) the config has none.
     """
     known = type(trained).from_json_file(base)
     written = _overridden(json.loads(base.read_text()), overrides, known.to_dict())
@@ -122,7 +133,7 @@ def with_overrides(base: Path, overrides: Mapping[str, Any], trained: Pretrained
     if tied != getattr(known, "tie_word_embeddings", None):
         written["tie_word_embeddings"] = tied
     for part in (written, written.get("text_config")):
-        if isinstance(part, dict):
+        if isinstance(part, dict) and not has_mtp:
             part.update({name: 0 for name in _PREDICTED if part.get(name)})
     return written
 

@@ -13,6 +13,7 @@ ORDER = (
     "norm",
     "saved_modules",
     "log_probs",
+    "mtp",
     "packed_sequences",
     "positions",
     "router_losses",

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.lora.merge import weights
+from ..engine.model.layers import is_mtp
 from ..engine.quantise.schemes import scheme_of
 from ..engine.topology.dtensor import persistent_buffers, shard_steps
 from ..engine.topology.index_ranges import IndexRange, ShardStep
@@ -27,7 +28,7 @@ def tensor_specs(
     itemsize: Mapping[str, int] | int | None = None,
     cuts: Mapping[str, tuple[ShardStep, ...]] | None = None,
 ) -> list[TensorSpec]:
-    """Describe weights and persistent buffers, in the model's order.
+    """Describe weights and persistent buffers, in the model's order, without multi-token prediction layers.
 
     Args:
         itemsize: bytes per sent element, for all parameters or by name; defaults to the parameter's own.
@@ -35,10 +36,12 @@ def tensor_specs(
     """
     found = []
     for name, param in weights(model):
+        if is_mtp(model, name):
+            continue
         size = itemsize.get(name) if isinstance(itemsize, Mapping) else itemsize
         steps = shard_steps(param) if cuts is None else cuts[name]
         found.append(TensorSpec(name, tuple(param.shape), size or param.element_size(), steps))
-    buffers = persistent_buffers(model).items()
+    buffers = ((name, buffer) for name, buffer in persistent_buffers(model).items() if not is_mtp(model, name))
     return [*found, *(TensorSpec(name, tuple(buffer.shape), buffer.element_size()) for name, buffer in buffers)]
 
 

@@ -19,6 +19,7 @@ from ..engine.lora.frozen_base import SentBase
 from ..engine.lora.merge import AdapterUse, local_values, weights
 from ..engine.lora.rollout_names import RolloutNames
 from ..engine.model import hf_names
+from ..engine.model.layers import is_mtp
 from ..engine.quantise.schemes import scheme_of
 from ..engine.quantise.shards import QuantisedShards
 from ..engine.topology.dtensor import local_tensor, persistent_buffers, shard_steps
@@ -142,7 +143,9 @@ class RolloutSync:
         local = local_values(self.model, self.device, adapters, wait)
         if rollout is None or not rollout.is_quantised:
             return lambda name: local(name, state[name])
-        params = {n: p for n, p in weights(self.model) if is_quantised(self.heads.family, n)}
+        params = {
+            n: p for n, p in weights(self.model) if is_quantised(self.heads.family, n) and not is_mtp(self.model, n)
+        }
         scheme = scheme_of(rollout.block, rollout.channels)
         # With adapters quantise one weight at a time, so that one gather of its adapter serves scales and values.
         limit = round_bytes(self.settings.memory_bytes) if lora_of(self.model) is None else 0
@@ -285,7 +288,8 @@ class RolloutWeights:
     def min_received_bytes(self) -> int:
         """Return the bytes of the worker's tensors that this rank does not hold."""
         if self.mode != "sliced":
-            found = weights(self.sync.model, of_adapters=self.mode == "adapters")
+            model = self.sync.model
+            found = ((n, p) for n, p in weights(model, self.mode == "adapters") if not is_mtp(model, n))
             missing = ((name, p.numel() - local_tensor(p).numel()) for name, p in found)
             return sum(count * self.sync.dtypes[name].itemsize for name, count in missing)
         plan, kind = self._exchange.plan, self._exchange.member.kind

@@ -42,6 +42,8 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/planner": MODEL,
     "engine/checkpoint": MODEL | {"huggingface_hub", "safetensors", "tqdm"},
     "engine/survivors.py": TORCH | {"safetensors"},
+    "engine/mtp": TORCH,
+    "engine/mtp/responses.py": TORCH | {"tensordict"},
     "engine/optim": TORCH,
     "engine/config/settings.py": TORCH,
     # verl's side of a sync: its server adapter, its bucketed sender, its checkpoint engines, its worker extension.

@@ -47,6 +47,7 @@ __all__ = [
     "as_yaml",
     "check_settings",
     "expert_settings",
+    "mtp_loss_coef",
     "param_dtype",
     "planned_overrides",
     "planned_settings",
@@ -227,6 +228,9 @@ class EngineSettings:
     router_metrics: bool = setting(False, FLAG, of_experts=True)
     """Log in each update the busiest and the idlest expert's load against an even load, the (token, expert) pairs
     without an expert's output, and the losses above"""
+    mtp_loss_coef: float | None = setting(None, optional(LOSS_WEIGHT))
+    """Weight of the loss of the checkpoint's multi-token prediction layers, trained to draft as the policy
+    (docs/features.md). 0: kept, exported and synced as they are. null: as model.mtp says, else left out"""
     router_replay: Any = setting(lambda: SimpleNamespace(mode="disabled", record_file=None, replay_file=None), REPLAY)
     """Route an update's tokens as before: disabled; R2, as for the old log-probs; R3, as in the rollout, for log-probs
     and update, with actor_rollout_ref.rollout.enable_rollout_routing_replay=True"""
@@ -309,6 +313,16 @@ def sharding_options(config: Any, model: Any = None) -> ShardingOptions:
         activation_offload=bool(get_setting(model, "enable_activation_offload")),
         head_in_root=bool(get_setting(model, "use_fused_kernels")),
     )
+
+
+def mtp_loss_coef(config: Any, model: Any) -> float | None:
+    """Return the weight of the loss of multi-token prediction layers; None if they are left out.
+
+    Without ``engine.mtp_loss_coef``, verl's ``model.mtp`` decides: ``enable`` keeps them, ``enable_train`` trains them.
+    """
+    if config.mtp_loss_coef is not None or not get_setting(model, "mtp.enable"):
+        return config.mtp_loss_coef
+    return get_setting(model, "mtp.mtp_loss_scaling_factor") if get_setting(model, "mtp.enable_train") else 0.0
 
 
 def param_dtype(config: Any) -> torch.dtype:

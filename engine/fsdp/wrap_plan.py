@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.layers import layer_names
+from ..model.layers import is_mtp, layer_names
 from ..model.vision import tower_parameters
 from ..moe.find import ExpertsInfo, find_experts
 from ..topology.dtensor import is_adapter
@@ -137,12 +137,13 @@ class _Units:
         """Return the units, with prefetched units in the first unit of each stage.
 
         Stages run root, embeddings, layers, head in forward, and root, head, layers in backward. The layers of a vision
-        tower prefetch only each other: a batch without images skips them, and a prefetched unit must be used.
+        tower prefetch only each other: a batch without images skips them, and a prefetched unit must be used. For the
+        same reason no unit prefetches a multi-token prediction layer, which runs in training alone.
         """
         if not self.options.prefetch_depth:
             return self._units
         chains: dict[str, list[str]] = {}
-        for layer in self.layers:
+        for layer in (layer for layer in self.layers if not is_mtp(self.model, layer)):
             chains.setdefault(layer.rpartition(".")[0], []).append(layer)
         main = self._layers_of_every_batch(list(chains.values()))
         forward: dict[str, tuple[str, ...]] = {}

@@ -18,7 +18,15 @@ from torch.nn import functional
 from ..moe.gemm.backends import ROWS
 from .tiles import LABEL, MOST, TOTAL, WEIGHTED, add_product, gradient_of, reduce_tile
 
-__all__ = ["log_probs_and_entropy", "log_softmax", "tile_bytes", "tile_sizes", "whole_logits"]
+__all__ = [
+    "log_probs_and_entropy",
+    "log_softmax",
+    "logits_scale",
+    "tile_bytes",
+    "tile_sizes",
+    "tile_slices",
+    "whole_logits",
+]
 
 
 def tile_sizes(device_type: str) -> tuple[int, int]:
@@ -82,16 +90,17 @@ def log_softmax(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor
     """
     tokens, missing = len(logits), -len(logits) % ROWS
     logits, temperature = functional.pad(logits, (0, 0, 0, missing)), functional.pad(temperature, (0, missing), value=1)
-    scale = _scale(temperature, torch.float32)
+    scale = logits_scale(temperature, torch.float32)
     sums, labels = _sums(scale), torch.zeros_like(temperature, dtype=torch.long)
-    for rows, columns in _slices(tokens + missing, logits.shape[1], *tile_sizes(logits.device.type)):
+    for rows, columns in tile_slices(tokens + missing, logits.shape[1], *tile_sizes(logits.device.type)):
         tile = logits[rows, columns].clone(memory_format=torch.contiguous_format)
         reduce_tile(tile, scale[rows], labels[rows], sums[:, rows], False)
     lse = sums[MOST] + sums[TOTAL].log()
     return (logits * scale[:, None] - lse[:, None])[:tokens]
 
 
-def _scale(temperature: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def logits_scale(temperature: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the factor of each token's logits."""
     return temperature.to(dtype).clamp(min=1e-8).reciprocal()  # verl's bound
 
 
@@ -108,14 +117,14 @@ def _tiles(
     tokens, outputs = len(hidden), len(weight)
     most_rows, most_columns = tile_sizes(hidden.device.type)
     memory = weight.new_empty(min(most_rows, tokens) * min(most_columns, outputs))
-    for rows, columns in _slices(tokens, outputs, most_rows, most_columns):
+    for rows, columns in tile_slices(tokens, outputs, most_rows, most_columns):
         shape = rows.stop - rows.start, columns.stop - columns.start
         logits = memory[: shape[0] * shape[1]].view(shape)
         torch.mm(hidden[rows], weight[columns].t(), out=logits)
         yield rows, columns, logits if bias is None else logits.add_(bias[columns])
 
 
-def _slices(tokens: int, outputs: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+def tile_slices(tokens: int, outputs: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
     """Yield slices of tokens and columns; tokens vary fastest, so that a part of the weight stays cached."""
     for first in range(0, outputs, columns):
         for token in range(0, tokens, rows):
@@ -126,7 +135,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature, with_entropy):  # type: ignore[override]
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        scale = _scale(temperature, dtype)
+        scale = logits_scale(temperature, dtype)
         sums = _sums(scale)
         for rows, columns, logits in _tiles(hidden, weight, bias):
             reduce_tile(logits, scale[rows], labels[rows] - columns.start, sums[:, rows], with_entropy)

@@ -20,7 +20,7 @@ from ...rollout.sync import RolloutSync, SyncSettings
 from ..build import shard_and_load
 from ..checkpoint.safetensors_reader import CheckpointFiles, check_files, local_checkpoint, open_checkpoint
 from ..config.automatic import AutomaticOverlap
-from ..config.settings import param_dtype
+from ..config.settings import mtp_loss_coef, param_dtype
 from ..config.values import DTYPES, attention_of
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import SequenceParallel
@@ -28,12 +28,14 @@ from ..fsdp.wrap_plan import compute_dtypes
 from ..lora.adapters import Lora
 from ..lora.peft_files import adapter_config, read_adapter
 from ..lora.settings import LoraSettings
-from ..model.layers import layer_names
+from ..model.layers import is_mtp, layer_names, mtp_layers
 from ..model.meta import build_on_meta, check_not_quantised, copy_on_meta
 from ..model.vision import VisionTowerSync, preserve_forward, tower_parameters
+from ..model_files import CONFIG, folder_of, predicted_layers
 from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
 from ..moe.router.losses import RouterLosses
+from ..mtp.layers import policy_experts
 from ..optim.clip import ClippedStep
 from ..optim.loss_scale import LossScale
 from ..optim.lr_scheduler import MultiLRScheduler
@@ -179,7 +181,7 @@ class BuildsModel(FSDPEngineWithLMHead):
         self.router_features: list[StepFeature] = []
         aux, z = config.router_aux_loss_coef, config.router_z_loss_coef
         if not config.forward_only and (aux or z or config.router_metrics):
-            losses = RouterLosses(module, find_experts(module, config.expert_plan), aux, z)
+            losses = RouterLosses(module, policy_experts(module, config.expert_plan), aux, z)
             terms = RouterTerms(losses, self.get_data_parallel_group(), self.ulysses_parallel_group)
             self.router_features.append(terms)
         return module
@@ -198,7 +200,10 @@ class BuildsModel(FSDPEngineWithLMHead):
         config, dtype = self.model_config.hf_config, DTYPES[self.engine_config.model_dtype]
         # verl loads the config with this as an argument, and ``_attn_implementation`` of a config.json wins over it.
         config._attn_implementation = attention_of(self.model_config)
-        return build_on_meta(self._auto_class(), config, dtype, self.model_config.trust_remote_code)
+        return build_on_meta(self._auto_class(), config, dtype, self.model_config.trust_remote_code, self._add_modules)
+
+    def _add_modules(self, module: nn.Module) -> None:
+        """Add modules that the family's class leaves out, while the model is built."""
 
     def _auto_class(self) -> Any:
         return get_hf_auto_model_class(hf_config=self.model_config.hf_config)
@@ -252,7 +257,7 @@ class BuildsModel(FSDPEngineWithLMHead):
             initialize=self._initialize,
             finish=self._initialize_adapters,
             progress=self.rank == 0,
-            may_be_unused="" if self.engine_config.allow_unused_weights else self._may_be_unused,
+            may_be_unused=self._unused_names(),
         )
         if self.engine_config.rollout_bitwise:
             cut_experts(module, self.engine_config._rollout_tp)
@@ -260,6 +265,16 @@ class BuildsModel(FSDPEngineWithLMHead):
             counts = Counter(re.sub(r"\d+", "*", key) for key in unused)
             named = ", ".join(f"{key} ({count})" if count > 1 else key for key, count in counts.items())
             print_lines(self.rank, f"{len(unused)} tensors of the checkpoint have no place in the model: {named}")
+
+    def _unused_names(self) -> str:
+        """Return a pattern of the tensors that only the checkpoint may have: also of layers after the model's."""
+        if self.engine_config.allow_unused_weights:
+            return ""
+        config = self.model_config.hf_config.get_text_config()
+        own = getattr(config, "num_hidden_layers", 0)
+        further = range(own, own + predicted_layers(folder_of(self.model_config.local_hf_config_path) / CONFIG))
+        layers = rf"\.layers\.({'|'.join(map(str, further))})\." if further else r"(?!)"
+        return f"{self._may_be_unused}|{layers}"
 
     def _initialize(self, name: str, tensor: torch.Tensor, fits: bool) -> bool:
         """Fill a parameter that the checkpoint lacks (``match_weights``); adapters are filled after loading."""
@@ -297,6 +312,8 @@ class BuildsModel(FSDPEngineWithLMHead):
             self._lora.freeze_base(module)
         for name in tower_parameters(module) if config.freeze_vision_tower else ():
             module.get_parameter(name).requires_grad_(False)
+        for name in mtp_layers(module) if not mtp_loss_coef(config, self.model_config) else ():
+            module.get_submodule(name).requires_grad_(False)
 
     def _features_of(self, module: Any) -> list[StepFeature]:
         has_tower, invariant = hasattr(module.config, "vision_config"), self.engine_config.batch_invariant
@@ -315,4 +332,5 @@ class BuildsModel(FSDPEngineWithLMHead):
         self.lr_scheduler = MultiLRScheduler(self.optimizer, self._build_lr_scheduler)
         if param_dtype(self.engine_config) is torch.float16:
             self.scaler = LossScale(module, self.layer_names)
-        self.clipped_step = ClippedStep(config.clip_grad, self.meshes, self.scaler)
+        apart = [p for name, p in module.named_parameters() if is_mtp(module, name)]
+        self.clipped_step = ClippedStep(config.clip_grad, self.meshes, self.scaler, apart)

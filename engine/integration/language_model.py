@@ -10,15 +10,18 @@ from torch import nn
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import EngineRegistry
 
-from ..config.values import STRATEGY
+from ..config.settings import mtp_loss_coef
+from ..config.values import DTYPES, STRATEGY
 from ..fsdp.activation_checkpoint import draws_numbers
 from ..head.causal_head import CausalHead, Wanted, why_whole_logits
-from ..moe.find import find_experts
 from ..moe.router.replay import RouterReplay
+from ..mtp.draft_loss import DraftLoss
+from ..mtp.layers import add_mtp_layers, policy_experts
 from ..preflight.features import check_replay
+from ..preflight.mtp import check_mtp
 from .building import print_lines
 from .engine import DEVICES, EPFSDP2Engine
-from .step_features import MismatchWarning, OldLogProbs, ReplayedRoutes, StepFeature
+from .step_features import DraftTerm, MismatchWarning, OldLogProbs, ReplayedRoutes, StepFeature
 
 __all__ = ["EPFSDP2EngineWithLMHead"]
 
@@ -29,17 +32,30 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
 
     _head: CausalHead | None = None  # None: every micro-batch has whole logits
     _old_log_probs: OldLogProbs | None = None  # None: they are computed before an update
+    _draft_loss: DraftLoss | None = None  # None: no multi-token prediction layer is trained
 
     def _build_module(self) -> nn.Module:
         module: Any = super()._build_module()
         config = self.engine_config
         if config.router_replay.mode != "disabled" and not config.forward_only:
             check_replay(config, self.model_config, None)  # not every trainer of verl checks its settings
-            experts = find_experts(module, config.expert_plan)
+            experts = policy_experts(module, config.expert_plan)
             replay = RouterReplay(module, experts, module.config.get_text_config().num_hidden_layers)
             mode, sp_group = config.router_replay.mode, self.ulysses_parallel_group
             self.router_features.append(ReplayedRoutes(replay, mode, self._is_reference, sp_group))
         return module
+
+    @property
+    def _mtp_loss_coef(self) -> float | None:
+        if self.engine_config.forward_only:  # the layers give no log-probs
+            return None
+        return mtp_loss_coef(self.engine_config, self.model_config)
+
+    def _add_modules(self, module: nn.Module) -> None:
+        if self._mtp_loss_coef is None:
+            return
+        count = check_mtp(self.engine_config, self.model_config, module, "model")
+        add_mtp_layers(module, count, DTYPES[self.engine_config.model_dtype])
 
     def _patch(self, module: nn.Module) -> None:
         super()._patch(module)
@@ -49,6 +65,9 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
                 print_lines(self.rank, f"logits are whole: {reason}")
             else:
                 self._head = CausalHead(module)
+        if self._mtp_loss_coef:
+            assert self._head is not None, "check_mtp refuses whole logits"
+            self._draft_loss = DraftLoss(module, self._head, self.ulysses_parallel_group)
 
     def _is_reference(self) -> bool:
         """Whether the model is the reference policy now: the actor without its adapters."""
@@ -57,6 +76,9 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
     def _features_of(self, module: Any) -> list[StepFeature]:
         features, config = super()._features_of(module), self.engine_config
         say = functools.partial(print_lines, self.rank)
+        if self._draft_loss is not None and (coef := self._mtp_loss_coef):
+            groups = self.get_data_parallel_group(), self.ulysses_parallel_group
+            features.append(DraftTerm(self._draft_loss, coef, *groups))
         if config.mismatch_warning and not config.forward_only and self.rank == 0:  # no collective in it
             features.append(MismatchWarning(config.mismatch_warning, say))
         if config._one_update is None:

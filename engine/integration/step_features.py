@@ -20,10 +20,13 @@ from ..fsdp.ulysses import gather_parts, own_part
 from ..model.vision import VisionTowerSync
 from ..moe.router.losses import RouterLosses
 from ..moe.router.replay import ReplayError, RouterReplay
+from ..mtp.draft_loss import DraftLoss
+from ..mtp.responses import drafted
 from ..planner.run import StepEstimate
 from .shims import TrainersMetric
 
 __all__ = [
+    "DraftTerm",
     "MismatchWarning",
     "OldLogProbs",
     "PlannedMemory",
@@ -116,6 +119,48 @@ class RouterTerms(StepFeature):
 
     def metrics(self) -> Mapping[str, float]:
         return self._losses.metrics()
+
+
+class DraftTerm(StepFeature):
+    """The loss of multi-token prediction layers on drafts of response tokens (``mtp/draft_loss.py``).
+
+    Args:
+        coef: weight of the mean loss of a draft.
+        dp_group: ranks whose batches are different.
+        sp_group: ranks that share packed rows; None where none do.
+    """
+
+    def __init__(self, loss: DraftLoss, coef: float, dp_group: dist.ProcessGroup, sp_group: dist.ProcessGroup | None):
+        self._loss, self._coef, self._dp_group, self._sp_group = loss, coef, dp_group, sp_group
+        self._drafts = self._sums = torch.empty(0)
+
+    def begin_batch(self, data: TensorDict, forward_only: bool) -> None:
+        if forward_only:
+            return
+        self._drafts = torch.stack([wanted.sum() for wanted in drafted(data, self._loss.depth)]).sum()
+        dist.all_reduce(self._drafts, group=self._dp_group)
+        self._sums = torch.zeros(2, device=get_device_id())
+
+    def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
+        if not torch.is_grad_enabled():
+            return
+        positions = inputs["position_ids"][0]  # of the whole row
+        missing = len(positions) - micro_batch["input_ids"].values().shape[0]
+        whole = [F.pad(each, (0, missing)) for each in drafted(micro_batch, self._loss.depth)]
+        *wanted, starts = (own_part(each, 0, self._sp_group) for each in (*whole, positions == 0))
+        self._loss.watch(wanted, starts)
+
+    def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        if (found := self._loss.take()) is None:
+            return loss
+        self._sums += torch.stack([each.detach().float() for each in found])
+        # FSDP averages over all ranks, and micro-batches sum, so this is the mean over the drafts of the step.
+        return loss + dist.get_world_size() * self._coef / self._drafts.clamp(min=1) * found[0]
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the mean loss of a draft, and the share of drafts whose most likely token is the policy's."""
+        dist.all_reduce(self._sums)
+        return dict(zip(("mtp_loss", "mtp_agreement"), (self._sums / self._drafts.clamp(min=1)).tolist(), strict=True))
 
 
 class ReplayedRoutes(StepFeature):

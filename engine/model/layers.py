@@ -1,12 +1,15 @@
 """Find the layers of a Hugging Face model, and what mixes the tokens of a row in them."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["attention_modules", "decoder_layers", "layer_names"]
+__all__ = ["attention_modules", "decoder_layers", "is_mtp", "layer_names", "mtp_layers", "set_mtp_layers"]
+
+_MTP = "_epfsdp2_mtp_layers"
 
 
 def layer_names(model: nn.Module) -> list[str]:
@@ -28,6 +31,21 @@ def decoder_layers(model: Any) -> list[str]:
     own = {type(model.config), type(model.config.get_text_config())}
     towers = [fqn for fqn, m in model.named_modules() if isinstance(m, PreTrainedModel) and type(m.config) not in own]
     return [layer for layer in layer_names(model) if not any(layer.startswith(f"{tower}.") for tower in towers)]
+
+
+def set_mtp_layers(model: nn.Module, names: Iterable[str]) -> None:
+    """Mark layers as multi-token prediction layers (``mtp/layers.py``)."""
+    setattr(model, _MTP, tuple(names))
+
+
+def mtp_layers(model: nn.Module) -> tuple[str, ...]:
+    """Return the FQNs of multi-token prediction layers, which the model's own forward does not run."""
+    return getattr(model, _MTP, ())
+
+
+def is_mtp(model: nn.Module, name: str) -> bool:
+    """Return whether a module or tensor is a multi-token prediction layer, or in one."""
+    return f"{name}.".startswith(tuple(f"{layer}." for layer in mtp_layers(model)))
 
 
 def _recorded_classes(model: nn.Module) -> set[str]:

@@ -6,7 +6,7 @@ instead of being trained from whatever was in memory.
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,11 @@ class UninitializedError(ValueError):
 
 
 def build_on_meta(
-    auto_class: Any, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
+    auto_class: Any,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    extend: Callable[[nn.Module], None] = lambda model: None,
 ) -> nn.Module:
     """Build the model with its parameters on the meta device and its buffers real.
 
@@ -67,9 +71,11 @@ def build_on_meta(
 
     Args:
         auto_class: a transformers auto class, e.g. ``AutoModelForCausalLM``.
+        extend: adds modules to the model, whose parameters go to meta too.
     """
     with _parameters_on_meta(), no_init_weights(), _PoisonEmpty():
         model = auto_class.from_config(for_run(config, dtype), dtype=dtype, trust_remote_code=trust_remote_code)
+        extend(model)
     prepare(model)
     kept = kept_in_float32(model)
     for module_name, module in model.named_modules():

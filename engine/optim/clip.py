@@ -22,17 +22,24 @@ class ClippedStep:
     Args:
         max_norm: see ``clip_grad_norm_``.
         loss_scale: adapted after each step; None for a loss without one.
+        apart: parameters that are clipped by a norm of their own, and leave other parameters' steps unchanged.
 
     Attributes:
         skipped: number of steps skipped so far.
     """
 
-    def __init__(self, max_norm: float | None, meshes: Meshes, loss_scale: LossScale | None = None):
+    def __init__(
+        self,
+        max_norm: float | None,
+        meshes: Meshes,
+        loss_scale: LossScale | None = None,
+        apart: Iterable[torch.Tensor] = (),
+    ):
         self.max_norm, self.meshes, self.loss_scale = max_norm, meshes, loss_scale
-        self.skipped = 0
+        self.skipped, self._apart = 0, set(apart)
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """Step ``optimizer`` on gradients clipped over all its parameters.
+        """Step ``optimizer`` on gradients clipped over all its parameters, but those ``apart``.
 
         Returns:
             The norm before clipping, without the scale of the loss. It is equal on all ranks, so all step or all skip.
@@ -42,8 +49,9 @@ class ClippedStep:
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        norm = clip_grad_norm_(parameters, self.max_norm, self.meshes, scale)
-        finite = bool(torch.isfinite(norm))
+        both = [p for p in parameters if p not in self._apart], [p for p in parameters if p in self._apart]
+        norm, *others = (clip_grad_norm_(own, self.max_norm, self.meshes, scale) for own in both if own)
+        finite = all(bool(torch.isfinite(each)) for each in (norm, *others))
         if finite:
             optimizer.step()
         else:

@@ -28,6 +28,7 @@ from ..moe.deepep import check_deepep
 from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.gemm.backends import REGISTERED
 from ..moe.router.losses import check_router_logits
+from ..mtp.layers import policy_experts
 from ..packing.sequences import why_not_packed
 from ..topology.mesh import Topology, check_sequence_size
 from .model import ModelFacts, check_expert_shards, facts_of
@@ -223,7 +224,7 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
     try:
         if facts.is_dense:
             raise UnsupportedModelError("it has no experts, and a token no route")
-        experts_by_layer(find_experts(facts.model, engine.expert_plan), config.num_hidden_layers)
+        experts_by_layer(policy_experts(facts.model, engine.expert_plan), config.num_hidden_layers)
     except UnsupportedModelError as error:
         rule = f"{error}."
     if rule:
@@ -238,7 +239,7 @@ def check_routers(engine: Any, facts: ModelFacts) -> None:
         return
     try:
         layers = facts.model.config.get_text_config().num_hidden_layers
-        check_router_logits(find_experts(facts.model, engine.expert_plan), layers)
+        check_router_logits(policy_experts(facts.model, engine.expert_plan), layers)
     except UnsupportedModelError as error:
         rule = f"can't be with {facts.name}: {error}"
         raise SettingError(f"engine.{name}", getattr(engine, name), rule, "leave it out") from None

@@ -26,6 +26,7 @@ from ..optim.settings import check_optimizer
 from ..topology.mesh import Topology
 from . import features
 from .model import ModelFacts, check_alone, check_expert_shards, inspect_model, without_experts
+from .mtp import check_mtp
 from .resume import check_checkpoint, check_resume
 from .rollout import (
     check_adapters_alone,
@@ -42,7 +43,7 @@ __all__ = ["check_model_settings", "check_run", "check_training", "check_version
 logger = logging.getLogger("epfsdp2")
 
 # verl's model settings that this engine does not support.
-_UNSUPPORTED = ("use_liger", "tiled_mlp.enabled", "mtp.enable")
+_UNSUPPORTED = ("use_liger", "tiled_mlp.enabled")
 
 
 def check_run(
@@ -90,6 +91,7 @@ def check_run(
         engine = without_experts(engine, facts.model)
     check_adapters_alone(model, rollout, facts, device)
     check_distillation(engine, model, rollout)
+    check_mtp(engine, model, None if facts is None else facts.model)
     features.check_images(engine, rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name"):

@@ -47,6 +47,7 @@ ROOMS = (
     "engine/lora",
     "engine/quantise",
     "engine/parallelize.py",
+    "engine/mtp",
     "engine/fsdp",
     "engine/dense",
     "engine/head",

@@ -1,0 +1,118 @@
+"""The loss of multi-token prediction layers: a cross-entropy with the policy's own distribution.
+
+The first layer sees the hidden states of token ``t`` and the embedding of ``t + 1``, and drafts ``t + 2``. Its target
+is the policy's distribution of that token, from the hidden states of ``t + 1``. Each further layer sees the output of
+the one before, and drafts one token later. Hidden states, embeddings and head are detached, so the policy's gradients
+are those without these layers.
+
+The layers run inside the head's forward, where FSDP has gathered the head's weight. Attention masks, rotary embeddings
+and other arguments are those of the last decoder layer, so packed rows and sequence parallelism need no code here.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..fsdp.ulysses import gather_parts
+from ..head.causal_head import CausalHead
+from ..head.soft_cross_entropy import soft_cross_entropy
+from ..model.layers import decoder_layers, is_mtp, mtp_layers
+from ..wrap_forward import wrap_forward
+from .layers import install_forward
+
+__all__ = ["DraftLoss"]
+
+
+@dataclass
+class _Forward:
+    """A watched forward: its arguments, the states that its layers have passed, and its result."""
+
+    wanted: Sequence[torch.Tensor]
+    starts: torch.Tensor
+    embeddings: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    found: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class DraftLoss:
+    """Computes the loss of a model's MTP layers in each forward after ``watch``; install it before sharding.
+
+    Args:
+        head: the model's, already wrapped.
+        sp_group: ranks that share packed rows; None where none do.
+    """
+
+    def __init__(self, model: Any, head: CausalHead, sp_group: dist.ProcessGroup | None):
+        self._head, self._sp_group = head, sp_group
+        self._layers = [model.get_submodule(name) for name in mtp_layers(model)]
+        self._now: _Forward | None = None
+        first, *_, last = (name for name in decoder_layers(model) if not is_mtp(model, name))
+        model.get_submodule(first).register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
+        model.get_submodule(last).register_forward_pre_hook(self._see_arguments, with_kwargs=True)
+        output = model.get_output_embeddings()
+        wrap_forward(output, "mtp", functools.partial(self._forward, output))
+        for layer in self._layers:
+            install_forward(layer)
+
+    @property
+    def depth(self) -> int:
+        """Number of layers, so of tokens drafted after the next one."""
+        return len(self._layers)
+
+    def watch(self, wanted: Sequence[torch.Tensor], starts: torch.Tensor) -> None:
+        """Compute the loss of the next forward.
+
+        Args:
+            wanted: for each layer, bool ``[s]``: whether its draft from this rank's position counts.
+            starts: bool ``[s]``: whether a position is its sequence's first. vLLM's drafters get no embedding there.
+        """
+        self._now = _Forward(wanted, starts)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the sum of the losses, and the number of drafts with the policy's mode; None without ``watch``."""
+        now, self._now = self._now, None
+        return None if now is None else now.found
+
+    def _see_embeddings(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._now is not None:
+            self._now.embeddings = (args[0] if args else kwargs["hidden_states"]).detach()
+
+    def _see_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._now is not None:
+            self._now.args, self._now.kwargs = args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"}
+
+    def _forward(self, head: Any, forward: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        output = forward(hidden)
+        if self._now is not None:
+            bias = None if head.bias is None else head.bias.detach()
+            self._now.found = self._losses(self._now, hidden.detach(), head.weight.detach(), bias)
+        return output
+
+    def _losses(
+        self, now: _Forward, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        asked, state = self._head.wanted, hidden
+        temperature = hidden.new_ones(hidden.shape[1]) if asked is None else asked.temperature.reshape(-1)
+        losses, agreed = [], []
+        for ahead, (layer, wanted) in enumerate(zip(self._layers, now.wanted, strict=True), start=1):
+            embeddings = self._ahead(now.embeddings, ahead).masked_fill(now.starts[None, :, None], 0)
+            state = layer(state, embeddings.to(state.dtype), *now.args, **now.kwargs)
+            target = self._ahead(hidden, ahead)
+            each, agrees = soft_cross_entropy(state[0], target[0], weight, bias, temperature)
+            losses.append(torch.where(wanted, each, 0).sum())
+            agreed.append((agrees & wanted).sum())
+        return torch.stack(losses).sum(), torch.stack(agreed).sum()
+
+    def _ahead(self, row: torch.Tensor, count: int) -> torch.Tensor:
+        """Return for each position the states ``count`` positions later in the row ``[1, s, D]``."""
+        if self._sp_group is None:
+            return row.roll(-count, dims=1)
+        size, rank = dist.get_world_size(self._sp_group), dist.get_rank(self._sp_group)
+        firsts = gather_parts(row[0, :count], self._sp_group).view(size, count, -1)
+        return torch.cat([row[:, count:], firsts[(rank + 1) % size][None]], dim=1)

@@ -1,0 +1,62 @@
+"""Multi-token prediction layers in verl's updates, against plain operators in one process."""
+
+import pytest
+import torch
+
+from tests.support.engine.sharded import whole_parameters
+from tests.support.models.mtp import PlainDrafts, save_with_mtp
+from tests.support.models.tiny import relative_error
+from tests.support.ranks import run_ranks
+from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker, watched_gradients
+
+COEF = 0.3
+MESHES = [
+    {"ep": 1},
+    {"ep": 2, "fsdp_size": 2, "dynamic": True, "activation_checkpointing": "full"},
+    {"ep": 4, "ulysses_sequence_parallel_size": 2},
+    {"ep": 2, "etp_size": 2, "reshard_after_forward": False, "micro_batch": 1},
+]
+
+
+def _plain(folder):
+    """Return gradients of the layers, the mean loss and the share of equal modes over all samples."""
+    drafts, losses, agrees = PlainDrafts(folder), [], []
+    for ids, prompt, *_ in ppo_samples():
+        each, equal = drafts(ids, 0.7)
+        for depth in range(drafts.depth):
+            # From token t comes token t + 2 + depth, which is a response's.
+            counts = slice(max(0, prompt - 2 - depth), max(0, len(ids) - 2 - depth))
+            losses.append(each[depth, counts])
+            agrees.append(equal[depth, counts])
+    loss = torch.cat(losses).mean()
+    (COEF * loss).backward()
+    return drafts.named_gradients(), loss.item(), torch.cat(agrees).float().mean().item()
+
+
+def _updates(folder, cases):
+    from verl.utils import tensordict_utils as tu
+
+    wanted, loss, agreement = _plain(folder)
+    for case in cases:
+        seen, metrics, after = {}, {}, {}
+        for coef in (None, COEF):
+            worker = ppo_worker(folder, **case, mtp_loss_coef=coef)
+            gradients = watched_gradients(worker)
+            output = worker.train_batch(ppo_batch(of_this_rank(worker, ppo_samples())))
+            seen[coef], after[coef] = gradients, whole_parameters(worker.engine.module)
+            metrics[coef] = tu.get(output, "metrics") if worker.engine.is_mp_src_rank_with_outputs() else None
+        assert seen[COEF].keys() - seen[None].keys() == wanted.keys() == after[COEF].keys() - after[None].keys()
+        for name in seen[None]:
+            assert torch.equal(seen[None][name], seen[COEF][name]), (case, name)
+            assert torch.equal(after[None][name], after[COEF][name]), (case, name)
+        for name, want in wanted.items():
+            assert relative_error(seen[COEF][name], want) < 1e-5, (case, name)
+        if metrics[COEF] is not None:
+            assert metrics[COEF]["grad_norm"] == metrics[None]["grad_norm"]
+            (found,), (share,) = set(metrics[COEF]["mtp_loss"][0]), set(metrics[COEF]["mtp_agreement"][0])
+            assert found == pytest.approx(loss, rel=1e-5) and share == pytest.approx(agreement, abs=1e-6)
+
+
+@pytest.mark.parametrize(("family", "depth"), [("glm4_moe_lite", 1), ("deepseek_v3", 2)])
+def test_update_with_mtp_layers_leaves_the_policys_bits_and_has_their_plain_gradients(tmp_path, family, depth):
+    run_ranks(_updates, 4, save_with_mtp(tmp_path, family, depth), MESHES, timeout=500)

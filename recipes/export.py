@@ -10,6 +10,7 @@ model and compared by checksum.
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from ..engine.lora.targets import find_targets
 from ..engine.model.meta import model_of_checkpoint
 from ..engine.model.value_head import value_fields
 from ..engine.model_files import CONFIG, json_bytes, with_dtype
+from ..engine.mtp.layers import add_stored_mtp_layers
 from ..engine.topology.dtensor import checkpoint_tensors
 
 __all__ = ["export", "main"]
@@ -85,7 +87,9 @@ def export(
     names = [name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)]
     if not names:
         raise CheckpointError(f"{checkpoint} holds no model: checkpoint.save_contents was without it.")
-    model = model_of_checkpoint(checkpoint / HF, names, dtype or torch.float32)
+    kept = dtype or torch.float32
+    extend = functools.partial(add_stored_mtp_layers, names=names, dtype=kept)
+    model = model_of_checkpoint(checkpoint / HF, names, kept, extend)
     dtypes = {
         name: own.dtype if dtype is not None and own.is_floating_point() else None
         for name, own in checkpoint_tensors(model).items()

@@ -95,8 +95,15 @@ def copy_on_meta(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copied
 
 
-def model_of_checkpoint(folder: Path, names: Iterable[str], dtype: torch.dtype = torch.float32) -> nn.Module:
+def model_of_checkpoint(
+    folder: Path,
+    names: Iterable[str],
+    dtype: torch.dtype = torch.float32,
+    extend: Callable[[nn.Module], None] = lambda model: None,
+) -> nn.Module:
     """Build the model of a checkpoint on meta, from its config; with a value head if its tensors' ``names`` have one.
+
+    For ``extend`` see ``build_on_meta``.
 
     Raises:
         ValueError: transformers has no such class for the config.
@@ -109,7 +116,7 @@ def model_of_checkpoint(folder: Path, names: Iterable[str], dtype: torch.dtype =
     auto_class = next((kind for kind in kinds if type(config) in kind._model_mapping), None)
     if auto_class is None:
         raise ValueError(f"{folder} has a {type(config).__name__}, for which transformers has no such model.")
-    model: Any = build_on_meta(auto_class, config, dtype)
+    model: Any = build_on_meta(auto_class, config, dtype, extend=extend)
     model.tie_weights()  # moving to meta undid it
     return model
 

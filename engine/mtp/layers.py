@@ -10,7 +10,7 @@ own, and is loaded, saved and exported like any layer. Embeddings and head are t
 checkpoints have are not read.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..model.layers import is_mtp, set_mtp_layers
 from ..moe.find import ExpertsInfo, find_experts
 from ..wrap_forward import wrap_forward
 
-__all__ = ["FAMILIES", "add_mtp_layers", "install_forward", "policy_experts"]
+__all__ = ["FAMILIES", "add_mtp_layers", "add_stored_mtp_layers", "install_forward", "policy_experts"]
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families whose MTP layers follow the decoder's layers, and whose forward stops at ``num_hidden_layers``."""
@@ -47,6 +47,12 @@ def add_mtp_layers(model: Any, count: int, dtype: torch.dtype) -> None:
             layer.shared_head = nn.ModuleDict({"norm": new_norm()})
             decoder.layers.append(layer)
     set_mtp_layers(model, [f"{fqn}.layers.{index}" for index in range(own, own + count)])
+
+
+def add_stored_mtp_layers(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
+    """Add the layers of a run's checkpoint that has tensors of these ``names``."""
+    if count := sum(name.endswith(".eh_proj.weight") for name in names):
+        add_mtp_layers(model, count, dtype)
 
 
 def policy_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> list[ExpertsInfo]:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import verl.trainer.config
 from omegaconf import OmegaConf
-from verl.workers.config.model import MtpConfig
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.features import check_attention, check_casts
@@ -112,7 +111,6 @@ def test_attention_flash_attention_2_without_flash_attn_is_refused(model, instal
     [
         ("use_liger", {"use_liger": True}),
         ("tiled_mlp.enabled", {"tiled_mlp": {"enabled": True, "num_shards": 4}}),
-        ("mtp.enable", {"mtp": {"enable": True}}),
     ],
 )
 def test_model_settings_that_are_unsupported_are_refused(setting, name, settings):
@@ -127,8 +125,7 @@ def test_model_settings_that_are_unsupported_are_refused(setting, name, settings
 def test_model_settings_by_verls_defaults_pass():
     path = Path(verl.trainer.config.__file__).parent / "model" / "hf_model.yaml"
     check_model_settings(OmegaConf.load(path))
-    check_model_settings({"lora": {"rank": 0}, "tiled_mlp": {"enabled": False}, "mtp": None})
-    check_model_settings(SimpleNamespace(mtp=MtpConfig()))
+    check_model_settings({"lora": {"rank": 0}, "tiled_mlp": {"enabled": False}})
 
 
 @ROLES

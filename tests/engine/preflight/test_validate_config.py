@@ -90,7 +90,10 @@ def test_validate_config_of_a_run_that_cannot_resume_is_refused(validate, tmp_pa
         (f"{MODEL}.path=/no/such/model", f"{MODEL}.path=/no/such/model: there is no such folder"),
         (f"{MODEL}.override_config.num_experts=7", "engine.ep_size=2: has to divide the number of experts"),
         (f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=False: vLLM's CPU build has no kernels for adapters of experts"),
-        (f"{MODEL}.mtp.enable=True", f"{MODEL}.mtp.enable=True: is not supported"),
+        (
+            f"{MODEL}.mtp.enable=True",
+            f"{MODEL}.mtp.enable=True: the layers that draft of Qwen3MoeForCausalLM are not known",
+        ),
         (
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf]",
             "actor_rollout_ref.actor.checkpoint.save_contents=['model', 'hf']: there is no hf",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.parity.families import FAMILIES
 from tests.support.engine.sharded import whole_parameters
 from tests.support.models.mtp import PlainDrafts, save_with_mtp
 from tests.support.models.tiny import relative_error
@@ -59,4 +60,4 @@ def _updates(folder, cases):
 
 @pytest.mark.parametrize(("family", "depth"), [("glm4_moe_lite", 1), ("deepseek_v3", 2)])
 def test_update_with_mtp_layers_leaves_the_policys_bits_and_has_their_plain_gradients(tmp_path, family, depth):
-    run_ranks(_updates, 4, save_with_mtp(tmp_path, family, depth), MESHES, timeout=500)
+    run_ranks(_updates, 4, save_with_mtp(tmp_path, FAMILIES[family], depth), MESHES, timeout=500)

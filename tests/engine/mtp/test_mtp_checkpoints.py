@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from epfsdp2.recipes.export import export
+from tests.parity.families import FAMILIES
 from tests.support.engine.sharded import whole_parameters
 from tests.support.models.mtp import save_with_mtp
 from tests.support.ranks import run_ranks
@@ -34,7 +35,7 @@ def _go_on(folder, out):
 
 
 def test_resumed_training_of_mtp_layers_continues_bit_for_bit_and_exports_them(tmp_path):
-    folder = save_with_mtp(tmp_path / "model", "glm4_moe", 1)
+    folder = save_with_mtp(tmp_path / "model", FAMILIES["glm4_moe"], 1)
     run_ranks(_go_on, 2, folder, tmp_path)
     export(tmp_path / "saved", tmp_path / "out")
     before, after = load_file(folder / "model.safetensors"), {}
@@ -60,7 +61,7 @@ def _kept(folder, out):
 
 
 def test_mtp_layers_that_are_kept_stay_as_they_are_and_no_reference_has_them(tmp_path):
-    folder = save_with_mtp(tmp_path / "model", "deepseek_v3", 1)
+    folder = save_with_mtp(tmp_path / "model", FAMILIES["deepseek_v3"], 1)
     run_ranks(_kept, 2, folder, tmp_path)
     export(tmp_path / "saved", tmp_path / "out")
     after = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}

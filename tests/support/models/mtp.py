@@ -8,18 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.parity.families import FAMILIES
+from tests.parity.family import Family
 from tests.support.models.tiny import reference_model, save_random
 
 __all__ = ["PlainDrafts", "save_with_mtp"]
 
 
-def save_with_mtp(folder: Path, family: str, depth: int) -> Path:
-    """Save a random model of three layers and ``depth`` multi-token prediction layers, and copies of its embeddings."""
-    recipe = FAMILIES[family]
+def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Path:
+    """Save a random model with ``depth`` multi-token prediction layers, and copies of its embeddings and head."""
     layers = recipe.sizes["num_hidden_layers"]
     more = {name: of + of[-1:] * depth for name, of in recipe.sizes.items() if isinstance(of, list)}
-    save_random(recipe.build(num_hidden_layers=layers + depth, **more), folder, seed=0, one_file=True)
+    save_random(recipe.build(num_hidden_layers=layers + depth, **more), folder, seed, one_file=True)
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": depth}
     config |= {name: config[name][:layers] for name in more}

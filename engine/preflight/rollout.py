@@ -56,8 +56,8 @@ _REPLAY = "engine.router_replay.mode"
 _MEMORY = "engine.sync_megabytes"
 # Advantage estimators, and the data that verl's v1 trainer lacks for them; verl's older trainer has these.
 LACKING_IN_V1 = {
-    "remax": "the rewards of greedy answers",
-    "gdpo": "the rewards of each kind",
+    "remax": "rewards of greedy answers",
+    "gdpo": "rewards of each kind",
     "optimal_token_baseline": "sums of squared probabilities",
     "tir_optimal_token_baseline": "sums of squared probabilities",
 }
@@ -282,7 +282,7 @@ def check_algorithm(rollout: Mapping[str, Any]) -> None:
         return
     works, estimator = "trainer.use_v1=False", rollout.get("adv_estimator")
     if lacking := LACKING_IN_V1.get(str(estimator)):
-        rule = f"verl's v1 trainer has not {lacking} when it computes advantages."
+        rule = f"verl's v1 trainer has no {lacking}, and would end after the first rollout."
         raise SettingError("algorithm.adv_estimator", estimator, rule, works)
     if rollout.get("use_pf_ppo") and estimator == "gae":
         rule = "verl's v1 trainer gives the advantages of drawn samples to other samples."

@@ -104,7 +104,7 @@ def test_validate_config_of_a_run_that_cannot_resume_is_refused(validate, tmp_pa
             "actor_rollout_ref.actor.use_fused_kernels=True: verl's engines read the model's setting alone.",
         ),
         *(
-            (f"algorithm.adv_estimator={name}", f"algorithm.adv_estimator={name}: verl's v1 trainer has not")
+            (f"algorithm.adv_estimator={name}", f"algorithm.adv_estimator={name}: verl's v1 trainer has no ")
             for name in LACKING_IN_V1
         ),
         (f"{TENSOR_PARALLEL}=4", f"{TENSOR_PARALLEL}=4: a replica of vLLM takes 4 workers"),

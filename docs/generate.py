@@ -66,8 +66,8 @@ So verl's own example scripts run with two more words:
     bash examples/grpo_trainer/run_qwen3_30b_a3b_fsdp.sh engine=epfsdp2 engine.ep_size=8
 
 `strategy=fsdp2` in such a script has no effect beside `engine=epfsdp2`. `wrap_policy`, `forward_prefetch` and
-`use_orig_params` of verl's FSDP engine have none either, and one line says what happens instead. A key whose meaning
-can't be kept is refused.
+`use_orig_params` of verl's FSDP engine and the actor's `use_prefix_grouper` and `use_rollout_log_probs` have none
+either. One line says what happens instead. A key whose meaning can't be kept is refused.
 
 Settings of experts, such as `ep_size`, count for roles whose model has experts. A dense model, e.g. a dense critic,
 runs as plain FSDP2 and says so in one line. If no role's model has experts, such a setting is refused.

@@ -166,6 +166,9 @@ class EPFSDP2ActorConfig(ActorConfig):
         """Check the whole run on the driver, before Ray starts; a ``DriverError`` as ``preflight.check_run`` raises."""
         super().validate(n_gpus, train_batch_size, model_config or {})
         with _on_the_driver(self.names):
+            if self.use_fused_kernels and not (model_config or {}).get("use_fused_kernels"):
+                name, works = (f"actor_rollout_ref.{node}.use_fused_kernels" for node in ("actor", "model"))
+                raise SettingError(name, True, "verl's engines read the model's setting alone.", f"{works}=True")
             role: dict[str, Any] = {"checkpoint": self.checkpoint, "optim": self.optim, "device": get_device_name()}
             check_run(self.engine, n_gpus, model_config or {}, self.rollout, ipc=is_support_ipc(), **role)
         if self.reference is not None:

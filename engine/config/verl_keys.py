@@ -82,6 +82,14 @@ VERL_KEYS: dict[str, dict[str, Key]] = {
             """,
             Key("taken"),
         ),
+        "use_prefix_grouper": Key(
+            "ignored",
+            "no engine of verl 0.9 computes a prompt once for its group; verl's older trainer sorts by it",
+            False,
+        ),
+        "use_rollout_log_probs": Key(
+            "ignored", "verl 0.9 reads it nowhere; algorithm.rollout_correction.bypass_mode takes the rollout's", False
+        ),
         "forward_micro_batch_size": Key("ignored", _NOWHERE),
         "forward_micro_batch_size_per_gpu": Key("ignored", _NOWHERE),
         "qat": _QAT,

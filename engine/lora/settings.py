@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.values import get_setting, plain
-from ..errors import SettingError
+from ..errors import SettingError, nearest
 
 __all__ = ["ADAPTER_CONFIG", "LoraSettings"]
 
@@ -59,6 +59,24 @@ _OF_PEFT: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "layers_pattern": (partial(_are, str), "is a list of names of a list of layers.", "[layers]"),
     "modules_to_save": (partial(_are, str), "is a list of names of modules, or their ends.", "[lm_head]"),
 }
+# verl's settings for Megatron's adapters, with the defaults that are there whatever the engine is.
+_OF_MEGATRON: dict[str, Any] = {
+    "alpha": 32,
+    "dropout": 0.0,
+    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+    "exclude_modules": [],
+    "dropout_position": "pre",
+    "lora_A_init_method": "xavier",
+    "lora_B_init_method": "zero",
+    "a2a_experimental": False,
+    "dtype": None,
+    "adapter_path": None,
+    "freeze_vision_model": True,
+    "freeze_vision_projection": True,
+    "freeze_language_model": True,
+}
+# Settings under ``lora`` that this engine (``preflight``, ``engine.py``) or verl's rollout reads.
+_READ_ELSEWHERE = ("type", "merge", "rank", "fully_sharded_loras")
 
 
 @dataclass(frozen=True)
@@ -184,6 +202,14 @@ def _of_peft(given: Mapping[str, Any], node: str) -> dict[str, Any]:
     """Check and convert the settings of peft that verl has no name for."""
     if given.get("type", "lora") not in ("lora", "dora"):
         raise SettingError(f"{node}.type", given["type"], "is one of lora; dora here.", f"{node}.type=lora")
+    for name, value in given.items():
+        setting, default = f"{node}.{name}", _OF_MEGATRON.get(name)
+        if name in _OF_MEGATRON and value not in (default, None):
+            rule = "is verl's setting for Megatron's adapters."
+            raise SettingError(setting, value, rule, f"{setting}={'null' if default is None else default}")
+        if name not in _OF_MEGATRON and name not in (known := (*_OF_PEFT, *_READ_ELSEWHERE)):
+            works = nearest(node, name, known) or f"one of: {', '.join(known)}"
+            raise SettingError(setting, value, "there is no such setting of adapters.", works)
     found = {name: given[name] for name in _OF_PEFT if given.get(name) is not None}
     if given.get("type") == "dora":
         found["use_dora"] = True

@@ -171,7 +171,12 @@ def check_fused_kernels(
         return
     name, rule = f"{setting}.use_fused_kernels", ""
     options = f"{setting}.fused_kernel_options.impl_backend"
-    if device == "cpu" and (model.get("fused_kernel_options") or {}).get("impl_backend") == "triton":
+    backend = (model.get("fused_kernel_options") or {}).get("impl_backend", "torch")
+    if backend not in ("torch", "triton", "liger"):
+        raise SettingError(
+            options, backend, "verl has no such kernels, and would train without any.", f"{options}=torch"
+        )
+    if device == "cpu" and backend == "triton":
         raise SettingError(options, "triton", "Triton's kernels need an accelerator; here is none.", f"{options}=torch")
     if setting == _CRITIC:
         rule = "they compute log-probs, and a critic has none."

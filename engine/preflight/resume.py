@@ -24,12 +24,17 @@ CHECKPOINTS = {
 }
 
 
-def check_checkpoint(checkpoint: Mapping[str, Any], model: str) -> None:
+def check_checkpoint(checkpoint: Mapping[str, Any], model: str, with_base: bool = False) -> None:
     """Check that the contents to save and load exist, and that a critic does not save in the background.
 
-    ``model`` is the config path of the role's model.
+    Args:
+        model: config path of the role's model.
+        with_base: whether the frozen weights of a run with adapters are saved too.
     """
     node = CHECKPOINTS[model]
+    if checkpoint.get("save_lora_only") and with_base:
+        rule, name = "contradicts engine.save_frozen_base=True.", f"{node}.save_lora_only"
+        raise SettingError(name, True, rule, "engine.save_frozen_base=False, which saves adapters alone")
     for key in ("save_contents", "load_contents"):
         name, contents = f"{node}.{key}", plain(checkpoint.get(key) or ())
         wanted = {contents} if isinstance(contents, str) else set(contents)

@@ -33,6 +33,7 @@ from .model import ModelFacts, largest_sent
 
 __all__ = [
     "check_adapters_alone",
+    "check_algorithm",
     "check_distillation",
     "check_positions",
     "check_rollout",
@@ -53,6 +54,13 @@ _TP = f"{_ROLLOUT}.tensor_model_parallel_size"
 _ROUTES = f"{_ROLLOUT}.enable_rollout_routing_replay"
 _REPLAY = "engine.router_replay.mode"
 _MEMORY = "engine.sync_megabytes"
+# Advantage estimators, and the data that verl's v1 trainer lacks for them; verl's older trainer has these.
+LACKING_IN_V1 = {
+    "remax": "rewards of greedy answers",
+    "gdpo": "rewards of each kind",
+    "optimal_token_baseline": "sums of squared probabilities",
+    "tir_optimal_token_baseline": "sums of squared probabilities",
+}
 _SHM = Path("/dev/shm")
 # Left free in /dev/shm for the small segments of verl and gloo.
 _SHM_MARGIN = 64 << 20
@@ -266,6 +274,19 @@ def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
         rule = "R2 replays what the old log-probs record, and in bypass mode nobody computes them."
         works = f"{_REPLAY}=R3 with {_ROUTES}=True, or algorithm.rollout_correction.bypass_mode=False"
         raise SettingError(_REPLAY, mode, rule, works)
+
+
+def check_algorithm(rollout: Mapping[str, Any]) -> None:
+    """Refuse algorithms that verl's v1 trainer would stop at, or compute wrongly, after the first rollout (0.9.1)."""
+    if not rollout.get("use_v1") or rollout.get("separate_nodes") is not None:  # other trainers are no v1 trainers
+        return
+    works, estimator = "trainer.use_v1=False", rollout.get("adv_estimator")
+    if lacking := LACKING_IN_V1.get(str(estimator)):
+        rule = f"verl's v1 trainer has no {lacking}, and would end after the first rollout."
+        raise SettingError("algorithm.adv_estimator", estimator, rule, works)
+    if rollout.get("use_pf_ppo") and estimator == "gae":
+        rule = "verl's v1 trainer gives the advantages of drawn samples to other samples."
+        raise SettingError("algorithm.use_pf_ppo", True, rule, works)
 
 
 def check_distillation(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ from .mtp import check_mtp
 from .resume import check_checkpoint, check_resume
 from .rollout import (
     check_adapters_alone,
+    check_algorithm,
     check_distillation,
     check_positions,
     check_rollout,
@@ -73,6 +74,7 @@ def check_run(
         SettingError: for the first setting that can't work.
     """
     check_versions(rollout.get("name"))
+    check_algorithm(rollout)
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
     check_bitwise(engine, model, rollout, None if facts is None else facts.model, device, param_dtype(engine))
@@ -126,7 +128,7 @@ def check_training(
     """
     check_model_settings(model, setting)
     features.check_activation_offload(engine, model, setting)
-    check_checkpoint(checkpoint or {}, setting)
+    check_checkpoint(checkpoint or {}, setting, engine.save_frozen_base)
     facts = inspect_model(model, setting, engine.expert_plan, engine.fp32_modules, built)
     facts = features.with_value_head(model, facts, setting)
     if facts is not None and facts.is_dense:

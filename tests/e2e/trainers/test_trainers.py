@@ -13,6 +13,7 @@ from tests.e2e.runs import SERVER, differences, leftovers, overrides, running, u
 from tests.e2e.trainers.trainers import (
     CHANGES,
     FULLY_ASYNC,
+    LENT,
     ONE_AT_A_TIME,
     ONE_STEP_OFF,
     SEPARATE,
@@ -37,6 +38,8 @@ CASES = {
     "colocate_async": ("S..S", ["trainer.v1.trainer_mode=colocate_async", *ZERO_IN_THE_THIRD], {}),
     "separate_async": ("SOOS", [*STANDALONE, *ZERO_IN_THE_THIRD], {}),
     "separate_async, full": ("SOOS", [*STANDALONE, *ZERO_IN_THE_THIRD, "engine.rollout_sync=full"], {}),
+    # verl's default: trainer ranks have replicas too, which generate while the trainer waits for answers.
+    "separate_async, lent ranks": ("S..S", [*LENT, *ZERO_IN_THE_THIRD, "engine.rollout_sync_verify=-1"], {}),
     "one step off": ("SOOS", [*SEPARATE, *ZERO_IN_THE_THIRD], {"program": ONE_STEP_OFF}),
     "fully async": ("SSS", [*SEPARATE, *ONE_AT_A_TIME], {"program": FULLY_ASYNC}),
 }
@@ -70,7 +73,9 @@ def test_trainer_that_generates_beside_training_sends_its_weights(tmp_path, monk
     assert all(step.get("training/off_policy/trajectory_staleness/max", 0) <= 1 for step in steps)
     if name in SENT:
         assert all(step["weight_sync/sent_megabytes"] == pytest.approx(SENT[name], rel=0.02) for step in steps)
-    if "O" not in expected:  # the entropy rises, which is all that these runs learn
+    if "lent" in name:
+        assert any("timing_s/switch_to_trainer" in step for step in steps)
+    elif "O" not in expected:  # the entropy rises, which is all that these runs learn
         assert steps[2]["actor/entropy"] > steps[0]["actor/entropy"] + 0.05
 
 

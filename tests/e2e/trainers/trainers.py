@@ -1,6 +1,15 @@
 """Settings of verl's trainers that generate in separate processes."""
 
-__all__ = ["CHANGES", "FULLY_ASYNC", "ONE_STEP_OFF", "ONE_AT_A_TIME", "SEPARATE", "STANDALONE", "ZERO_IN_THE_THIRD"]
+__all__ = [
+    "CHANGES",
+    "FULLY_ASYNC",
+    "LENT",
+    "ONE_STEP_OFF",
+    "ONE_AT_A_TIME",
+    "SEPARATE",
+    "STANDALONE",
+    "ZERO_IN_THE_THIRD",
+]
 
 # A model that knows nothing earns no reward to learn from; this changes its weights all the same.
 CHANGES = ["actor_rollout_ref.actor.entropy_coeff=1.0"]
@@ -30,6 +39,12 @@ STANDALONE = [
     "trainer.v1.separate_async.parameter_sync_step=1",
     "actor_rollout_ref.rollout.nnodes=1",
     "actor_rollout_ref.rollout.n_gpus_per_node=1",
+]
+# The same, whose trainer ranks have replicas of the rollout too; the quickstart's buffer can't wait for these.
+LENT = [
+    *(setting for setting in STANDALONE if "hybrid_engine" not in setting),
+    "trainer.v1.separate_async.hybrid_rollout.enable_switch=True",
+    "trainer.v1.sampler.custom_sampler.path=null",
 ]
 ONE_STEP_OFF = ("other_trainer", "verl.experimental.one_step_off_policy.main_ppo")
 FULLY_ASYNC = ("other_trainer", "verl.experimental.fully_async_policy.fully_async_main")

@@ -243,17 +243,25 @@ def validated(model, *overrides, world=2):
 def test_role_settings_without_effect_are_reported_once_on_the_driver(model, said, monkeypatch):
     monkeypatch.setattr("epfsdp2.engine.config.roles.check_run", lambda *args, **kwargs: None)
     quiet = [f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=0", f"{ACTOR}.fsdp_config.forward_prefetch=False"]
-    validated(model, *quiet, f"{ACTOR}.fsdp_config.use_orig_params=False", f"{ACTOR}.fsdp_config.qat.enable=False")
+    validated(
+        model,
+        *quiet,
+        f"{ACTOR}.fsdp_config.use_orig_params=False",
+        f"{ACTOR}.fsdp_config.qat.enable=False",
+        f"{ACTOR}.use_prefix_grouper=False",
+    )
     assert said() == []
     loud = [
         f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=100",
         f"{ACTOR}.fsdp_config.forward_prefetch=True",
         f"{REF}.fsdp_config.forward_prefetch=True",
         f"{ACTOR}.fsdp_config.use_orig_params=True",
+        f"{ACTOR}.use_prefix_grouper=True",
+        f"{ACTOR}.use_rollout_log_probs=True",
     ]
     for _ in range(2):
         validated(model, *loud)
-    assert len(said()) == 4 and all("has no use here: " in line for line in said())
+    assert len(said()) == 6 and all("has no use here: " in line for line in said())
 
 
 def test_role_settings_with_strategy_fsdp2_run_the_engine_and_say_so(model, said, monkeypatch):

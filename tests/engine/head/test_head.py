@@ -175,6 +175,9 @@ def _logits_are_whole_where_they_are_read(folder):
                 wanted = every[:-1].gather(-1, ids[1:, None])[:, 0]
                 found = tu.get(output, "log_probs").unbind()[i][:-1]
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+                if squares:
+                    sums = tu.get(output, "sum_pi_squared").unbind()[i]
+                    torch.testing.assert_close(sums, every.exp().square().sum(-1), rtol=1e-5, atol=1e-5)
     assert ppo_worker(folder, 2, chunked_logits=False).engine._head is None
     shared = ppo_worker(folder, 2, ulysses_sequence_parallel_size=2)
     assert shared.engine._head is not None

@@ -64,8 +64,13 @@ ALGORITHMS = {
     "gmpo": [f"{LOSS}.loss_mode=geo_mean"],
     **{
         name: [f"algorithm.adv_estimator={name}"]
-        for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "opo")
+        for name in (
+            *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized"),
+            *("opo", "grpo_vectorized", "grpo_passk", "remax"),
+            *("optimal_token_baseline", "tir_optimal_token_baseline"),
+        )
     },
+    "gdpo": ["algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[accuracy]"],
     "tis": [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=1.2"],
     "sequence is": [f"{CORRECTION}.rollout_is=sequence", f"{CORRECTION}.rollout_is_batch_normalize=True"],
     "rejection": [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.8_1.25"],
@@ -80,10 +85,19 @@ ALGORITHMS = {
     "entropy bonus": [f"{ACTOR}.entropy_coeff=0.1"],
     **{
         f"kl loss {kind}": [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.5", f"{ACTOR}.kl_loss_type={kind}"]
-        for kind in ("low_var_kl", "k3+", "kl", "abs", "mse")
+        for kind in ("low_var_kl", "k3", "k3+", "k2", "kl", "k1", "abs", "mse")
     },
     "distillation k1": [*TEACHER, f"{DISTILLATION}.loss_mode=k1", f"{DISTILLATION}.use_policy_gradient=True"],
     "distillation k3": [*TEACHER, f"{DISTILLATION}.loss_mode=k3", f"{DISTILLATION}.use_policy_gradient=False"],
+    **{
+        f"distillation {kind}": [
+            *TEACHER,
+            f"{DISTILLATION}.loss_mode={kind}",
+            f"{DISTILLATION}.use_policy_gradient=True",
+        ]
+        for kind in ("kl", "k2", "mse", "abs", "low_var_kl")
+    },
+    "distillation top-k in chunks": [*TEACHER, *SUPERVISED, f"+{DISTILLATION}.use_chunked_topk=True"],
     "distillation top-k": [*TEACHER, *SUPERVISED, f"{DISTILLATION}.use_task_rewards=True"],
     "distillation top-k alone": [*TEACHER, *SUPERVISED, f"{DISTILLATION}.use_task_rewards=False"],
 }
@@ -157,8 +171,16 @@ def _driven(config, plain):
             "rollout_log_probs": plain.rollout,
             "ref_log_prob": plain.reference,
             "values": plain.values * mask,
+            # These are what single estimators read besides.
+            **({"reward_baselines": plain.scores.roll(1)} if algorithm.adv_estimator == "remax" else {}),
+            "sum_pi_squared": plain.old.exp().square(),
+            "prompts": mask[:, :0],
+            "attention_mask": mask,
         },
-        non_tensors={"uid": np.array([str(i // GROUP) for i in range(SAMPLES)], dtype=object)},
+        non_tensors={
+            "uid": np.array([str(i // GROUP) for i in range(SAMPLES)], dtype=object),
+            "accuracy": plain.scores.numpy(),
+        },
     )
     if algorithm.use_kl_in_reward:
         data, _ = apply_kl_penalty(data, get_kl_controller(algorithm.kl_ctrl), algorithm.kl_penalty)
@@ -270,10 +292,15 @@ def test_update_with_every_algorithm_equals_the_plain_model(tmp_path, names):
     run_ranks(_update_by_every_algorithm, WORLD, save_qwen3_moe(tmp_path), configs, timeout=400)
 
 
-def test_update_cases_name_every_policy_loss_of_verl():
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-    from verl.workers.config import PolicyLossConfig
+@pytest.mark.parametrize("registry", ["policy_loss", "adv_estimator", "distillation_loss"])
+def test_update_cases_name_every_entry_of_verls_registries(registry):
+    from verl.trainer.distillation.losses import DISTILLATION_LOSS_REGISTRY
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
-    said = " ".join(setting for settings in ALGORITHMS.values() for setting in settings).split()
-    chosen = {setting.partition("=")[2] for setting in said if setting.startswith(f"{LOSS}.loss_mode=")}
-    assert chosen | {PolicyLossConfig().loss_mode} == set(POLICY_LOSS_REGISTRY)
+    said = [setting.partition("=") for settings in (COMMON, *ALGORITHMS.values()) for setting in settings]
+    setting, others, known = {
+        "policy_loss": (f"{LOSS}.loss_mode", {"vanilla"}, POLICY_LOSS_REGISTRY),  # verl's default
+        "adv_estimator": ("algorithm.adv_estimator", set(), ADV_ESTIMATOR_REGISTRY),
+        "distillation_loss": (f"{DISTILLATION}.loss_mode", set(), DISTILLATION_LOSS_REGISTRY),
+    }[registry]
+    assert {value for name, _, value in said if name == setting} | others == set(known)

@@ -1,5 +1,7 @@
 """One PPO update through verl's own TrainingWorker on 4 ranks against the plain model in one process."""
 
+import gzip
+import json
 import threading
 from dataclasses import replace
 from functools import partial
@@ -148,6 +150,26 @@ def _saves_and_resumes(folder, out):
 
 def test_ppo_worker_saves_keep_the_newest_and_resume_on_another_mesh(tmp_path):
     run_ranks(_saves_and_resumes, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
+
+
+def _traced(folder, out):
+    from verl.utils.profiler import DistProfiler, ProfilerConfig
+    from verl.utils.profiler.config import TorchProfilerToolConfig
+
+    worker, rank = ppo_worker(folder, 2), dist.get_rank()
+    settings = ProfilerConfig(tool="torch", enable=True, all_ranks=True, save_path=str(out))
+    worker.profiler = DistProfiler(rank, settings, TorchProfilerToolConfig(contents=["cpu"]))
+    worker.start_profile()
+    worker.train_batch(ppo_batch(ppo_samples()[8 * rank :][:8]))
+    worker.stop_profile()
+    (trace,) = out.glob(f"*rank{rank}-*.json.gz")
+    names = [event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    # In each of two layers the experts of 4 micro-batches get tokens and send them back, as do their gradients.
+    assert sum(name == "gloo:all_to_all" for name in names) >= 2 * 4 * 2 * 2, sorted(set(names))
+
+
+def test_ppo_update_under_verls_torch_profiler_leaves_a_trace_of_each_rank(tmp_path):
+    run_ranks(_traced, 2, save_qwen3_moe(tmp_path / "model"), tmp_path / "out")
 
 
 def _supervised(folder):

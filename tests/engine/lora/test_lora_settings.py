@@ -1,13 +1,17 @@
 """Adapter settings that a run accepts or refuses on the driver."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import verl.trainer.config
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from epfsdp2.engine.config import EPFSDP2EngineConfig
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.lora.settings import _OF_MEGATRON, _READ_ELSEWHERE
 from epfsdp2.engine.preflight.run import check_training
 from tests.support.engine.lora import SETTINGS
 from tests.support.models.tiny import save_qwen3_moe
@@ -66,6 +70,12 @@ def test_lora_check_accepts_a_run_that_works(checked):
         ({"lora_adapter_path": "/no/such"}, "lora_adapter_path=/no/such: it holds no adapter_config.json"),
         ({"lora_adapter_path": "$/adapter"}, "lora_adapter_path=$/adapter: it holds no adapter_model.safetensors"),
         ({"lora_adapter_path": "$/adapter", "lora_rank": 0}, "lora_rank=0: differs from the rank of"),
+        ({"lora": {"dropout": 0.1}}, "lora.dropout=0.1: is verl's setting for Megatron's adapters. What works: actor"),
+        ({"lora": {"adapter_path": "/x"}}, "lora.adapter_path=/x: is verl's setting for Megatron's adapters."),
+        (
+            {"lora": {"use_rslorra": True}},
+            "no such setting of adapters. What works: actor_rollout_ref.model.lora.use_rslo",
+        ),
         ({"lora": {"use_dora": "yes"}}, "lora.use_dora=yes: is true or false"),
         ({"lora": {"type": "canonical_lora"}}, "lora.type=canonical_lora: is one of lora; dora"),
         ({"lora": {"rank_pattern": {"q_proj": 0}}}, "maps patterns of names to an integer of at least 1"),
@@ -98,6 +108,13 @@ def test_lora_check_refuses_bad_settings(checked, tmp_path, changes, said):
     with pytest.raises(SettingError) as caught:
         checked(changes, **changes.get("engine", {}))
     assert said.replace("$", str(tmp_path)) in str(caught.value)
+
+
+def test_lora_check_takes_verls_defaults_and_knows_each_of_them(checked):
+    path = Path(verl.trainer.config.__file__).parent / "model" / "hf_model.yaml"
+    lora = OmegaConf.to_container(OmegaConf.load(path).lora)
+    assert checked({"lora": lora | {"merge": True, "fully_sharded_loras": True}}) is not None
+    assert {name: lora[name] for name in lora.keys() - set(_READ_ELSEWHERE)} == _OF_MEGATRON
 
 
 def test_lora_check_refuses_an_adapter_of_another_kind(checked, tmp_path):

@@ -155,6 +155,9 @@ def _refuses_on_all_ranks(name):
     towers.sync_modalities([{}], "cpu")
     with pytest.raises(SettingError, match=f"{type(model).__name__} can't be trained on images: "):
         towers.sync_modalities(own, "cpu")
+    heard = [{"input_features": torch.zeros(4, 6)}] if dist.get_rank() == 0 else [None]
+    with pytest.raises(SettingError, match=f"{type(model).__name__} can't be trained on audio"):
+        towers.sync_modalities(heard, "cpu")
 
 
 @pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "qwen3_omni_moe"])

@@ -128,6 +128,13 @@ def test_model_settings_by_verls_defaults_pass():
     check_model_settings({"lora": {"rank": 0}, "tiled_mlp": {"enabled": False}})
 
 
+def test_fused_kernels_that_verl_has_not_are_refused(model):
+    for backend in ("torch", "liger"):
+        check(model | {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": backend}})
+    with refused(f"{MODEL}.fused_kernel_options.impl_backend", "cutlass", "verl has no such kernels"):
+        check(model | {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "cutlass"}})
+
+
 @ROLES
 def test_activation_offload_without_checkpointing_is_refused(model, setting):
     def run(checkpointing, recomputed, offload=True):

@@ -31,6 +31,13 @@ def test_background_save_of_a_critic_is_refused():
         check_checkpoint({"async_save": True}, "critic.model")
 
 
+def test_adapters_alone_and_their_base_in_one_checkpoint_are_refused():
+    for with_base in (False, True):
+        check_checkpoint({"save_lora_only": not with_base}, MODEL, with_base)
+    with refused("actor_rollout_ref.actor.checkpoint.save_lora_only", True, "contradicts engine.save_frozen_base=True"):
+        check_checkpoint({"save_lora_only": True}, MODEL, with_base=True)
+
+
 def _resumes(model, root, contents, mode="auto", from_path=None, **rollout):
     resume = {"mode": mode, "from_path": from_path, "folder": str(root), **rollout.pop("resume", {})}
     check_run(engine(), 2, model, {"resume": resume, **rollout}, checkpoint={"load_contents": contents}, device="cpu")

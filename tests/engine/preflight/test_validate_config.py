@@ -2,11 +2,14 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import verl.trainer.ppo.v1.trainer_base
+import verl.trainer.ppo.v1.utils
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
@@ -14,6 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from epfsdp2.engine.config import roles
 from epfsdp2.engine.errors import SettingError
+from epfsdp2.engine.preflight.rollout import LACKING_IN_V1
 from tests.support.trainer.preflight import BACKEND, BUCKET, MODEL, TENSOR_PARALLEL, VLLM, refused
 from tests.support.trainer.settings import saved_checkpoint
 
@@ -98,6 +102,14 @@ def test_validate_config_of_a_run_that_cannot_resume_is_refused(validate, tmp_pa
             "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf]",
             "actor_rollout_ref.actor.checkpoint.save_contents=['model', 'hf']: there is no hf",
         ),
+        (
+            "actor_rollout_ref.actor.use_fused_kernels=True",
+            "actor_rollout_ref.actor.use_fused_kernels=True: verl's engines read the model's setting alone.",
+        ),
+        *(
+            (f"algorithm.adv_estimator={name}", f"algorithm.adv_estimator={name}: verl's v1 trainer has no ")
+            for name in LACKING_IN_V1
+        ),
         (f"{TENSOR_PARALLEL}=4", f"{TENSOR_PARALLEL}=4: a replica of vLLM takes 4 workers"),
         (f"{VLLM}.enable_eplb=True", f"{VLLM}.enable_eplb=True: "),
         (f"{BUCKET}=0", f"{BUCKET}=0: the largest tensor"),
@@ -108,6 +120,27 @@ def test_validate_config_of_every_wrong_override_refuses_it_by_its_rule(validate
     with pytest.raises(SettingError) as caught:
         validate(override)
     assert str(caught.value).startswith(rule)
+
+
+def test_validate_config_of_algorithms_that_verls_v1_trainer_lacks_takes_its_older_trainer(validate):
+    for name in LACKING_IN_V1:
+        validate(f"algorithm.adv_estimator={name}", "trainer.use_v1=False")
+    drawn = ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=True", "critic.enable=False"]
+    validate(*drawn, "trainer.use_v1=False")
+    with refused("algorithm.use_pf_ppo", True, works="trainer.use_v1=False"):
+        validate(*drawn)
+
+
+def test_verls_v1_trainer_lacks_what_these_algorithms_need():
+    """Once it has one of them, ``check_algorithm`` can let that pass."""
+    v1 = (
+        Path(verl.trainer.ppo.v1.trainer_base.__file__).read_text()
+        + Path(verl.trainer.ppo.v1.utils.__file__).read_text()
+    )
+    for needed in ("reward_baselines", "sum_pi_squared", "gdpo_reward_keys", "pf_ppo"):
+        assert needed not in v1, needed
+    (fields,) = re.findall(r"def _compute_advantage.*?fields = (\[.*?\])", v1, flags=re.S)
+    assert "prompts" not in fields and "attention_mask" not in fields
 
 
 def test_validate_config_says_that_a_backend_of_verls_sends_merged_weights(validate, caplog):

@@ -7,6 +7,7 @@ __all__ = [
     "IMAGES_UNSUPPORTED",
     "KNOWN_AS",
     "NOT_CAUSAL",
+    "ONE_TOKEN_FOR_BOTH",
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
     "RENAMED_WHEN_PUBLISHED",
@@ -32,6 +33,9 @@ KNOWN_AS = {
 
 NOT_CAUSAL = {"diffusion_gemma": "its logits are of a canvas of tokens that is denoised, not of the next token."}
 """Families that give a response no log-probs, and why."""
+
+ONE_TOKEN_FOR_BOTH = frozenset({"glm4v", "glm4v_moe"})
+"""Families whose videos have the token of images, so that transformers can't tell them apart in a packed row."""
 
 PLACES_AS_POSITIONS = {"Llama4TextAttention": {"attn_temperature_tuning": True, "use_rope": 0}}
 """Class of an attention that scales queries by their place in its input, whatever their position -> its

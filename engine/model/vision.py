@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SettingError
-from .families import IMAGES_UNSUPPORTED
+from .families import IMAGES_UNSUPPORTED, ONE_TOKEN_FOR_BOTH
 
 __all__ = ["VisionTowerSync", "images_error", "preserve_forward", "tower_parameters", "why_not_images"]
 
@@ -45,7 +45,8 @@ def why_not_images(model: Any, batch_invariant: bool = False) -> str | None:
 
 def images_error(name: str, why: str) -> SettingError:
     """Build the error for a model that gets images but can't be trained on them."""
-    rule, works = f"{name} can't be trained on images: {why}.", "data without images, or Qwen3-VL-MoE or GLM-4.5V"
+    rule = f"{name} can't be trained on images: {why}."
+    works = "data without images, or Qwen3-VL-MoE, Qwen3.5-MoE or GLM-4.5V"
     return SettingError("data.train_files", "data with images", rule, works)
 
 
@@ -77,7 +78,7 @@ class VisionTowerSync:
             samples: verl's ``multi_modal_inputs`` of each sample: a mapping or None, possibly wrapped by tensordict.
 
         Raises:
-            SettingError: on all ranks, if a sample has images or audio that the model can't be trained on.
+            SettingError: on all ranks, if a sample has images, videos or audio that the model can't be trained on.
         """
         own = [sample for sample in map(_unwrapped, samples) if sample]
         widths = [max((s[kind].shape[-1] for s in own if s.get(kind) is not None), default=0) for kind in _KINDS]
@@ -88,6 +89,9 @@ class VisionTowerSync:
         name = type(self._model).__name__
         if any(widths) and self._refused is not None:
             raise images_error(name, self._refused)
+        if all(widths) and self._model.config.model_type in ONE_TOKEN_FOR_BOTH:
+            rule = f"{name} can't have images and videos in one batch: their tokens are the same in transformers."
+            raise SettingError("data.train_files", "data with images and videos", rule, "data with one of them")
         if other:
             rule = f"{name} can't be trained on audio by this engine."
             raise SettingError("data.train_files", "data with audio", rule, "data without it")

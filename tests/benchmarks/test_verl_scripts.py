@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from benchmarks.scripts.verl_scripts import ADDED, checks, composed, examine, record, small_model
@@ -37,11 +38,15 @@ def test_verl_script_record_runs_the_script_and_adds_the_words(tmp_path):
 def test_verl_scripts_recorded_compose_and_pass_the_drivers_checks(file, tmp_path):
     facts = json.loads(file.read_text())
     assert composed(facts["module"], facts["arguments"])
-    # The SFT script's model is dense; here as in the end-to-end run it gets experts.
-    name = "Qwen3-30B-A3B"
+    # The SFT script's model is dense; here as in the end-to-end run it gets experts. One script's data have images.
+    images = tmp_path / "images.parquet" if "qwen3_5" in file.stem else None
+    name = "Qwen3.5-35B-A3B" if images else "Qwen3-30B-A3B"
     node = "model.path" if "sft" in facts["module"] else "actor_rollout_ref.model.path"
-    path = f"{node}={small_model(name, tmp_path)}"
-    assert checks(facts["module"], [*facts["arguments"], path]) == "passes"
+    small = [f"{node}={small_model(name, tmp_path)}"]
+    if images:
+        pd.DataFrame({"prompt": ["?"], "images": [[b""]]}).to_parquet(images)
+        small.append(f"data.train_files={images}")
+    assert checks(facts["module"], [*facts["arguments"], *small]) == "passes"
 
 
 def test_verl_script_that_is_refused_is_quoted_with_its_first_sentence(tmp_path):

@@ -6,6 +6,8 @@ from unittest import mock
 
 import torch
 
+from epfsdp2.engine.config.values import DTYPES
+
 __all__ = ["float64"]
 
 
@@ -17,9 +19,10 @@ def float64() -> Iterator[None]:
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    wide = {name: torch.float64 for name, dtype in DTYPES.items() if dtype is torch.float32}
     names = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
     try:
-        with names, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        with mock.patch.dict(DTYPES, wide), names, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
             yield
     finally:
         torch.set_default_dtype(before)

@@ -10,6 +10,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from epfsdp2.engine.model.families import ONE_TOKEN_FOR_BOTH
 from tests.support.models.tiny import VOCAB, save_random
 from tests.support.trainer.ppo import PROMPT, RESPONSE, SAMPLES, Sample, ppo_batch, ppo_samples
 
@@ -98,13 +99,16 @@ VLMS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**_VISION, **_PATCHES, "image_size": 16},
         },
     ),
-    "qwen3_5_moe": (
-        "Qwen3_5Moe",
-        {
-            "text_config": _text(num_experts=8, **_LINEAR, rope_parameters=_MROPE),
-            "vision_config": {**_VISION, **_PATCHES, "num_position_embeddings": 16},
-        },
-    ),
+    **{
+        name: (
+            kind,
+            {
+                "text_config": _text(**experts, **_LINEAR, rope_parameters=_MROPE),
+                "vision_config": {**_VISION, **_PATCHES, "num_position_embeddings": 16},
+            },
+        )
+        for name, kind, experts in (("qwen3_5_moe", "Qwen3_5Moe", {"num_experts": 8}), ("qwen3_5", "Qwen3_5", {}))
+    },
 }
 
 
@@ -120,10 +124,10 @@ def vlm_config(name: str) -> Any:
     return getattr(transformers, f"{kind}Config")(**sizes, **IMAGE_TOKENS, tie_word_embeddings=False)
 
 
-def plain_vlm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The plain Hugging Face model, its experts computed by its own loop."""
+def plain_vlm(folder: Path, dtype: torch.dtype | None = None) -> Any:
+    """The plain Hugging Face model, its experts computed by its own loop; in float32, within ``float64()`` float64."""
     return transformers.AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=dtype, experts_implementation="eager", attn_implementation="sdpa"
+        folder, dtype=dtype or torch.float32, experts_implementation="eager", attn_implementation="sdpa"
     )
 
 
@@ -163,8 +167,8 @@ class VlmSample:
     """One sample.
 
     Args:
-        sample: as those without images; its prompt may begin with images.
-        images: ``pixel_values`` and ``image_grid_thw``; empty without an image.
+        sample: as those without images; its prompt may begin with images or a video.
+        images: ``pixel_values`` and ``image_grid_thw``, or those of videos; empty without an image.
         positions: ``(4, T)``, as verl makes them.
     """
 
@@ -173,8 +177,8 @@ class VlmSample:
     positions: torch.Tensor
 
 
-def vlm_samples(model: Any, without: Collection[int] = ()) -> list[VlmSample]:
-    """Samples with one or two images each, but for those whose numbers are ``without``."""
+def vlm_samples(model: Any, without: Collection[int] = (), videos: Collection[int] = ()) -> list[VlmSample]:
+    """Samples with one or two images each, but for those whose numbers are ``without``, or with one of ``videos``."""
     generator, vision = torch.Generator().manual_seed(4), model.config.vision_config
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     found = []
@@ -182,25 +186,30 @@ def vlm_samples(model: Any, without: Collection[int] = ()) -> list[VlmSample]:
         ids, images = ids % _START, {}
         if i not in without:
             grids = [_GRIDS[(i + k) % len(_GRIDS)] for k in range(1 + (i % 3 == 0))]
-            seen = [[_START, *[_IMAGE] * (h * w // 4), _END] for _, h, w in grids]
+            pixels, grid, token = "pixel_values", "image_grid_thw", _IMAGE
+            if i in videos:
+                grids, pixels, grid = [(2, 2, 4)], "pixel_values_videos", "video_grid_thw"
+                token = _IMAGE if model.config.model_type in ONE_TOKEN_FOR_BOTH else _VIDEO
+            seen = [[_START, *[token] * (h * w // 4), _END] for t, h, w in grids for _ in range(t)]
             ahead = torch.tensor([token for image in seen for token in image])
             ids, before = torch.cat([ids[:1], ahead, ids[1:]]), before + len(ahead)
-            rows = sum(h * w for _, h, w in grids)
-            images = {
-                "pixel_values": torch.randn(rows, width, generator=generator),
-                "image_grid_thw": torch.tensor(grids),
-            }
+            rows = sum(t * h * w for t, h, w in grids)
+            images = {pixels: torch.randn(rows, width, generator=generator), grid: torch.tensor(grids)}
         found.append(VlmSample((ids, before, old, advantage), images, _positions(model, ids, images)))
     return found
+
+
+def _kinds(ids: torch.Tensor, images: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return transformers' types of tokens: 0 text, 1 images, 2 videos."""
+    return torch.isin(ids, torch.tensor([_IMAGE, _VIDEO])).int() * (2 if "video_grid_thw" in images else 1)
 
 
 def _positions(model: Any, ids: torch.Tensor, images: dict[str, torch.Tensor]) -> torch.Tensor:
     text = torch.arange(len(ids))[None]
     if not images:
         return text.expand(4, -1)
-    vision, _ = model.base_model.get_rope_index(
-        ids[None], mm_token_type_ids=(ids == _IMAGE).int()[None], image_grid_thw=images["image_grid_thw"]
-    )
+    grids = {name: grid for name, grid in images.items() if name.endswith("_grid_thw")}
+    vision, _ = model.base_model.get_rope_index(ids[None], mm_token_type_ids=_kinds(ids, images)[None], **grids)
     return torch.cat([text, vision[:, 0]])
 
 
@@ -209,7 +218,7 @@ def vlm_logits(model: Any, samples: list[VlmSample]) -> list[torch.Tensor]:
     found = []
     for each in samples:
         ids = each.sample[0][None]
-        kinds = {"mm_token_type_ids": (ids == _IMAGE).int()} if each.images else {}
+        kinds = {"mm_token_type_ids": _kinds(ids, each.images)} if each.images else {}
         found.append(model(input_ids=ids, **each.images, **kinds, use_cache=False).logits[0])
     return found
 

@@ -1,0 +1,28 @@
+"""GRPO with a multi-token prediction layer, which learns to draft as the policy does."""
+
+from dataclasses import replace
+from statistics import mean
+
+import pytest
+
+from epfsdp2.recipes.quickstart.model import build_tokenizer
+from tests.e2e.models.small_families import settings
+from tests.e2e.runs import differences, finished, overrides
+from tests.rollout.served_families import SERVED
+from tests.support.models.mtp import save_with_mtp
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+
+def test_drafts_of_a_grpo_run_agree_more_and_more_with_the_policy(tmp_path):
+    tokenizer, family = build_tokenizer(), SERVED["glm4_moe"].family
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {**family.sizes, "hidden_size": 128, "max_position_embeddings": 128, "vocab_size": len(tokenizer), **ids}
+    model = save_with_mtp(tmp_path / "model", replace(family, sizes=sizes), 1)
+    tokenizer.save_pretrained(model)
+    options = overrides("engine.mtp_loss_coef=1.0", *settings("glm4_moe"))
+    steps = finished(tmp_path / "run", 12, "--model", str(model), *options).steps()
+    agreement = [step["actor/mtp_agreement"] for step in steps]
+    assert mean(agreement[-3:]) > mean(agreement[:3]) + 0.1, agreement
+    assert steps[-1]["actor/mtp_loss"] < steps[0]["actor/mtp_loss"]
+    assert max(differences(steps)) < 1e-5

@@ -27,22 +27,23 @@ def tensor_specs(
     model: nn.Module,
     itemsize: Mapping[str, int] | int | None = None,
     cuts: Mapping[str, tuple[ShardStep, ...]] | None = None,
+    drafts: bool = False,
 ) -> list[TensorSpec]:
-    """Describe weights and persistent buffers, in the model's order, without multi-token prediction layers.
+    """Describe weights and persistent buffers, in the model's order.
 
     Args:
         itemsize: bytes per sent element, for all parameters or by name; defaults to the parameter's own.
         cuts: by name, for a model that is not sharded yet.
+        drafts: include multi-token prediction layers.
     """
     found = []
     for name, param in weights(model):
-        if is_mtp(model, name):
-            continue
         size = itemsize.get(name) if isinstance(itemsize, Mapping) else itemsize
         steps = shard_steps(param) if cuts is None else cuts[name]
         found.append(TensorSpec(name, tuple(param.shape), size or param.element_size(), steps))
-    buffers = ((name, buffer) for name, buffer in persistent_buffers(model).items() if not is_mtp(model, name))
-    return [*found, *(TensorSpec(name, tuple(buffer.shape), buffer.element_size()) for name, buffer in buffers)]
+    buffers = persistent_buffers(model).items()
+    found += [TensorSpec(name, tuple(buffer.shape), buffer.element_size()) for name, buffer in buffers]
+    return [tensor for tensor in found if drafts or not is_mtp(model, tensor.name)]
 
 
 def with_scales(tensors: Iterable[TensorSpec], rollout: Rollout, family: str) -> list[TensorSpec]:

@@ -48,6 +48,7 @@ class SyncSettings:
     memory_bytes: int  # bound of a rank's buffers
     verify_syncs: int = 0  # number of first syncs with checksums; -1 for all
     server: str = ""  # verl's name; decides the names of full tensors
+    drafts: bool = False  # whether the rollout drafts with the model's multi-token prediction layers
 
 
 class RolloutSync:
@@ -158,7 +159,8 @@ class RolloutSync:
         return of
 
     def sent_model(self) -> SentModel:
-        tensors = tensor_specs(self.model, {name: dtype.itemsize for name, dtype in self.dtypes.items()})
+        sizes = {name: dtype.itemsize for name, dtype in self.dtypes.items()}
+        tensors = tensor_specs(self.model, sizes, drafts=self.settings.drafts)
         dtypes, layers = tuple(self.dtypes.items()), tuple(self.layers)
         return SentModel(tuple(tensors), dtypes, layers, self.meshes.topology, self.heads)
 
@@ -289,7 +291,8 @@ class RolloutWeights:
         """Return the bytes of the worker's tensors that this rank does not hold."""
         if self.mode != "sliced":
             model = self.sync.model
-            found = ((n, p) for n, p in weights(model, self.mode == "adapters") if not is_mtp(model, n))
+            found = weights(model, of_adapters=self.mode == "adapters")
+            found = ((n, p) for n, p in found if self.sync.settings.drafts or not is_mtp(model, n))
             missing = ((name, p.numel() - local_tensor(p).numel()) for name, p in found)
             return sum(count * self.sync.dtypes[name].itemsize for name, count in missing)
         plan, kind = self._exchange.plan, self._exchange.member.kind

@@ -21,7 +21,7 @@ from ..build import shard_and_load
 from ..checkpoint.safetensors_reader import CheckpointFiles, check_files, local_checkpoint, open_checkpoint
 from ..config.automatic import AutomaticOverlap
 from ..config.settings import mtp_loss_coef, param_dtype
-from ..config.values import DTYPES, attention_of
+from ..config.values import DTYPES, attention_of, get_setting
 from ..fsdp.options import ShardingOptions
 from ..fsdp.ulysses import SequenceParallel
 from ..fsdp.wrap_plan import compute_dtypes
@@ -305,7 +305,13 @@ class BuildsModel(FSDPEngineWithLMHead):
             self.meshes,
             self.layer_names,
             compute_dtypes(module, options),
-            SyncSettings(requested, config.sync_megabytes << 20, config.rollout_sync_verify, config._rollout),
+            SyncSettings(
+                requested,
+                config.sync_megabytes << 20,
+                config.rollout_sync_verify,
+                config._rollout,
+                drafts=bool(get_setting(self.model_config, "mtp.enable_rollout")),
+            ),
         )
         self.shard_export = ShardExport(module, self.meshes)
         if self._lora is not None:

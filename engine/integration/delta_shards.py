@@ -17,6 +17,7 @@ from verl.workers.engine.spec import BlockPlacement, ShardSpec, translate_flat_i
 
 from ..lora.merge import local_values
 from ..model import hf_names
+from ..model.layers import is_mtp
 from ..topology.dtensor import checkpoint_tensors, is_adapter, local_ranges, shard_steps
 from ..topology.mesh import Meshes
 
@@ -58,7 +59,7 @@ class ShardExport:
         self._layouts: dict[str, tuple[str, _ExpertLayout | None]] = {}
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor, ShardSpec]]:
-        """Yield ``(name, values, spec)`` of every parameter and persistent buffer, in the same order on all ranks.
+        """Yield ``(name, values, spec)`` of the policy's parameters and persistent buffers, in one order on all ranks.
 
         Names are the checkpoint's. A stack of experts has the model's name, and ``spec.hf_slots`` has the names of its
         matrices. Values are this rank's flattened shard with its adapter merged. A tied parameter is yielded once.
@@ -67,7 +68,8 @@ class ShardExport:
             ValueError: the checkpoint stores a tensor in another form, and it is not a stack of experts.
         """
         device = self.meshes.dense.device_type
-        tensors = {name: tensor for name, tensor in checkpoint_tensors(self.model).items() if not is_adapter(name)}
+        named = checkpoint_tensors(self.model).items()
+        tensors = {name: t for name, t in named if not (is_adapter(name) or is_mtp(self.model, name))}
         local = local_values(self.model, device)
         for name, tensor in tensors.items():
             values = local(name, tensor).to(device)

@@ -1,18 +1,21 @@
 """Checks of multi-token prediction layers."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from ...rollout.layout.rollout_config import ROLLOUT
+from ...rollout.servers import server_of
 from ..config.settings import mtp_loss_coef
-from ..config.values import ACTOR_MODEL, get_setting
+from ..config.values import ACTOR_MODEL, CHECKPOINT_BACKEND, get_setting
 from ..errors import SettingError
 from ..head.causal_head import why_whole_logits
 from ..lora.settings import LoraSettings
 from ..model_files import CONFIG, folder_of, predicted_layers
 from ..mtp.layers import FAMILIES
 
-__all__ = ["check_mtp"]
+__all__ = ["COEF", "check_drafter", "check_mtp"]
 
 COEF = "engine.mtp_loss_coef"
 
@@ -33,9 +36,6 @@ def check_mtp(engine: Any, model: Any, built: nn.Module | None, setting: str = A
         raise SettingError(
             f"{mtp}.detach_encoder", False, rule, f"{mtp}.detach_encoder=True, or {mtp}.enable_train=False"
         )
-    if get_setting(model, "mtp.enable_rollout"):
-        rule = "weights are not synced to a rollout's drafter."
-        raise SettingError(f"{mtp}.enable_rollout", True, rule, f"{mtp}.enable_rollout=False")
     if LoraSettings.of(model, setting) is not None:
         raise SettingError(name, value, "layers that draft have no adapters.", f"{off}, or {setting}.lora_rank=0")
     if coef and not get_setting(model, "use_remove_padding", True):
@@ -57,3 +57,19 @@ def check_mtp(engine: Any, model: Any, built: nn.Module | None, setting: str = A
     if coef and whole:
         raise SettingError(name, value, f"drafts are trained in the engine's own head, and {whole}.", off)
     return count
+
+
+def check_drafter(model: Any, rollout: Mapping[str, Any]) -> None:
+    """Check that weight syncs reach the drafter of a rollout that has one."""
+    name = f"{ACTOR_MODEL}.mtp.enable_rollout"
+    if not (get_setting(model, "mtp.enable") and get_setting(model, "mtp.enable_rollout")):
+        return
+    server, backend = rollout.get("name") or "vllm", rollout.get("backend") or "naive"
+    quantised = server_of(rollout).quantisation_settings(rollout)
+    faults = {
+        f"{ROLLOUT}.name={server} loads the layers that draft in no known way": server != "vllm",
+        f"{CHECKPOINT_BACKEND}={backend} sends the policy's weights alone": backend != "naive",
+        f"a drafter is not quantised with {quantised[0][0] if quantised else ''}": bool(quantised),
+    }
+    for rule in (fault for fault, holds in faults.items() if holds):
+        raise SettingError(name, True, f"{rule}.", f"{name}=False")

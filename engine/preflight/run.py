@@ -26,7 +26,7 @@ from ..optim.settings import check_optimizer
 from ..topology.mesh import Topology
 from . import features
 from .model import ModelFacts, check_alone, check_expert_shards, inspect_model, without_experts
-from .mtp import check_mtp
+from .mtp import check_drafter, check_mtp
 from .resume import check_checkpoint, check_resume
 from .rollout import (
     check_adapters_alone,
@@ -94,6 +94,7 @@ def check_run(
     check_adapters_alone(model, rollout, facts, device)
     check_distillation(engine, model, rollout)
     check_mtp(engine, model, None if facts is None else facts.model)
+    check_drafter(model, rollout)
     features.check_images(engine, rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name"):

@@ -23,6 +23,8 @@ __all__ = ["TOWER", "has_known_rows", "is_experts", "kept_slices", "scale_slices
 TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "vision_model.", "multi_modal_projector.")
 _EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
 _VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head|(?<=^model\.)embeddings)\.(?:weight|bias)$")
+# A module of an MTP layer's decoder layer, which is a child of the layer in vLLM.
+_DECODER = re.compile(r"(\.layers\.\d+)\.(?!(?:enorm|hnorm|eh_proj|shared_head)\.)")
 _RULES: NamedRules = (
     *named_rules(
         (r"\.experts\.(gate_up_proj)", rules.cut(1, parts=2)),
@@ -48,7 +50,7 @@ def kept_slices(
         return []
     family = families.get(heads.family, Family())
     found = _slices(tensor, family, rollout, worker, heads)
-    return [replace(part, parameter=_renamed(part.parameter, family)) for part in found if part.block.numel]
+    return [replace(part, parameter=_renamed(part.parameter, family, heads)) for part in found if part.block.numel]
 
 
 def _slices(tensor: TensorSpec, family: Family, rollout: Rollout, worker: int, heads: Heads) -> Iterable[TargetSlice]:
@@ -65,14 +67,14 @@ def _slices(tensor: TensorSpec, family: Family, rollout: Rollout, worker: int, h
     return [rules.whole_slice(tensor)]
 
 
-def _renamed(parameter: str, family: Family) -> str:
+def _renamed(parameter: str, family: Family, heads: Heads) -> str:
     if is_experts(parameter):
         module, _, own = parameter.rpartition(".")
         kind = "bias" if own.endswith("bias") else "weight"
         parameter = f"{module}.w2_{kind}" if own.startswith("down") else f"{module}.w13_{kind}"
     for own, theirs in family.renamed:
         parameter = parameter.replace(own, theirs)
-    return parameter
+    return _DECODER.sub(r"\1.mtp_block.", parameter) if heads.is_draft(parameter) else parameter
 
 
 def is_experts(name: str) -> bool:

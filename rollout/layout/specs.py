@@ -74,6 +74,7 @@ class Heads:
     index_rows: int = 0  # key rows of the indexer of sparse attention
     linear_keys: int = 0  # key rows of linear attention
     state: tuple[int, int, int] = (0, 0, 0)  # of Mamba2: rows of all heads, rows of all groups' states, groups
+    decoder_layers: int = 0  # further layers are those of multi-token prediction; 0: none
 
     @classmethod
     def of(cls, config: Any) -> "Heads":
@@ -87,7 +88,8 @@ class Heads:
             return getattr(first, name, None) or 0
 
         queries, dim = config.num_attention_heads, size("head_dim")
-        heads = cls(queries, size("num_key_value_heads") or queries, dim or config.hidden_size // queries, family)
+        keys, dim = size("num_key_value_heads") or queries, dim or config.hidden_size // queries
+        heads = cls(queries, keys, dim, family, decoder_layers=config.num_hidden_layers)
         if keys := size("linear_num_key_heads"):
             gated = getattr(config, "attn_output_gate", True)
             return replace(heads, queries=queries * (1 + gated), linear_keys=keys * config.linear_key_head_dim)
@@ -108,6 +110,11 @@ class Heads:
         if size("index_topk"):
             heads = replace(heads, index_rows=config.index_head_dim)
         return replace(heads, query_rank=size("q_lora_rank") if size("kv_lora_rank") else 0)
+
+    def is_draft(self, name: str) -> bool:
+        """Return whether a tensor is of a multi-token prediction layer."""
+        number = _LAYER.search(name)
+        return number is not None and int(number[1]) >= self.decoder_layers > 0
 
     def of_layer(self, name: str) -> "Heads":
         """Return the sizes of the layer of the tensor ``name``."""

@@ -12,6 +12,7 @@ import torch
 
 from ...engine.compat import versions
 from ...engine.model.hf_names import as_checkpoint, as_singles
+from ...engine.model.layers import is_mtp
 
 __all__ = ["ADAPTED_AS_STACKS", "FUSED", "for_vllm"]
 
@@ -40,6 +41,9 @@ def for_vllm(
         return (yield from as_singles(model, tensors, waiting))
     known = _KNOWN.setdefault(model, {})
     for name, tensor in tensors:
+        if is_mtp(model, name):  # drafters' loaders do not know stacks
+            yield from as_singles(model, [(name, tensor)], waiting)
+            continue
         if name not in known:
             known[name] = _fused_name(model, name, tensor, fused)
         yield known[name], tensor

@@ -198,7 +198,8 @@ class Reload:
         for model, _ in self._models:
             reload_shims.finish_model(model)
             apply_buffer_updates(model, list(self._received_buffers.items()))
-        if wrong := self._checksums.difference(running_weights(self._models[0][0])):
+        running = (named for model, _ in self._models for named in running_weights(model))
+        if wrong := self._checksums.difference(running):
             raise WeightSyncError(wrong)
 
     def abandon(self) -> None:

@@ -128,7 +128,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         worker = parallel.data_parallel_rank * group.world_size + group.rank_in_group
         if len(layouts) != (has := rollout.workers):
             raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; vLLM has {has}")
-        model, config = next(iter(self._iter_all_models_with_config()))
+        (model, config), *others = self._iter_all_models_with_config()
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
 
         def is_expected(name: str, own: str, is_parameter: bool) -> bool:
@@ -142,7 +142,9 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             return {**unchanged, **parameters, **buffers}
 
         with without_adapters(model):
-            layers = [(name, m, built(m)) for name, m in named_layers(model) if not isinstance(m, ATTENTION)]
+            named = {m: name for each in (model, *(of for of, _ in others)) for name, m in named_layers(each)}
+            named |= {m: name for name, m in named_layers(model)}  # a drafter shares embeddings and head
+            layers = [(name, m, built(m)) for m, name in named.items() if not isinstance(m, ATTENTION)]
         held = actual_layout(layers, rank_entry(group.rank_in_group, rollout), is_expected)
         if wrong := difference(layouts[worker], held):
             raise WeightSyncError(

@@ -3,8 +3,8 @@
 import pytest
 
 from epfsdp2.engine.preflight.model import inspect_model
-from epfsdp2.engine.preflight.mtp import COEF, check_mtp
-from tests.support.trainer.preflight import MODEL, refused
+from epfsdp2.engine.preflight.mtp import COEF, check_drafter, check_mtp
+from tests.support.trainer.preflight import MODEL, refused, rollout
 from tests.support.trainer.settings import TINY, checkpoint, engine
 
 GLM = {**{name: size for name, size in TINY.items() if name != "num_experts"}, "n_routed_experts": 8}
@@ -36,7 +36,6 @@ def test_mtp_layers_of_a_known_family_are_counted(tmp_path, settings, model, lay
     ("name", "value", "settings", "model", "words"),
     [
         (f"{MODEL}.mtp.detach_encoder", False, {}, {"mtp": {**TRAINED, "detach_encoder": False}}, "that draft alone"),
-        (f"{MODEL}.mtp.enable_rollout", True, {}, {"mtp": {**TRAINED, "enable_rollout": True}}, "drafter"),
         (f"{MODEL}.mtp.enable", True, {}, {"mtp": TRAINED, "lora_rank": 4, "target_modules": "all-linear"}, "adapters"),
         (f"{MODEL}.use_remove_padding", False, {"mtp_loss_coef": 0.2}, {"use_remove_padding": False}, "packed rows"),
         (COEF, 0.2, {"mtp_loss_coef": 0.2, "chunked_logits": False}, {}, "logits are whole"),
@@ -55,3 +54,19 @@ def test_mtp_layers_that_can_not_be_trained_are_refused(tmp_path, name, value, s
 def test_models_without_known_mtp_layers_are_refused(tmp_path, kind, layers, words):
     with refused(COEF, 0.0, words, works=f"{COEF}=null"):
         _checked(tmp_path, {"mtp_loss_coef": 0.0}, {}, kind, layers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"name": "sglang"}, "rollout.name=sglang"),
+        ({"backend": "nccl"}, "checkpoint_engine.backend=nccl"),
+        ({"quantization": "fp8"}, "rollout.quantization"),
+    ],
+)
+def test_drafters_that_no_sync_reaches_are_refused(settings, words):
+    drafts = {"mtp": {"enable": True, "enable_rollout": True}}
+    check_drafter(drafts, rollout())
+    check_drafter({"mtp": {"enable": False, "enable_rollout": True}}, rollout(**settings))
+    with refused(f"{MODEL}.mtp.enable_rollout", True, words):
+        check_drafter(drafts, rollout(**settings))

@@ -35,20 +35,23 @@ def sharded_model(
     before: Callable[[nn.Module], object] = lambda model: None,
     initialize: Callable[[str, torch.Tensor, bool], bool] = lambda name, tensor, fits: False,
     finish: Callable[[nn.Module], None] | None = None,
+    extend: Callable[[nn.Module], None] = lambda model: None,
+    may_be_unused: str = r"(?!)",
     **options,
 ) -> tuple[nn.Module, Meshes]:
     """Build a model stored in ``dtype``, sharded and loaded by ``shard_and_load`` as in the engine.
 
     Args:
         before: called with the model before it is sharded.
-        initialize, finish: as in ``shard_and_load``.
+        initialize, finish, may_be_unused: as in ``shard_and_load``.
+        extend: as in ``build_on_meta``.
         options: of ``ShardingOptions``.
     """
     topology = world if isinstance(world, Topology) else Topology.arrange(world, ep, fsdp_size, etp)
     meshes = build_meshes(device, topology)
     config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    model = build_on_meta(auto, config, dtype)
+    model = build_on_meta(auto, config, dtype, extend=extend)
     before(model)
     shard_and_load(
         model,
@@ -59,6 +62,7 @@ def sharded_model(
         device_id=device,
         initialize=initialize,
         finish=finish,
+        may_be_unused=may_be_unused,
     )
     return model, meshes
 

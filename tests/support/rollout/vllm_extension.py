@@ -58,3 +58,6 @@ class ReadableWorker(WeightSyncExtension):
         with set_current_vllm_config(self.model_runner.vllm_config), torch.no_grad(), without_adapters(model):
             yield from running_weights(model)
             yield from packed_weights(model)
+            for drafter, _ in [*self._iter_all_models_with_config()][1:]:
+                yield from ((f"drafter.{name}", tensor) for name, tensor in running_weights(drafter))
+                yield from ((f"drafter.{name}", tensor) for name, tensor in packed_weights(drafter))

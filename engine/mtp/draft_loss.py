@@ -52,9 +52,9 @@ class DraftLoss:
         self._head, self._sp_group = head, sp_group
         self._layers = [model.get_submodule(name) for name in mtp_layers(model)]
         self._now: _Forward | None = None
-        first, *_, last = (name for name in decoder_layers(model) if not is_mtp(model, name))
-        model.get_submodule(first).register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
-        model.get_submodule(last).register_forward_pre_hook(self._see_arguments, with_kwargs=True)
+        own = [model.get_submodule(name) for name in decoder_layers(model) if not is_mtp(model, name)]
+        own[0].register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
+        own[-1].register_forward_pre_hook(self._see_arguments, with_kwargs=True)
         output = model.get_output_embeddings()
         wrap_forward(output, "mtp", functools.partial(self._forward, output))
         for layer in self._layers:

@@ -113,7 +113,7 @@ class Heads:
 
     def is_draft(self, name: str) -> bool:
         """Return whether a tensor is of a multi-token prediction layer."""
-        number = _LAYER.search(name)
+        number = re.match(r"model\.layers\.(\d+)\.", name)  # no tower's
         return number is not None and int(number[1]) >= self.decoder_layers > 0
 
     def of_layer(self, name: str) -> "Heads":

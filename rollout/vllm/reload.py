@@ -106,16 +106,18 @@ class Reload:
         for model, _ in self._models:
             self._buffer_shapes |= {name: buffer.shape for name, buffer in model.named_buffers()}
             reload_shims.prepare_model(model)
-            for layer in model.modules():
-                if (kernel := reload_shims.prepare_layer(layer)) is not None:
-                    self._kernels.append((layer.quant_method, kernel))
-                self._save_buffers(layer)
+        # A model and its draft model share layers: embeddings, head, rotary embeddings.
+        for layer in dict.fromkeys(layer for model, _ in self._models for layer in model.modules()):
+            if (kernel := reload_shims.prepare_layer(layer)) is not None:
+                self._kernels.append((layer.quant_method, kernel))
+            self._save_buffers(layer)
+        for model, _ in self._models:
             compat.initialize_layerwise_reload(model)
             known = {id(record.layer) for record in self._layers}
             for name, layer in named_layers(model):
                 if type(layer).__name__ == "StageMissingLayer":  # an encoder of inputs that the user has disabled
                     self._excluded_modules.add(name)
-                # vLLM starts a layer that two models share (a draft model's embedding) only once.
+                # vLLM starts a shared layer only once.
                 if id(layer) not in known and not isinstance(layer, ATTENTION):
                     record = LayerRecord(name, layer)
                     record.info.loaded_weights = calls = _Calls()

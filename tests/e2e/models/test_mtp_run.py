@@ -14,14 +14,25 @@ from tests.support.models.mtp import save_with_mtp
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
-def test_drafts_of_a_grpo_run_agree_more_and_more_with_the_policy(tmp_path):
+MTP = "actor_rollout_ref.model.mtp"
+RUNS = {
+    "trained": ["engine.mtp_loss_coef=1.0"],
+    "trained and drafting in the rollout": [
+        *(f"{MTP}.{name}=True" for name in ("enable", "enable_train", "detach_encoder", "enable_rollout")),
+        f"{MTP}.mtp_loss_scaling_factor=1.0",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_drafts_of_a_grpo_run_agree_more_and_more_with_the_policy(tmp_path, name):
     tokenizer, family = build_tokenizer(), SERVED["glm4_moe"].family
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     sizes = {**family.sizes, "hidden_size": 128, "max_position_embeddings": 128, "vocab_size": len(tokenizer), **ids}
     model = save_with_mtp(tmp_path / "model", replace(family, sizes=sizes), 1)
     tokenizer.save_pretrained(model)
-    options = overrides("engine.mtp_loss_coef=1.0", *settings("glm4_moe"))
-    steps = finished(tmp_path / "run", 12, "--model", str(model), *options).steps()
+    options = overrides(*RUNS[name], *settings("glm4_moe"))
+    steps = finished(tmp_path / "run", 16, "--model", str(model), *options).steps()
     agreement = [step["actor/mtp_agreement"] for step in steps]
     assert mean(agreement[-3:]) > mean(agreement[:3]) + 0.1, agreement
     assert steps[-1]["actor/mtp_loss"] < steps[0]["actor/mtp_loss"]

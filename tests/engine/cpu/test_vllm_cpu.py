@@ -154,3 +154,14 @@ def test_routes_shim_captures_what_the_cpu_kernel_chooses_itself(monkeypatch):
     apply(torch.zeros(2, 4), logits)  # of another layer, without a capturer
     ((number, ids),) = captured
     assert number == 3 and [set(row) for row in ids.tolist()] == [{1, 2}, {0, 3}]
+
+
+@pytest.mark.e2e
+def test_values_of_sequences_are_repeated_for_their_drafts_where_vllms_kernel_drops_floats():
+    kernels = pytest.importorskip("vllm.utils.cpu_triton_utils")
+    temperatures, ends = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 3, 3])
+    dropped = torch.full((3,), 7.0)
+    kernels.expand_kernel[(3,)](dropped, temperatures, ends, 0, 1, MAX_NUM_TOKENS=32)
+    assert dropped.tolist() == [7.0] * 3, "vLLM's CPU build is mended: the shim can go"
+    assert vllm_cpu._expand(temperatures, ends, 3, 0, 1).tolist() == [0.5, 0.5, 1.0]
+    assert vllm_cpu._expand(torch.tensor([4, 5]), torch.tensor([1, 2]), 2).tolist() == [4, 5]

@@ -58,6 +58,13 @@ def _updates(folder, cases):
             assert found == pytest.approx(loss, rel=1e-5) and share == pytest.approx(agreement, abs=1e-6)
 
 
-@pytest.mark.parametrize(("family", "depth"), [("glm4_moe_lite", 1), ("deepseek_v3", 2)])
+@pytest.mark.parametrize(
+    ("family", "depth"),
+    [
+        ("deepseek_v3", 2),
+        pytest.param("glm4_moe", 1, marks=pytest.mark.long),
+        pytest.param("glm4_moe_lite", 1, marks=pytest.mark.long),
+    ],
+)
 def test_update_with_mtp_layers_leaves_the_policys_bits_and_has_their_plain_gradients(tmp_path, family, depth):
     run_ranks(_updates, 4, save_with_mtp(tmp_path, FAMILIES[family], depth), MESHES, timeout=500)

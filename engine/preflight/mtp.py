@@ -64,10 +64,10 @@ def check_drafter(model: Any, rollout: Mapping[str, Any]) -> None:
     name = f"{ACTOR_MODEL}.mtp.enable_rollout"
     if not (get_setting(model, "mtp.enable") and get_setting(model, "mtp.enable_rollout")):
         return
-    server, backend = rollout.get("name") or "vllm", rollout.get("backend") or "naive"
-    quantised = server_of(rollout).quantisation_settings(rollout)
+    server, backend = server_of(rollout), rollout.get("backend") or "naive"
+    quantised = server.quantisation_settings(rollout)
     faults = {
-        f"{ROLLOUT}.name={server} loads the layers that draft in no known way": server != "vllm",
+        f"{ROLLOUT}.name={server.name} loads the layers that draft in no known way": not server.has_known_drafters,
         f"{CHECKPOINT_BACKEND}={backend} sends the policy's weights alone": backend != "naive",
         f"a drafter is not quantised with {quantised[0][0] if quantised else ''}": bool(quantised),
     }

@@ -65,7 +65,7 @@ def cpu_experts_module() -> ModuleType | None:
 
 
 def install() -> None:
-    """Let float32 experts run on a CPU with AMX, return the experts that tokens are routed to, and verify drafts.
+    """Let float32 experts run on a CPU with AMX, return tokens' experts, and verify drafts at the run's temperature.
 
     Does nothing on versions without the functions.
     """

@@ -4,7 +4,7 @@ A token has policy logits ``y = (weight @ target_t + bias) / temperature_t`` and
 
     p, q = softmax(y), softmax(z)        loss = -p @ log q = lse(z) - p @ z        d loss / dz = q - p
 
-Tiles and running sums are those of ``log_probs.py``.
+Tiles are those of ``log_probs.py``.
 """
 
 import torch

@@ -128,7 +128,8 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
         worker = parallel.data_parallel_rank * group.world_size + group.rank_in_group
         if len(layouts) != (has := rollout.workers):
             raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; vLLM has {has}")
-        (model, config), *others = self._iter_all_models_with_config()
+        models = list(self._iter_all_models_with_config())
+        model, config = models[0]
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
 
         def is_expected(name: str, own: str, is_parameter: bool) -> bool:
@@ -142,8 +143,8 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             return {**unchanged, **parameters, **buffers}
 
         with without_adapters(model):
-            named = {m: name for each in (model, *(of for of, _ in others)) for name, m in named_layers(each)}
-            named |= {m: name for name, m in named_layers(model)}  # a drafter shares embeddings and head
+            # The model comes last, because layers that its drafter shares have the model's names.
+            named = {m: name for each, _ in reversed(models) for name, m in named_layers(each)}
             layers = [(name, m, built(m)) for m, name in named.items() if not isinstance(m, ATTENTION)]
         held = actual_layout(layers, rank_entry(group.rank_in_group, rollout), is_expected)
         if wrong := difference(layouts[worker], held):

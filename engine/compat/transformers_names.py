@@ -1,5 +1,6 @@
 """transformers' private names for loading and saving (read in 5.9.0, 5.12.1 and 5.24.0)."""
 
+import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from .private_names import look_up
 
 __all__ = [
     "ALL_EXPERTS_FUNCTIONS",
+    "DECODER",
     "FLATTENED",
     "RENAMED",
     "Flattened",
@@ -53,6 +55,9 @@ RENAMED = "_epfsdp2_renamed"
 
 FLATTENED = "_epfsdp2_flattened"
 """Attribute of a model: ``Flattened`` by the end of the name of a flattened parameter."""
+
+DECODER = "_epfsdp2_decoder"
+"""Attribute of a model with a layer at ``mtp``: the FQN of its decoder, whose converters are the layer's too."""
 
 _SUBMODELS: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
@@ -127,7 +132,12 @@ def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
         WeightConverter([re.escape(name) for name in of.names], new, [of])
         for new, of in getattr(model, FLATTENED, {}).items()
     ]
-    return [*_get_mapping(_unsharded(model), **kwargs), *own, *flattened]
+    mapping = _get_mapping(_unsharded(model), **kwargs)
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    beside = [copy.copy(entry) for entry in converters if entry.scope_prefix == getattr(model, DECODER, "")]
+    for entry in beside:
+        entry.scope_prefix = "mtp"
+    return [*mapping, *own, *flattened, *beside]
 
 
 class _PartsAreViews(TorchFunctionMode):
@@ -150,7 +160,8 @@ def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) ->
 def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert a model's tensors to a checkpoint's, views where the layouts allow it; the model may be sharded."""
     flattened: dict[str, torch.Tensor] = {}
-    others = dict(state)
+    inside = f"{getattr(model, DECODER, '')}.mtp."  # where converters of a submodel find it
+    others = {re.sub(r"^mtp\.", inside, name): tensor for name, tensor in state.items()}
     for name in state:
         if found := flattened_matrices(model, name):
             of, names = found
@@ -159,7 +170,7 @@ def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -
         reverted: dict[str, torch.Tensor] = {**_revert(_unsharded(model), others), **flattened}
     for old, new in getattr(model, RENAMED, {}).items():
         reverted = {n.removesuffix(new) + old if n.endswith(new) else n: t for n, t in reverted.items()}
-    return reverted
+    return {f"mtp.{n.removeprefix(inside)}" if n.startswith(inside) else n: t for n, t in reverted.items()}
 
 
 def _unsharded(model: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..model.layers import attention_modules, decoder_layers
+from ..model.layers import attention_modules, decoder_layers, is_mtp
 from ..moe.find import UnsupportedModelError
 from ..packing.attention import wrap_attention
 from ..packing.exchange import to_heads, to_tokens
@@ -107,15 +107,17 @@ class SequenceParallel:
         packed.share(group, whole)
         self._positions = torch.empty(0)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        decoder = model.get_submodule(decoder_layers(model)[0].rsplit(".", 2)[0])  # above layers.0
+        fqn = decoder_layers(model)[0].rsplit(".", 2)[0]  # above layers.0
+        decoder = model.get_submodule(fqn)
         decoder.register_forward_pre_hook(self._cut_inputs, with_kwargs=True)
         for module in decoder.modules():
             takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
             if takes_positions and next(module.parameters(), None) is None:  # a rotary embedding
                 module.register_forward_hook(self._cut_embeddings)
-        for module in attention_modules(decoder).values():
-            module.register_forward_pre_hook(self._cut_positions, with_kwargs=True)
-            setattr(module, _HANDLE, self)
+        for name, module in attention_modules(model).items():
+            if name.startswith(f"{fqn}.") or is_mtp(model, name):
+                module.register_forward_pre_hook(self._cut_positions, with_kwargs=True)
+                setattr(module, _HANDLE, self)
         wrap_attention(model.config.get_text_config()._attn_implementation, _attention)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -28,14 +28,14 @@ from ..fsdp.wrap_plan import compute_dtypes
 from ..lora.adapters import Lora
 from ..lora.peft_files import adapter_config, read_adapter
 from ..lora.settings import LoraSettings
-from ..model.layers import is_mtp, layer_names, mtp_layers
+from ..model.layers import layer_names
 from ..model.meta import build_on_meta, check_not_quantised, copy_on_meta
 from ..model.vision import VisionTowerSync, preserve_forward, tower_parameters
 from ..model_files import CONFIG, folder_of, predicted_layers
 from ..moe.find import find_experts, is_dense
 from ..moe.gemm.backends import choose_backend
 from ..moe.router.losses import RouterLosses
-from ..mtp.layers import policy_experts
+from ..mtp.layers import mtp_parameters, policy_experts
 from ..optim.clip import ClippedStep
 from ..optim.loss_scale import LossScale
 from ..optim.lr_scheduler import MultiLRScheduler
@@ -318,8 +318,9 @@ class BuildsModel(FSDPEngineWithLMHead):
             self._lora.freeze_base(module)
         for name in tower_parameters(module) if config.freeze_vision_tower else ():
             module.get_parameter(name).requires_grad_(False)
-        for name in mtp_layers(module) if not mtp_loss_coef(config, self.model_config) else ():
-            module.get_submodule(name).requires_grad_(False)
+        if not mtp_loss_coef(config, self.model_config):
+            for param in mtp_parameters(module):
+                param.requires_grad_(False)
 
     def _features_of(self, module: Any) -> list[StepFeature]:
         has_tower, invariant = hasattr(module.config, "vision_config"), self.engine_config.batch_invariant
@@ -338,5 +339,4 @@ class BuildsModel(FSDPEngineWithLMHead):
         self.lr_scheduler = MultiLRScheduler(self.optimizer, self._build_lr_scheduler)
         if param_dtype(self.engine_config) is torch.float16:
             self.scaler = LossScale(module, self.layer_names)
-        apart = [p for name, p in module.named_parameters() if is_mtp(module, name)]
-        self.clipped_step = ClippedStep(config.clip_grad, self.meshes, self.scaler, apart)
+        self.clipped_step = ClippedStep(config.clip_grad, self.meshes, self.scaler, mtp_parameters(module))

@@ -144,7 +144,7 @@ class DraftTerm(StepFeature):
     def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
         if not torch.is_grad_enabled():
             return
-        positions = inputs["position_ids"][0]  # of the whole row
+        positions = inputs["position_ids"].flatten(0, -2)[0]  # of the whole row
         missing = len(positions) - micro_batch["input_ids"].values().shape[0]
         whole = [F.pad(each, (0, missing)) for each in drafted(micro_batch, self._loss.depth)]
         *wanted, starts = (own_part(each, 0, self._sp_group) for each in (*whole, positions == 0))

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["attention_modules", "decoder_layers", "is_mtp", "layer_names", "mtp_layers", "set_mtp_layers"]
+__all__ = ["attention_modules", "decoder_layers", "is_mtp", "layer_names", "mtp_layers", "set_mtp"]
 
-_MTP = "_epfsdp2_mtp_layers"
+_MTP = "_epfsdp2_mtp"
 
 
 def layer_names(model: nn.Module) -> list[str]:
@@ -33,19 +33,19 @@ def decoder_layers(model: Any) -> list[str]:
     return [layer for layer in layer_names(model) if not any(layer.startswith(f"{tower}.") for tower in towers)]
 
 
-def set_mtp_layers(model: nn.Module, names: Iterable[str]) -> None:
-    """Mark layers as multi-token prediction layers (``mtp/layers.py``)."""
-    setattr(model, _MTP, tuple(names))
-
-
-def mtp_layers(model: nn.Module) -> tuple[str, ...]:
-    """Return the FQNs of multi-token prediction layers, which the model's own forward does not run."""
-    return getattr(model, _MTP, ())
+def set_mtp(model: nn.Module, names: Iterable[str]) -> None:
+    """Mark modules as those of multi-token prediction (``mtp/layers.py``)."""
+    setattr(model, _MTP, tuple(f"{name}." for name in names))
 
 
 def is_mtp(model: nn.Module, name: str) -> bool:
-    """Return whether a module or tensor is a multi-token prediction layer, or in one."""
-    return f"{name}.".startswith(tuple(f"{layer}." for layer in mtp_layers(model)))
+    """Return whether a module or tensor is for multi-token prediction alone: the policy's forward does not use it."""
+    return f"{name}.".startswith(getattr(model, _MTP, ()))
+
+
+def mtp_layers(model: nn.Module) -> list[str]:
+    """Return the FQNs of the multi-token prediction layers."""
+    return [name for name in layer_names(model) if is_mtp(model, name)]
 
 
 def _recorded_classes(model: nn.Module) -> set[str]:

@@ -6,7 +6,7 @@ the one before, and drafts one token later. Hidden states, embeddings and head a
 are those without these layers.
 
 The layers run inside the head's forward, where FSDP has gathered the head's weight. Attention masks, rotary embeddings
-and other arguments are those of the last decoder layer, so packed rows and sequence parallelism need no code here.
+and other arguments are those of a decoder layer, so packed rows and sequence parallelism need no code here.
 """
 
 import functools
@@ -21,9 +21,9 @@ from torch import nn
 from ..fsdp.ulysses import gather_parts
 from ..head.causal_head import CausalHead
 from ..head.soft_cross_entropy import soft_cross_entropy
-from ..model.layers import decoder_layers, is_mtp, mtp_layers
+from ..model.layers import decoder_layers, mtp_layers
 from ..wrap_forward import wrap_forward
-from .layers import install_forward
+from .layers import IN_DECODER, install_forward, model_layer
 
 __all__ = ["DraftLoss"]
 
@@ -52,13 +52,15 @@ class DraftLoss:
         self._head, self._sp_group = head, sp_group
         self._layers = [model.get_submodule(name) for name in mtp_layers(model)]
         self._now: _Forward | None = None
-        own = [model.get_submodule(name) for name in decoder_layers(model) if not is_mtp(model, name)]
-        own[0].register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
-        own[-1].register_forward_pre_hook(self._see_arguments, with_kwargs=True)
+        self._masks_starts = model.config.model_type in IN_DECODER
+        first = model.get_submodule(decoder_layers(model)[0])
+        first.register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
+        last = model_layer(model, mtp_layers(model)[0])
+        last.register_forward_pre_hook(self._see_arguments, with_kwargs=True)
         output = model.get_output_embeddings()
         wrap_forward(output, "mtp", functools.partial(self._forward, output))
-        for layer in self._layers:
-            install_forward(layer)
+        for name in mtp_layers(model):
+            install_forward(model, name)
 
     @property
     def depth(self) -> int:
@@ -70,7 +72,8 @@ class DraftLoss:
 
         Args:
             wanted: for each layer, bool ``[s]``: whether its draft from this rank's position counts.
-            starts: bool ``[s]``: whether a position is its sequence's first. vLLM's drafters get no embedding there.
+            starts: bool ``[s]``: whether a position is its sequence's first. vLLM's drafters of ``IN_DECODER`` get no
+                embedding there.
         """
         self._now = _Forward(wanted, starts)
 
@@ -101,8 +104,10 @@ class DraftLoss:
         temperature = hidden.new_ones(hidden.shape[1]) if asked is None else asked.temperature.reshape(-1)
         losses, agreed = [], []
         for ahead, (layer, wanted) in enumerate(zip(self._layers, now.wanted, strict=True), start=1):
-            embeddings = self._ahead(now.embeddings, ahead).masked_fill(now.starts[None, :, None], 0)
-            state = layer(state, embeddings.to(state.dtype), *now.args, **now.kwargs)
+            embeddings = self._ahead(now.embeddings, ahead).to(state.dtype)
+            if self._masks_starts:
+                embeddings = embeddings.masked_fill(now.starts[None, :, None], 0)
+            state = layer(state, embeddings, *now.args, **now.kwargs)
             target = self._ahead(hidden, ahead)
             each, agrees = soft_cross_entropy(state[0], target[0], weight, bias, temperature)
             losses.append(torch.where(wanted, each, 0).sum())

@@ -1,57 +1,101 @@
 """Build the multi-token prediction (MTP) layers of a checkpoint, which transformers' model classes leave out.
 
-A layer is one more decoder layer after the last (https://arxiv.org/abs/2412.19437, section 2.2). From the hidden states
-``h_t`` of the final norm and the embedding of the next token, it drafts the token after that one:
+A layer is one more decoder layer (https://arxiv.org/abs/2412.19437, section 2.2). From the hidden states ``h_t`` of the
+final norm and the embedding of the next token, it drafts the token after that one:
 
-    h'_t = eh_proj([enorm(embedding_t+1), hnorm(h_t)])        draft_t = head(shared_head.norm(decoder_layer(h'_t)))
+    h'_t = project([norm(embedding_t+1), norm(h_t)])        draft_t = head(norm(decoder_layer(h'_t)))
 
-It has the place and the names that it has in checkpoints, ``model.layers.N``. So it is an FSDP unit with experts of its
-own, and is loaded, saved and exported like any layer. Embeddings and head are the model's; the copies of them that
-checkpoints have are not read.
+It has the place and the names that it has in checkpoints: ``model.layers.N`` after the decoder's layers, or ``mtp``
+beside the decoder. So it is an FSDP unit with experts of its own, and is loaded, saved and exported like any layer.
+Embeddings and head are the model's; the copies of them that checkpoints have are not read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..model.layers import is_mtp, set_mtp_layers
+from ..compat.transformers_names import DECODER
+from ..model.layers import decoder_layers, is_mtp, set_mtp
 from ..moe.find import ExpertsInfo, find_experts
 from ..wrap_forward import wrap_forward
 
-__all__ = ["FAMILIES", "add_mtp_layers", "add_stored_mtp_layers", "install_forward", "policy_experts"]
+__all__ = [
+    "BESIDE",
+    "IN_DECODER",
+    "add_mtp_layers",
+    "add_stored_mtp_layers",
+    "install_forward",
+    "model_layer",
+    "mtp_parameters",
+    "policy_experts",
+]
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+IN_DECODER = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families whose MTP layers follow the decoder's layers, and whose forward stops at ``num_hidden_layers``."""
+
+BESIDE = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+"""Families with one MTP layer, of full attention, at ``mtp.layers.0``, with projection and norms in ``mtp``."""
+
+
+class _Parts(NamedTuple):
+    """What surrounds the decoder layer of an MTP layer."""
+
+    embedding_norm: nn.Module
+    hidden_norm: nn.Module
+    projection: nn.Module  # [2 D] -> [D]
+    norm: nn.Module
 
 
 def add_mtp_layers(model: Any, count: int, dtype: torch.dtype) -> None:
-    """Add ``count`` layers to a causal language model of ``FAMILIES``, before anything wraps or shards it.
+    """Add ``count`` layers to a causal language model of these families, before anything wraps or shards it.
 
     The layers have the class of the last decoder layer and the dtype of the model.
     """
+    with _default_dtype(dtype):
+        if model.config.model_type in IN_DECODER:
+            _add_in_decoder(model, count)
+        else:
+            _add_beside(model)
+
+
+def _add_in_decoder(model: Any, count: int) -> None:
     decoder, config = model.get_decoder(), model.config.get_text_config()
-    kind, norm, own = type(decoder.layers[-1]), decoder.norm, len(decoder.layers)
-
-    def new_norm() -> nn.Module:
-        return type(norm)(config.hidden_size, eps=norm.variance_epsilon)
-
-    fqn = next(name for name, module in model.named_modules() if module is decoder)
-    with _one_more_entry(config, own, count), _default_dtype(dtype):
+    kind, own = type(decoder.layers[-1]), len(decoder.layers)
+    with _one_more_entry(config, own, count):
         for index in range(own, own + count):
-            layer = kind(config, index)
-            layer.enorm, layer.hnorm = new_norm(), new_norm()
-            layer.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-            layer.shared_head = nn.ModuleDict({"norm": new_norm()})
+            layer, parts = kind(config, index), _new_parts(model)
+            layer.enorm, layer.hnorm, layer.eh_proj, norm = parts
+            layer.shared_head = nn.ModuleDict({"norm": norm})
             decoder.layers.append(layer)
-    set_mtp_layers(model, [f"{fqn}.layers.{index}" for index in range(own, own + count)])
+    set_mtp(model, [f"{_decoder_fqn(model)}.layers.{index}" for index in range(own, own + count)])
+
+
+def _add_beside(model: Any) -> None:
+    decoder, config = model.get_decoder(), model.config.get_text_config()
+    model.mtp = mtp = nn.Module()
+    mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.norm = _new_parts(model)
+    mtp.layers = nn.ModuleList([type(decoder.layers[-1])(config, config.layer_types.index("full_attention"))])
+    set_mtp(model, ["mtp"])
+    setattr(model, DECODER, _decoder_fqn(model))
+
+
+def _decoder_fqn(model: Any) -> str:
+    return next(name for name, module in model.named_modules() if module is model.get_decoder())
+
+
+def _new_parts(model: Any) -> _Parts:
+    config, kind = model.config.get_text_config(), type(model.get_decoder().norm)
+    norms = (kind(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3))
+    projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+    return _Parts(next(norms), next(norms), projection, next(norms))
 
 
 def add_stored_mtp_layers(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
     """Add the layers of a run's checkpoint that has tensors of these ``names``."""
-    if count := sum(name.endswith(".eh_proj.weight") for name in names):
+    if count := sum(name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in names):
         add_mtp_layers(model, count, dtype)
 
 
@@ -60,18 +104,36 @@ def policy_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> l
     return [info for info in find_experts(model, plan) if not is_mtp(model, info.fqn)]
 
 
-def install_forward(layer: Any) -> None:
-    """Give an MTP layer its forward of ``(hidden, embeddings, *args, **kwargs)``, the first two ``[B, S, D]``.
+def mtp_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that the policy's forward does not use."""
+    return [param for name, param in model.named_parameters() if is_mtp(model, name)]
 
-    Other arguments are the decoder layer's. It returns the input of the head, ``[B, S, D]``.
+
+def model_layer(model: Any, name: str) -> nn.Module:
+    """Return the last of the policy's decoder layers with the kind of attention of the MTP layer ``name``."""
+    layers = [model.get_submodule(layer) for layer in decoder_layers(model) if not is_mtp(model, layer)]
+    kind = getattr(model.get_submodule(name), "layer_type", None)
+    return next(layer for layer in reversed(layers) if getattr(layer, "layer_type", None) == kind)
+
+
+def install_forward(model: Any, name: str) -> None:
+    """Give the MTP layer ``name`` its forward of ``(hidden, embeddings, *args, **kwargs)``.
+
+    The first two are ``[B, S, D]``, the others the decoder layer's. It returns the input of the head, ``[B, S, D]``.
     """
+    layer: Any = model.get_submodule(name)
+    if model.config.model_type in IN_DECODER:
+        parts = _Parts(layer.enorm, layer.hnorm, layer.eh_proj, layer.shared_head["norm"])
+    else:
+        mtp = model.mtp
+        parts = _Parts(mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.norm)
 
     def forward(
         decode: Callable[..., Any], hidden: torch.Tensor, embeddings: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        joined = layer.eh_proj(torch.cat([layer.enorm(embeddings), layer.hnorm(hidden)], dim=-1))
+        joined = parts.projection(torch.cat([parts.embedding_norm(embeddings), parts.hidden_norm(hidden)], dim=-1))
         found = decode(joined, *args, **kwargs)
-        return layer.shared_head["norm"](found[0] if isinstance(found, tuple) else found)
+        return parts.norm(found[0] if isinstance(found, tuple) else found)
 
     wrap_forward(layer, "mtp", forward)
 

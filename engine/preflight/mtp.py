@@ -13,7 +13,7 @@ from ..errors import SettingError
 from ..head.causal_head import why_whole_logits
 from ..lora.settings import LoraSettings
 from ..model_files import CONFIG, folder_of, predicted_layers
-from ..mtp.layers import FAMILIES
+from ..mtp.layers import BESIDE, IN_DECODER
 
 __all__ = ["COEF", "check_drafter", "check_mtp"]
 
@@ -44,13 +44,15 @@ def check_mtp(engine: Any, model: Any, built: nn.Module | None, setting: str = A
     if built is None:
         return 0
     family, kind = built.config.model_type, type(built).__name__  # type: ignore[union-attr]
-    if family not in FAMILIES:
-        rule = f"the layers that draft of {kind} are not known; those of {', '.join(FAMILIES)} are."
+    if family not in (known := IN_DECODER + BESIDE):
+        rule = f"the layers that draft of {kind} are not known; those of {', '.join(known)} are."
         raise SettingError(name, value, rule, off)
     path = get_setting(model, "local_hf_config_path") or get_setting(model, "hf_config_path")
     count = predicted_layers(folder_of(path or get_setting(model, "path")) / CONFIG)
     if count == 0:
         raise SettingError(name, value, f"the {CONFIG} of {get_setting(model, 'path')} has no such layers.", off)
+    if count > 1 and family in BESIDE:
+        raise SettingError(name, value, f"of {count} layers that draft of {kind}, only one is known.", off)
     whole = "logits are whole" if not engine.chunked_logits else why_whole_logits(built)
     if get_setting(model, "use_fused_kernels"):
         whole = "verl's fused kernels replace the head"

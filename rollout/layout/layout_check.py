@@ -4,6 +4,7 @@ The trainer derives it from its plan (``servers.planned_layout``), the worker fr
 entry is a parameter's shape without padding and, for vocabularies and experts, the global index of its first row.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -30,11 +31,13 @@ def named_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return each layer of a model once, with its shortest name.
 
     Where vLLM runs transformers' code, its runner of experts holds the gate and the shared experts of the block too.
+    The drafter of a layer that checkpoints have at ``mtp`` has it at ``model``, where the model has its own layers.
     """
     names: dict[torch.nn.Module, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         names[layer] = min(names.get(layer, name), name, key=len)
-    return [(name, layer) for layer, name in names.items()]
+    is_beside = hasattr(getattr(model, "model", None), "pre_fc_norm_hidden")
+    return [(re.sub(r"^model\b", "mtp", name) if is_beside else name, layer) for layer, name in names.items()]
 
 
 def prefix_of(layer: str) -> str:

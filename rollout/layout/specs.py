@@ -112,7 +112,7 @@ class Heads:
         return replace(heads, query_rank=size("q_lora_rank") if size("kv_lora_rank") else 0)
 
     def is_draft(self, name: str) -> bool:
-        """Return whether a tensor is of a multi-token prediction layer."""
+        """Return whether a tensor is of a multi-token prediction layer that follows the decoder's."""
         number = re.match(r"model\.layers\.(\d+)\.", name)  # no tower's
         return number is not None and int(number[1]) >= self.decoder_layers > 0
 

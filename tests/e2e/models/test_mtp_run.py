@@ -22,16 +22,18 @@ RUNS = {
         f"{MTP}.mtp_loss_scaling_factor=1.0",
     ],
 }
+# Cached states of linear attention are copied by a Triton kernel where there are drafts.
+MORE = {"glm4_moe": [], "qwen3_next": ["actor_rollout_ref.rollout.enable_prefix_caching=False"]}
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_drafts_of_a_grpo_run_agree_more_and_more_with_the_policy(tmp_path, name):
-    tokenizer, family = build_tokenizer(), SERVED["glm4_moe"].family
+@pytest.mark.parametrize(("family", "name"), [*(("glm4_moe", name) for name in RUNS), ("qwen3_next", [*RUNS][1])])
+def test_drafts_of_a_grpo_run_agree_more_and_more_with_the_policy(tmp_path, family, name):
+    tokenizer, recipe = build_tokenizer(), SERVED[family].family
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    sizes = {**family.sizes, "hidden_size": 128, "max_position_embeddings": 128, "vocab_size": len(tokenizer), **ids}
-    model = save_with_mtp(tmp_path / "model", replace(family, sizes=sizes), 1)
+    sizes = {**recipe.sizes, "hidden_size": 128, "max_position_embeddings": 128, "vocab_size": len(tokenizer), **ids}
+    model = save_with_mtp(tmp_path / "model", replace(recipe, sizes=sizes), 1)
     tokenizer.save_pretrained(model)
-    options = overrides(*RUNS[name], *settings("glm4_moe"))
+    options = overrides(*RUNS[name], *settings(family), *MORE[family])
     steps = finished(tmp_path / "run", 16, "--model", str(model), *options).steps()
     agreement = [step["actor/mtp_agreement"] for step in steps]
     assert mean(agreement[-3:]) > mean(agreement[:3]) + 0.1, agreement

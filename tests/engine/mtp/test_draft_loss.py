@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from tests.parity.families import FAMILIES
+from tests.parity.families import FAMILIES, Family
 from tests.support.engine.sharded import whole_parameters
 from tests.support.models.mtp import PlainDrafts, save_with_mtp
 from tests.support.models.tiny import relative_error
+from tests.support.models.vlm import IMAGE_TOKENS, VLMS, plain_vlm, vlm_batch, vlm_samples
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker, watched_gradients
 
-COEF = 0.3
+COEF, UNTIED = 0.3, {"tie_word_embeddings": False}
 MESHES = [
     {"ep": 1},
     {"ep": 2, "fsdp_size": 2, "dynamic": True, "activation_checkpointing": "full"},
@@ -64,7 +65,28 @@ def _updates(folder, cases):
         ("deepseek_v3", 2),
         pytest.param("glm4_moe", 1, marks=pytest.mark.long),
         pytest.param("glm4_moe_lite", 1, marks=pytest.mark.long),
+        pytest.param("qwen3_next", 1, marks=pytest.mark.long),
+        pytest.param("qwen3_5_moe", 1, marks=pytest.mark.long),
     ],
 )
 def test_update_with_mtp_layers_leaves_the_policys_bits_and_has_their_plain_gradients(tmp_path, family, depth):
     run_ranks(_updates, 4, save_with_mtp(tmp_path, FAMILIES[family], depth), MESHES, timeout=500)
+
+
+def _updates_with_images(folder):
+    samples, seen = vlm_samples(plain_vlm(folder), (1, 6)), {}
+    for coef in (None, COEF):
+        worker = ppo_worker(folder, ep=2, ulysses_sequence_parallel_size=2, mtp_loss_coef=coef, tokens=90)
+        gradients = watched_gradients(worker)
+        worker.train_batch(vlm_batch(of_this_rank(worker, samples)))
+        seen[coef] = gradients
+    for name, gradient in seen[None].items():
+        assert torch.equal(gradient, seen[COEF].pop(name)), name
+    assert all(name.startswith("mtp.") and gradient.norm() > 0 for name, gradient in seen[COEF].items())
+
+
+@pytest.mark.long
+def test_update_with_images_and_an_mtp_layer_leaves_the_policys_bits(tmp_path):
+    kind, sizes = VLMS["qwen3_5_moe"]
+    recipe = Family(f"{kind}ForConditionalGeneration", f"{kind}Config", {**sizes, **IMAGE_TOKENS, **UNTIED})
+    run_ranks(_updates_with_images, 2, save_with_mtp(tmp_path, recipe, 1))

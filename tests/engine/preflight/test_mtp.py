@@ -4,6 +4,7 @@ import pytest
 
 from epfsdp2.engine.preflight.model import inspect_model
 from epfsdp2.engine.preflight.mtp import COEF, check_drafter, check_mtp
+from tests.parity.family import LINEAR
 from tests.support.trainer.preflight import MODEL, refused, rollout
 from tests.support.trainer.settings import TINY, checkpoint, engine
 
@@ -12,7 +13,7 @@ TRAINED = {"enable": True, "enable_train": True, "detach_encoder": True, "mtp_lo
 
 
 def _checked(folder, settings, model, kind="glm4_moe", layers=1):
-    sizes = GLM if kind == "glm4_moe" else {}
+    sizes = {"glm4_moe": GLM, "qwen3_next": {**TINY, **LINEAR, "layer_types": ["full_attention"] * 2}}.get(kind, {})
     own = {**checkpoint(folder, kind, num_nextn_predict_layers=layers, **sizes), **model}
     return check_mtp(engine(**settings), own, inspect_model(own).model)
 
@@ -49,7 +50,11 @@ def test_mtp_layers_that_can_not_be_trained_are_refused(tmp_path, name, value, s
 
 @pytest.mark.parametrize(
     ("kind", "layers", "words"),
-    [("qwen3_moe", 1, "of Qwen3MoeForCausalLM are not known"), ("glm4_moe", 0, "has no such layers")],
+    [
+        ("qwen3_moe", 1, "of Qwen3MoeForCausalLM are not known"),
+        ("glm4_moe", 0, "has no such layers"),
+        ("qwen3_next", 2, "only one is known"),
+    ],
 )
 def test_models_without_known_mtp_layers_are_refused(tmp_path, kind, layers, words):
     with refused(COEF, 0.0, words, works=f"{COEF}=null"):

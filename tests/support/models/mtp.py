@@ -11,31 +11,54 @@ from torch import nn
 from tests.parity.family import Family
 from tests.support.models.tiny import reference_model, save_random
 
-__all__ = ["PlainDrafts", "save_with_mtp"]
+__all__ = ["PlainDrafts", "is_beside", "save_with_mtp"]
+
+# Names of the two norms before the projection, the projection, and the norm after the layer.
+_IN_DECODER = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+_BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+
+
+def is_beside(family: str) -> bool:
+    """Whether checkpoints of the family have the layer at ``mtp.layers.0``, not after the decoder's."""
+    return family.startswith(("qwen3_next", "qwen3_5"))
 
 
 def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Path:
     """Save a random model with ``depth`` multi-token prediction layers, and copies of its embeddings and head."""
-    layers = recipe.sizes["num_hidden_layers"]
-    more = {name: of + of[-1:] * depth for name, of in recipe.sizes.items() if isinstance(of, list)}
-    save_random(recipe.build(num_hidden_layers=layers + depth, **more), folder, seed, one_file=True)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": depth}
-    config |= {name: config[name][:layers] for name in more}
+    sizes = recipe.sizes.get("text_config", recipe.sizes)
+    layers = sizes["num_hidden_layers"]
+    more = {name: of + of[-1:] * depth for name, of in sizes.items() if isinstance(of, list)}
+    if "layer_types" in more:
+        more["layer_types"][-1] = "full_attention"
+    more["num_hidden_layers"] = layers + depth
+    more = {"text_config": sizes | more} if "text_config" in recipe.sizes else more
+    save_random(recipe.build(**more), folder, seed, one_file=True)
+    longer = (folder / "config.json").read_text()
+    config = json.loads(longer)
+    text, beside = config.get("text_config", config), is_beside(config["model_type"])
+    if not beside:
+        text["num_nextn_predict_layers"] = depth
+    elif config["model_type"] != "qwen3_next":  # its published configs have no number
+        text["mtp_num_hidden_layers"] = depth
+    text |= {"num_hidden_layers": layers} | {name: of for name, of in sizes.items() if isinstance(of, list)}
     (folder / "config.json").write_text(json.dumps(config))
-    tensors, width = load_file(folder / "model.safetensors"), config["hidden_size"]
-    for index in range(layers, layers + depth):
-        own = f"model.layers.{index}"
-        tensors |= {f"{own}.{name}.weight": torch.rand(width) + 0.5 for name in ("enorm", "hnorm", "shared_head.norm")}
-        tensors[f"{own}.eh_proj.weight"] = torch.randn(width, 2 * width) * 0.1
-        tensors[f"{own}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors[f"{own}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    # The same as decoder layers of transformers' model, for ``PlainDrafts``.
-    (folder / "longer").mkdir()
+    tensors, width = load_file(folder / "model.safetensors"), text["hidden_size"]
+    (folder / "longer").mkdir()  # the same as decoder layers of transformers' model, for ``PlainDrafts``
     save_file(tensors, folder / "longer" / "model.safetensors", metadata={"format": "pt"})
-    config |= {"num_hidden_layers": layers + depth} | more
-    (folder / "longer" / "config.json").write_text(json.dumps(config))
+    (folder / "longer" / "config.json").write_text(longer)
+    for index in range(layers, layers + depth):
+        own = f"{'model.language_model' if text is not config else 'model'}.layers.{index}"
+        if beside:
+            moved = {name: f"mtp.layers.0{name.removeprefix(own)}" for name in tensors if name.startswith(f"{own}.")}
+            tensors |= {new: tensors.pop(name) for name, new in moved.items()}
+            own = "mtp"
+        else:
+            tensors[f"{own}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors[f"{own}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        first, second, projection, last = _BESIDE if beside else _IN_DECODER
+        tensors |= {f"{own}.{name}.weight": torch.rand(width) + 0.5 for name in (first, second, last)}
+        tensors[f"{own}.{projection}.weight"] = torch.randn(width, 2 * width) * 0.1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -45,23 +68,33 @@ class PlainDrafts:
     def __init__(self, folder: Path):
         self.policy: Any = reference_model(folder)
         config, tensors = self.policy.config, load_file(folder / "model.safetensors")
-        self.layers, self.depth = config.num_hidden_layers, config.num_nextn_predict_layers
+        self.layers, self.beside = config.num_hidden_layers, is_beside(config.model_type)
         decoder = reference_model(folder / "longer").model
         self.own = nn.ModuleList(decoder.layers[self.layers :])
-        self.beside = {
-            f"{i}.{name}.weight": tensors[f"model.layers.{self.layers + i}.{name}.weight"].requires_grad_()
-            for i in range(self.depth)
-            for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        }
+        names = _BESIDE if self.beside else _IN_DECODER
+        self.around = [
+            [tensors[f"{self._prefix(i)}.{name}.weight"].requires_grad_() for name in names] for i in range(self.depth)
+        ]
 
-    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + self.policy.config.rms_norm_eps).rsqrt() * weight
+    @property
+    def depth(self) -> int:
+        return len(self.own)
+
+    def _prefix(self, index: int) -> str:
+        return "mtp" if self.beside else f"model.layers.{self.layers + index}"
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(self.policy.model.norm, {"weight": weight}, x)
 
     def named_gradients(self) -> dict[str, torch.Tensor]:
         """Return gradients by the names that parameters have in the engine's model."""
-        found = {name: p.grad for name, p in (*self.beside.items(), *self.own.named_parameters())}
-        moved = {n.partition(".")[::2]: grad for n, grad in found.items()}
-        return {f"model.layers.{self.layers + int(i)}.{rest}": grad for (i, rest), grad in moved.items()}
+        found, names = {}, _BESIDE if self.beside else _IN_DECODER
+        for i, (layer, around) in enumerate(zip(self.own, self.around, strict=True)):
+            prefix = self._prefix(i)
+            found |= {f"{prefix}.{name}.weight": p.grad for name, p in zip(names, around, strict=True)}
+            inner = f"{prefix}.layers.0" if self.beside else prefix
+            found |= {f"{inner}.{name}": p.grad for name, p in layer.named_parameters()}
+        return found
 
     def __call__(self, ids: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cross-entropies ``[depth, T]`` of the drafts from each token, and whether the modes are equal."""
@@ -73,16 +106,13 @@ class PlainDrafts:
             rotary = model.rotary_emb(hidden, positions)
         state, losses, agrees = hidden, [], []
         mask = torch.full((len(ids), len(ids)), float("-inf")).triu(1)[None, None]
-        for i, layer in enumerate(self.own):
+        for i, (layer, (first, second, projection, last)) in enumerate(zip(self.own, self.around, strict=True)):
             ahead = embeddings.roll(-1 - i, 1).clone()
-            ahead[:, 0] = 0
-            parts = [
-                self._rms(ahead, self.beside[f"{i}.enorm.weight"]),
-                self._rms(state, self.beside[f"{i}.hnorm.weight"]),
-            ]
-            joined = torch.cat(parts, -1) @ self.beside[f"{i}.eh_proj.weight"].t()
+            if not self.beside:
+                ahead[:, 0] = 0
+            joined = torch.cat([self._norm(ahead, first), self._norm(state, second)], -1) @ projection.t()
             state = layer(joined, attention_mask=mask, position_embeddings=rotary, position_ids=positions)
-            state = self._rms(state, self.beside[f"{i}.shared_head.norm.weight"])
+            state = self._norm(state, last)
             p, q = ((x[0] @ head.t() / temperature).log_softmax(-1) for x in (hidden.roll(-1 - i, 1), state))
             losses.append(-(p.exp() * q).sum(-1))
             agrees.append(p.argmax(-1) == q.argmax(-1))

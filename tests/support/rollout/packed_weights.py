@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from epfsdp2.rollout.layout.layout_check import prefix_of
+from epfsdp2.rollout.layout.layout_check import named_layers, prefix_of
 from epfsdp2.rollout.vllm.loaded_weights import expert_tensors
 
 __all__ = ["packed_weights", "unpack_by_index"]
@@ -22,7 +22,7 @@ def packed_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     A head is the matrix that multiplies the hidden states, even if it is tied to the embedding.
     """
     heads = {id(layer) for name, layer in model.named_modules(remove_duplicate=False) if name.endswith("lm_head")}
-    for name, layer in model.named_modules():
+    for name, layer in named_layers(model):
         prefix = prefix_of(name)
         if hasattr(layer, "w13_weight"):
             yield from ((prefix + own, tensor) for own, tensor in expert_tensors(layer, *_experts(layer)).items())

@@ -143,8 +143,8 @@ def _parity(*results: str) -> dict[str, str]:
 def _sequence_parallel(name: str) -> str:
     if name in test_ulysses.NOT_SPLIT:
         return "refused"
-    if name in families.STATEFUL:
-        return "sequences" if _is_run("shared_mixers", name, families.STATES) else ""
+    if name in families.STATEFUL + families.CHOOSING:
+        return "sequences" if _is_run("shared_mixers", name, families.BY_SEQUENCES) else ""
     return "heads" if _is_run("ulysses", name, test_ulysses.SPLIT) else ""
 
 

@@ -59,14 +59,12 @@ def heads_to_split(model: Any) -> int:
     name, config = type(model).__name__, model.config.get_text_config()
     if hasattr(model.config, "audio_config") and not hasattr(model.config, "vision_config"):
         raise UnsupportedModelError(f"{name} inserts audio among the tokens, which verl slices before that.")
-    if getattr(config, "index_topk", None):
-        raise UnsupportedModelError(f"an indexer of {name} chooses among the keys of a whole row before its attention.")
     mixers = find_mixers(model)
     if mixers.why_not is not None:
         raise UnsupportedModelError(f"{name}: {mixers.why_not}.")
-    choosing = sorted({type(m).__name__ for fqn, m in mixers.others.items() if fqn in attention_modules(model)})
-    if choosing:
-        raise UnsupportedModelError(f"{' and '.join(choosing)} of {name} takes whole sequences.")
+    kinds = {type(m).__name__: inspect.signature(type(m).forward).parameters for m in mixers.others.values()}
+    if distant := sorted(kind for kind, parameters in kinds.items() if "relative_distance" in parameters):
+        raise UnsupportedModelError(f"{name} gives {' and '.join(distant)} distances between the tokens of a row.")
     return math.gcd(config.num_attention_heads, *(getattr(config, "num_attention_heads_per_layer", None) or ()))
 
 
@@ -110,7 +108,8 @@ class SequenceParallel:
         fqn = decoder_layers(model)[0].rsplit(".", 2)[0]  # above layers.0
         decoder = model.get_submodule(fqn)
         decoder.register_forward_pre_hook(self._cut_inputs, with_kwargs=True)
-        for module in decoder.modules():
+        on_sequences = {part for mixer in find_mixers(model).others.values() for part in mixer.modules()}
+        for module in (each for each in decoder.modules() if each not in on_sequences):
             takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
             if takes_positions and next(module.parameters(), None) is None:  # a rotary embedding
                 module.register_forward_hook(self._cut_embeddings)

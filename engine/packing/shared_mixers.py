@@ -95,8 +95,9 @@ class SharedMixers:
         if value.shape[1] == self._slice:
             sent = value.transpose(0, 1).index_select(0, self._order)
             own = Exchange.apply(sent, self.group, self._sent, self._received).transpose(0, 1)
-            # Also on an idle rank: the backward's exchange needs all ranks.
-            return torch.cat([own, value[:, :1]], dim=1) if self._is_idle else own
+            # Also on an idle rank: the backward's exchange needs all ranks. Its one token is the first of a sequence.
+            first = value[:, :1] if value.is_floating_point() else torch.zeros_like(value[:, :1])
+            return torch.cat([own, first], dim=1) if self._is_idle else own
         tokens = self._tokens.new_zeros(1) if self._is_idle else self._tokens
         if value.shape[1] == row:
             return value[:, tokens]

@@ -40,6 +40,8 @@ __all__ = [
     "FAMILIES",
     "NEWER",
     "OUTSIDE",
+    "BY_SEQUENCES",
+    "CHOOSING",
     "STATEFUL",
     "STATES",
     "AsAuto",
@@ -161,7 +163,7 @@ FAMILIES: dict[str, Family] = {
         "GlmMoeDsa",
         **{**DEEPSEEK, **MLA},
         mlp_layer_types=SPARSE_LAYERS,
-        index_topk=64,
+        index_topk=8,
         index_head_dim=16,
         index_n_heads=2,
     ),
@@ -304,7 +306,13 @@ STATEFUL = (
     *("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h"),
     *("nemotron_h_latent", "qwen3_5_moe", "qwen3_next"),
 )
+# Families whose attention chooses or compresses the keys of a whole sequence: their rows are shared in the same way.
+CHOOSING = (
+    *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "inkling"),
+    *("minimax_m3_vl", "mistral_large4", "qwen4_exp", "zaya"),
+)
 STATES = tuple(name for name in STATEFUL if name in ALL)
+BY_SEQUENCES = (*STATES, *(name for name in CHOOSING if name in ALL))
 
 
 def save(name: str, folder: Path) -> Path:

@@ -38,4 +38,4 @@ def test_drafts_of_a_grpo_run_agree_more_and_more_with_the_policy(tmp_path, fami
     agreement = [step["actor/mtp_agreement"] for step in steps]
     assert mean(agreement[-3:]) > mean(agreement[:3]) + 0.1, agreement
     assert steps[-1]["actor/mtp_loss"] < steps[0]["actor/mtp_loss"]
-    assert max(differences(steps)) < 1e-5
+    assert max(differences(steps)) < (1e-5 if SERVED[family].dtype == "float32" else 2e-2)

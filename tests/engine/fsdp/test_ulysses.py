@@ -11,9 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel, check_attention_splits
 from epfsdp2.engine.model.layers import layer_names
-from epfsdp2.engine.moe.find import UnsupportedModelError
 from epfsdp2.engine.packing.sequences import PackedSequences
-from tests.parity.families import ALL, FAMILIES, STATES
+from tests.parity.families import ALL, BY_SEQUENCES, FAMILIES
 from tests.support.engine.rows import LENGTHS, errors, one_by_one, own_slice, packed, row
 from tests.support.engine.varlen_kernels import flash_by_sdpa
 from tests.support.models.tiny import relative_error, save_qwen3_moe
@@ -29,17 +28,10 @@ WINDOWS = {
     "gpt_oss": {"sliding_window": 5},
     "mixtral": {"sliding_window": 5},
 }
-INDEXED = ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl")
-INDEXED += ("mistral_large4",)
-WHOLE = {"inkling": "Inkling", "inkling2": "Inkling2Full", "minimax_m3_vl": "MiniMaxM3VL"}
-WHOLE |= {"inkling2_loop": "Inkling2LoopFull", "qwen4_exp": "Qwen4ExpText", "zaya": "Zaya"}
-NOT_SPLIT = {
-    **dict.fromkeys(INDEXED, "indexer"),
-    **{name: f"{kind}Attention .*takes whole" for name, kind in WHOLE.items()},
-}
-# STATES are shared by their sequences (test_shared_mixers.py).
+NOT_SPLIT = ("inkling2", "inkling2_loop")
+# BY_SEQUENCES are in test_shared_mixers.py.
 # The last is a classifier that sees both ways, without attention on transformers' interface that runs on a CPU.
-SPLIT = [name for name in ALL if name not in (*NOT_SPLIT, *STATES, "openai_privacy_filter")]
+SPLIT = [name for name in ALL if name not in (*NOT_SPLIT, *BY_SEQUENCES, "openai_privacy_filter")]
 # Keys of fewer heads than ranks. Windows and full attention in turns. Values narrower than keys. Sinks. Queries that
 # are scaled by their position or by their index.
 KINDS = ["qwen3_moe", "gemma4", "deepseek_v3", "gpt_oss", "mistral4", "llama4"]
@@ -163,12 +155,6 @@ def _replays(folder):
 def test_ulysses_with_router_replay_takes_the_recorded_routes(tmp_path):
     pytest.importorskip("verl")
     run_ranks(_replays, 2, save_qwen3_moe(tmp_path))
-
-
-@pytest.mark.parametrize("name", [name for name in NOT_SPLIT if name in ALL])
-def test_check_attention_splits_of_other_token_mixers_refuses_them(name):
-    with torch.device("meta"), pytest.raises(UnsupportedModelError, match=NOT_SPLIT[name]):
-        check_attention_splits(ALL[name].build(), 2)
 
 
 def test_check_attention_splits_of_heads_that_do_not_divide_names_the_sizes_that_work():

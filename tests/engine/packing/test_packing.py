@@ -22,34 +22,13 @@ from epfsdp2.engine.packing.sequences import PackedSequences, lengths_taken, why
 from epfsdp2.engine.preflight.features import check_packing
 from tests.parity import families
 from tests.parity.float64 import float64
-from tests.support.engine.rows import LENGTHS, apart, gradients, packed, row
+from tests.support.engine.rows import IN_FLOAT64, LENGTHS, SIZES, apart, gradients, packed, row
 from tests.support.engine.varlen_kernels import flash_by_sdpa
 from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import check_ppo_updates_in_float64
 
 EXACT = 1e-6  # in float64; norms, some softmaxes and some routers always compute in float32
-# Families that exceed it (hyper-connections, sinks), or fail in float64, compute everything in float64.
-IN_FLOAT64 = ("deepseek_v4", "glm5_next", "inkling2", "inkling2_loop", "openai_privacy_filter")
-# Windows, chosen keys and compressed keys within sequences.
-SIZES = {
-    "afmoe": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5},
-    "deepseek_v4": {
-        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
-        "compress_rates": {"heavily_compressed_attention": 4, "compressed_sparse_attention": 2},
-        "index_topk": 2,
-        "sliding_window": 5,
-    },
-    "gemma3": {"sliding_window": 5},
-    "gemma4": {"sliding_window": 5},
-    "glm_moe_dsa": {"index_topk": 4, "indexer_types": ["full", "shared", "full"]},
-    "gpt_oss": {"sliding_window": 5},
-    # Keys of a chunk; queries that are scaled by their place.
-    "llama4": {"text_config": {**families.EVERY["llama4"].sizes["text_config"], "attention_chunk_size": 5}},
-    "mistral": {"sliding_window": 5},
-    "mixtral": {"sliding_window": 5},
-    "openai_privacy_filter": {"sliding_window": 5},
-}
 # One of each kind of mask, mixer or position; all others are long.
 KINDS = {"afmoe", "deepseek_v3", "deepseek_v4", "gemma4", "glm_moe_dsa", "gpt_oss", "jamba", "lfm2_moe", "llama4"}
 KINDS |= {"minimax", "mistral", "qwen3_moe", "qwen3_next"}

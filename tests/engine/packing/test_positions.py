@@ -11,7 +11,7 @@ from epfsdp2.engine.packing.sequences import PackedSequences
 from epfsdp2.engine.wrap_forward import wrapped_by
 from tests.parity import families
 from tests.parity.float64 import float64
-from tests.support.engine.rows import LENGTHS, apart, packed, row
+from tests.support.engine.rows import IN_FLOAT64, LENGTHS, apart, packed, row
 from tests.support.models.rope import PHI_SCALES, longrope, with_rope
 from tests.support.models.tiny import relative_error, save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -22,7 +22,6 @@ ORIGINAL = 12  # one of them is longer
 # One set of frequencies; Phi-3.5-MoE's own scale; one set for each type of layer; complex numbers.
 KINDS = [("qwen3_moe", "longrope"), ("qwen3_moe", "dynamic"), ("phimoe", "longrope"), ("gemma3", "longrope")]
 KINDS += [("gemma3", "dynamic"), ("deepseek_v2", "longrope")]
-IN_FLOAT64 = ("deepseek_v4", "glm5_next", "inkling2", "inkling2_loop", "openai_privacy_filter")  # as in test_packing.py
 NO_PLAIN_MODEL = {
     ("deepseek_v4", "longrope"): "transformers 5.9 finds no frequencies in the second call of its rotary embedding",
     ("dots3_note", "longrope"): "transformers 5.23 reads a width of heads that its layers differ in",

@@ -1,5 +1,6 @@
-"""Ranks that share rows equal the plain model, for layers that carry a state along the row."""
+"""Ranks that share rows equal the plain model, for layers that need whole sequences."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -14,9 +15,9 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.packing.head_parts import head_parts_of
 from epfsdp2.engine.packing.sequences import PackedSequences, find_mixers
 from epfsdp2.engine.packing.shared_mixers import _reach, assign
-from tests.parity.families import ALL, STATES, save
+from tests.parity.families import ALL, BY_SEQUENCES, STATES, save
 from tests.parity.float64 import float64
-from tests.support.engine.rows import LENGTHS, errors, loss, one_by_one, own_slice, packed, row
+from tests.support.engine.rows import IN_FLOAT64, LENGTHS, SIZES, errors, loss, one_by_one, own_slice, packed, row
 from tests.support.models.tiny import relative_error
 from tests.support.ranks import each_case, run_ranks
 from tests.support.trainer.ppo import check_ppo_updates_in_float64
@@ -30,7 +31,9 @@ FEW = (4, 2)  # slices shorter than the convolution's reach, on four ranks with 
 
 
 def _model(name):
-    return ALL[name].build_random("sdpa")
+    # As in test_packing.py.
+    attention = "eager" if name == "glm_moe_dsa" else ALL[name].attention
+    return ALL[name].build_random(attention, **SIZES.get(name, {}))
 
 
 def _fast_kernels(model, calls):
@@ -68,18 +71,19 @@ def _fast_kernels(model, calls):
 
 def _compare(cases):
     def check(name, lengths, how):
-        wanted = one_by_one(_model(name), lengths)
-        found = errors(_model(name), dist.group.WORLD, wanted, lengths, checkpointing=how)
+        with float64() if name in IN_FLOAT64 else contextlib.nullcontext():
+            wanted = one_by_one(_model(name), lengths)
+            found = errors(_model(name), dist.group.WORLD, wanted, lengths, checkpointing=how)
         assert {n: error for n, error in found.items() if error > EXACT} == {}
 
-    each_case([case for case in cases if case[0] in STATES], check)
+    each_case([case for case in cases if case[0] in BY_SEQUENCES], check)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", [2, 4])
-def test_shared_mixer_of_every_family_with_a_state_equals_the_plain_model(world):
+def test_shared_mixer_of_every_family_equals_the_plain_model(world):
     rows = [(UNEVEN, "none"), (LONG, "full"), (MOSTLY_ONE, "selective"), ((*FEW, 2), "selective")]
-    run_ranks(_compare, world, [(name, *row) for name in sorted(STATES) for row in rows], timeout=900)
+    run_ranks(_compare, world, [(name, *row) for name in sorted(BY_SEQUENCES) for row in rows], timeout=900)
 
 
 def _kernels():
@@ -96,9 +100,10 @@ def _kernels():
         assert calls == called
 
 
-# Each kind of mixer over heads or slices, and by whole sequences.
+# Each kind of mixer over heads or slices, and by whole sequences; chosen and compressed keys.
 KINDS = [(name, MOSTLY_ONE, "none") for name in ("bailing_hybrid", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next")]
 KINDS += [("jamba", MOSTLY_ONE, "full"), ("jamba", UNEVEN, "selective"), ("lfm2_moe", LONG, "full")]
+KINDS += [("glm_moe_dsa", UNEVEN, "full"), ("glm_moe_dsa", LONG, "none"), ("deepseek_v4", UNEVEN, "none")]
 
 
 def _on_two_ranks():
@@ -179,7 +184,13 @@ def test_assign_of_sequences_balances_their_lengths():
 
 @pytest.mark.parametrize(
     ("name", "world"),
-    [("qwen3_next", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen3_next", 4), ("jamba", 2)))],
+    [
+        ("qwen3_next", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("qwen3_next", 4), ("jamba", 2), ("glm_moe_dsa", 2))
+        ),
+    ],
 )
 def test_shared_mixer_in_ppo_updates_equals_the_plain_model(tmp_path, name, world):
     pytest.importorskip("verl")
@@ -187,4 +198,5 @@ def test_shared_mixer_in_ppo_updates_equals_the_plain_model(tmp_path, name, worl
     with float64():
         save(name, tmp_path)
     # This eps does not magnify rounding errors of tiny gradients.
-    run_ranks(check_ppo_updates_in_float64, world, tmp_path, cases, "sdpa", {"eps": 1e-5}, timeout=300)
+    attention = "eager" if name == "glm_moe_dsa" else "sdpa"
+    run_ranks(check_ppo_updates_in_float64, world, tmp_path, cases, attention, {"eps": 1e-5}, timeout=300)

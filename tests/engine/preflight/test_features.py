@@ -1,12 +1,15 @@
 """Attention, recomputation, sequence parallelism, replay and distillation that a model or a run does not allow."""
 
 import contextlib
+import functools
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import verl.trainer.config
 from omegaconf import OmegaConf
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.features import check_attention, check_casts
@@ -167,10 +170,17 @@ def test_sequence_parallel_size_that_does_not_fit_is_refused_with_those_that_do(
             check(known, 4, ulysses_sequence_parallel_size=4)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "glm_moe_dsa"])
-def test_sequence_parallel_size_of_a_model_with_an_indexer_is_refused(tmp_path, name):
-    model = {"path": str(save(name, tmp_path)), "override_config": {"attn_implementation": "eager"}}
-    words = rf"^{SEQUENCE}=2: can't be with \w+: an indexer of \w+ chooses among the keys .*What works: {SEQUENCE}=1$"
+def test_sequence_parallel_size_of_a_model_with_distances_in_a_row_is_refused(tmp_path, monkeypatch):
+    """As Inkling2 of transformers 5.24 has them; an indexer alone is no reason."""
+    model = {"path": str(save("glm_moe_dsa", tmp_path)), "override_config": {"attn_implementation": "eager"}}
+    assert check(model, ulysses_sequence_parallel_size=2) is not None
+    forward = GlmMoeDsaAttention.forward
+    own = inspect.signature(forward)
+    distances = inspect.Parameter("relative_distance", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    other = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    other.__signature__ = own.replace(parameters=[distances, *own.parameters.values()])
+    monkeypatch.setattr(GlmMoeDsaAttention, "forward", other)
+    words = rf"^{SEQUENCE}=2: can't be with \w+: \w+ gives GlmMoeDsaAttention distances .*What works: {SEQUENCE}=1$"
     with pytest.raises(SettingError, match=words):
         check(model, ulysses_sequence_parallel_size=2)
 

@@ -9,10 +9,45 @@ from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.vision import VisionTowerSync
 from epfsdp2.engine.packing.sequences import PackedSequences
+from tests.parity.families import EVERY
 from tests.support.models.tiny import VOCAB, relative_error
 
-__all__ = ["LENGTHS", "apart", "errors", "gradients", "loss", "one_by_one", "own_slice", "packed", "row", "shared"]
+__all__ = [
+    "IN_FLOAT64",
+    "LENGTHS",
+    "SIZES",
+    "apart",
+    "errors",
+    "gradients",
+    "loss",
+    "one_by_one",
+    "own_slice",
+    "packed",
+    "row",
+    "shared",
+]
 
+# Windows, chosen keys and compressed keys within sequences.
+SIZES = {
+    "afmoe": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5},
+    "deepseek_v4": {
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+        "compress_rates": {"heavily_compressed_attention": 4, "compressed_sparse_attention": 2},
+        "index_topk": 2,
+        "sliding_window": 5,
+    },
+    "gemma3": {"sliding_window": 5},
+    "gemma4": {"sliding_window": 5},
+    "glm_moe_dsa": {"index_topk": 4, "indexer_types": ["full", "shared", "full"]},
+    "gpt_oss": {"sliding_window": 5},
+    # Keys of a chunk; queries that are scaled by their place.
+    "llama4": {"text_config": {**EVERY["llama4"].sizes["text_config"], "attention_chunk_size": 5}},
+    "mistral": {"sliding_window": 5},
+    "mixtral": {"sliding_window": 5},
+    "openai_privacy_filter": {"sliding_window": 5},
+}
+# Families that need float64 everywhere for errors below 1e-6 (hyper-connections, sinks), or at all.
+IN_FLOAT64 = ("deepseek_v4", "glm5_next", "inkling2", "inkling2_loop", "openai_privacy_filter")
 LENGTHS = (11, 1, 14, 6)  # 32 tokens; slices of 2 and 4 ranks end within sequences
 
 
@@ -71,9 +106,12 @@ def shared(model, group, lengths=LENGTHS, checkpointing="none"):
     checkpoint_layers([model.get_submodule(fqn) for fqn in layer_names(model)], (), 8, checkpointing)
     logits = packed(model, ids, own)
     loss(logits, targets[own]).backward()
-    # On every rank every parameter of a mixer has a gradient, or FSDP would hang.
-    for fqn, module in rows._mixers.others.items():
-        assert all(p.grad is not None for p in module.parameters()), fqn
+    # A parameter of a mixer has a gradient on every rank or on none (an indexer's), or FSDP would hang.
+    mixers = rows._mixers.others.items()
+    lack = [f"{fqn}.{n}" for fqn, module in mixers for n, p in module.named_parameters() if p.grad is None]
+    everyone: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, lack, group=group)
+    assert all(each == lack for each in everyone), everyone
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     for grad in grads.values():
         dist.all_reduce(grad, group=group)

@@ -255,7 +255,7 @@ def check_ppo_updates(
     samples, reference = ppo_samples(), reference_model(folder, attention)
     log_probs = [plain_log_probs(reference, ids)[0] for ids, *_ in samples]
     loss = reference_update(reference, samples)
-    wanted = {n: p.grad for n, p in reference.named_parameters()}
+    wanted = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}  # not an indexer's
     wanted_norm = torch.nn.utils.get_total_norm(wanted.values()).item()
     build_optimizer(reference.parameters(), optimizer_config(**(optimizer or {}))).step()
 

@@ -33,6 +33,8 @@ def install() -> None:
         wrap(losses, "compute_topk_loss", _topk_loss)
     if workers := sys.modules.get("verl.experimental.separation.engine_workers"):
         wrap(workers.DetachActorWorker, "_get_strategy_handlers", _strategy_handlers)
+    if tracking := sys.modules.get("verl.utils.tracking"):
+        wrap(tracking.Tracking, "log", _mean_of_ranks)
 
 
 def _topk_loss(stock: Any) -> Any:
@@ -63,6 +65,24 @@ def _strategy_handlers(stock: Any) -> Any:
         return (save, restore) if worker.config.actor.strategy == STRATEGY else stock(worker)
 
     return handlers
+
+
+def _mean_of_ranks(stock: Any) -> Any:
+    """Log the mean of an update's metrics, as the trainers of PPO do.
+
+    ``sft_trainer`` logs the lists of ranks that ``TrainingWorker`` has gathered, and TensorBoard refuses those.
+    """
+
+    def log(tracking: Any, data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        means = {
+            f"train/{name}": torch.tensor(value).mean().item()
+            for name, value in data.items()
+            if isinstance(value, list)
+        }
+        others = {name: value for name, value in data.items() if not isinstance(value, list)}
+        stock(tracking, others | means, *args, **kwargs)
+
+    return log
 
 
 def save(model: nn.Module) -> dict[str, torch.Tensor]:

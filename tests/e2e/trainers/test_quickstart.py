@@ -37,7 +37,9 @@ def test_quickstart_raises_the_reward_with_the_trainers_weights_in_vllm(first_ru
 def test_sft_trainer_lowers_the_loss(first_run):
     """The quickstart's warm-up."""
     lines = (first_run.output / "warmup.jsonl").read_text().splitlines()
-    losses = [data["train/loss"] for data in (json.loads(line)["data"] for line in lines) if "train/loss" in data]
+    logged = [json.loads(line)["data"] for line in lines]
+    assert all(isinstance(value, int | float) for data in logged for value in data.values()), logged[0]
+    losses = [data["train/loss"] for data in logged if "train/loss" in data]
     assert len(losses) == 80
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10]), losses
 

@@ -1,5 +1,6 @@
-"""The shims for verl: its top-k distillation loss, and the weights that its workers of separate trainers save."""
+"""The shims for verl: distillation losses, weights that workers of separate trainers save, and metrics."""
 
+import json
 import pickle
 from types import SimpleNamespace
 
@@ -109,3 +110,18 @@ def test_name_of_a_trainers_metric_is_still_needed_and_reaches_the_trainer_as_it
 
     assert logged("training/x", "actor/x") == ["actor/training/x", "actor/x"]
     assert logged(shims.TrainersMetric("training/x"), shims.TrainersMetric("actor/x")) == ["training/x", "actor/x"]
+
+
+def test_metrics_of_a_supervised_update_are_logged_as_means_of_ranks(tmp_path, monkeypatch):
+    from verl.utils.tracking import Tracking
+
+    monkeypatch.setattr(Tracking, "log", getattr(Tracking.log, "__wrapped__", Tracking.log))
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    tracking = Tracking("project", "experiment", ["file"])
+    for _ in range(2):
+        tracking.log({"train/loss": 2.0, "mtp_loss": [[1.0], [3.0]]}, step=1)
+        shims.install()
+    tracking.finish()
+    stock, ours = (json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert stock["mtp_loss"] == [[1.0], [3.0]]
+    assert ours == {"train/loss": 2.0, "train/mtp_loss": 2.0}

@@ -74,13 +74,9 @@ def _mean_of_ranks(stock: Any) -> Any:
     """
 
     def log(tracking: Any, data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        means = {
-            f"train/{name}": torch.tensor(value).mean().item()
-            for name, value in data.items()
-            if isinstance(value, list)
-        }
-        others = {name: value for name, value in data.items() if not isinstance(value, list)}
-        stock(tracking, others | means, *args, **kwargs)
+        lists = {name: value for name, value in data.items() if isinstance(value, list)}
+        means = {f"train/{name}": torch.tensor(value).mean().item() for name, value in lists.items()}
+        stock(tracking, {n: value for n, value in data.items() if n not in lists} | means, *args, **kwargs)
 
     return log
 

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 
 from .private_names import look_up
+from .wrap_function import wrap
 
 __all__ = [
     "ALL_EXPERTS_FUNCTIONS",
@@ -145,6 +146,24 @@ class _PartsAreViews(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def _active(stock: Any) -> Any:
+    """Let the names of a group be reverted one by one: Kimi-K2.5's ``norm2`` to ``norm1``, and ``norm1`` to ``norm0``.
+
+    transformers 5.24 reverts one of them only after it has seen the other.
+    """
+
+    def reverse_transform(rename: Any) -> Any:
+        found = stock(rename)
+        found._active = True
+        return found
+
+    return reverse_transform
+
+
+if hasattr(core_model_loading, "GroupWeightRename"):
+    wrap(core_model_loading.GroupWeightRename, "reverse_transform", _active)
 
 
 def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) -> None:

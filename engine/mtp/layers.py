@@ -88,9 +88,11 @@ def _decoder_fqn(model: Any) -> str:
 
 def _new_parts(model: Any) -> _Parts:
     config, kind = model.config.get_text_config(), type(model.get_decoder().norm)
-    norms = (kind(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3))
-    projection = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-    return _Parts(next(norms), next(norms), projection, next(norms))
+
+    def norm() -> nn.Module:
+        return kind(config.hidden_size, eps=config.rms_norm_eps)
+
+    return _Parts(norm(), norm(), nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False), norm())
 
 
 def add_stored_mtp_layers(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:

@@ -142,7 +142,8 @@ class PackedSequences:
             self._make_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
             for module in self._mixers.attentions.values():
                 attach(module, name, lambda: self._spans, lambda: self._lengths)
-            _rename_attention(model, self._mixers.others.values())
+            unattached = [m for fqn, m in attention_modules(model).items() if fqn not in self._mixers.attentions]
+            _rename_attention(model, [*self._mixers.others.values(), *unattached])
         embed_apart(model, lambda: self._spans, longest)
         if "flash" in name:
             pass_lengths(name, self._mixers.attentions.values(), lambda: self._lengths)
@@ -316,6 +317,8 @@ def _of_sequence(length: int, number: int, place: Span, span: Span, value: Any) 
         return None  # a later sequence would continue from it
     if not isinstance(value, torch.Tensor):
         return value
+    if value.shape == (length, length):  # distances between tokens
+        return value[start:end, start:end]
     if value.dim() > 1 and value.shape[1] == length:
         return value[:, start:end]
     return value[..., start:end] if value.dim() == 3 and value.shape[2] == length else value  # rows of positions
@@ -337,7 +340,8 @@ def _joined(outputs: Sequence[Any], sequences: int) -> Any:
 def _rename_attention(model: Any, others: Iterable[nn.Module]) -> None:
     """Make the decoder look up ``NAME`` in transformers' interfaces, by configs of its own.
 
-    Not in ``others``: GLM-MoE-DSA masks keys that it did not choose by the original name.
+    Not in ``others``: GLM-MoE-DSA masks keys that it did not choose by the original name, and a module of Inkling2
+    attends over a token's earlier states.
     """
     copies: dict[bool, dict[int, Any]] = {True: {}, False: {}}
     text, kept = type(model.config.get_text_config()), {part for other in others for part in other.modules()}

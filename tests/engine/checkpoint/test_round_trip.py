@@ -31,7 +31,9 @@ from tests.support.engine.checkpoints import save_checkpoint
 from tests.support.ranks import run_ranks
 
 # In the name of a checkpoint's tensor (the latter is Granite's). Shared experts have other names.
-EXPERT = re.compile(r"\.experts\.(?!e_score_correction_bias)|\.block_sparse_moe\.(?:input|output)_linear\.")
+EXPERT = re.compile(
+    r"\.experts\.(?!e_score_correction_bias)|\.block_sparse_moe\.(?:input|output)_linear\.|\.moe\.\w+_proj\."
+)
 # Rows of gate and up alternate in its checkpoints: a dim split over two, of which every rank reads the whole tensor.
 READ_WHOLE = dict.fromkeys(("inkling2", "inkling2_loop"), "w13_weight")
 EXPORTED = f"saved/{checkpoint.HF}"

@@ -25,6 +25,7 @@ KINDS += [("gemma3", "dynamic"), ("deepseek_v2", "longrope")]
 NO_PLAIN_MODEL = {
     ("deepseek_v4", "longrope"): "transformers 5.9 finds no frequencies in the second call of its rotary embedding",
     ("dots3_note", "longrope"): "transformers 5.23 reads a width of heads that its layers differ in",
+    ("step3p7", "longrope"): "transformers 5.24 reads one number of heads, and its layers have two",
     ("ernie4_5_vl_moe", "longrope"): "it takes default frequencies alone",
     ("ernie4_5_vl_moe", "dynamic"): "it takes default frequencies alone",
 }

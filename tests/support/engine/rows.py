@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
+from epfsdp2.engine.fsdp.compressors import use_every_compressor
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.vision import VisionTowerSync
@@ -47,7 +48,7 @@ SIZES = {
     "openai_privacy_filter": {"sliding_window": 5},
 }
 # Families that need float64 everywhere for errors below 1e-6 (hyper-connections, sinks), or at all.
-IN_FLOAT64 = ("deepseek_v4", "glm5_next", "inkling2", "inkling2_loop", "openai_privacy_filter")
+IN_FLOAT64 = ("deepseek_v4", "glm5_next", "hy_v4", "hy_v4_vl", "inkling2", "inkling2_loop", "openai_privacy_filter")
 LENGTHS = (11, 1, 14, 6)  # 32 tokens; slices of 2 and 4 ranks end within sequences
 
 
@@ -103,6 +104,7 @@ def shared(model, group, lengths=LENGTHS, checkpointing="none"):
     """Return this rank's logits, the sum of all ranks' gradients, and the ``PackedSequences``."""
     (ids, targets), own, rows = row(lengths), own_slice(lengths, group), PackedSequences(model)
     SequenceParallel(model, group, rows)
+    use_every_compressor(model)
     checkpoint_layers([model.get_submodule(fqn) for fqn in layer_names(model)], (), 8, checkpointing)
     logits = packed(model, ids, own)
     loss(logits, targets[own]).backward()

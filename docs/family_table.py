@@ -24,7 +24,7 @@ __all__ = ["families_page"]
 ROOT = Path(__file__).resolve().parents[1]
 # Test files that passed with the newer families on the stack `newest` (benchmarks/results/runs.md).
 _ON_NEWEST = ("packing", "lora_families", "router_replay", "shared_mixers")
-_PARITY_ALONE = ("hy_v4_vl", "inkling2_loop", "kimi_k25", "lara_mini", "step3p7")  # came after that run
+_OPEN = {("lora_families", "step3p7")}  # 1e-5 is exceeded in float32, and float64 does not load it
 _COLUMNS = ("family", "parity", "packed", "SP", "images", "LoRA", "replay", "weight sync", "end to end")
 _HEAD = """# Families
 
@@ -40,7 +40,7 @@ transformers, small and random, made from a seed.
   packed rows equal those of one sequence per row
   ([packed](../benchmarks/results/parity_packed.md), [newest](../benchmarks/results/parity_newest_packed.md)).
 * **SP**: ranks share rows: by heads ([test_ulysses.py](../tests/engine/fsdp/test_ulysses.py)), or by sequences where
-  a state is carried along them ([test_shared_mixers.py](../tests/engine/packing/test_shared_mixers.py)).
+  a layer needs whole ones ([test_shared_mixers.py](../tests/engine/packing/test_shared_mixers.py)).
 * **images**: updates on images ([test_vision.py](../tests/engine/model/test_vision.py)).
 * **LoRA** ([test_lora_families.py](../tests/engine/lora/test_lora_families.py)), **replay** of routes
   ([test_router_replay.py](../tests/engine/moe/router/test_router_replay.py)).
@@ -118,7 +118,7 @@ def _is_run(file: str, name: str, over: Collection[str]) -> bool:
     """Whether a test file runs over a family, here or, of one that the newest transformers has, on that stack."""
     if name in over or name not in KNOWN:
         return name in over
-    return file in _ON_NEWEST and name not in _PARITY_ALONE
+    return file in _ON_NEWEST and (file, name) not in _OPEN
 
 
 def _names(test: Any) -> list[str]:

@@ -65,7 +65,11 @@ def heads_to_split(model: Any) -> int:
     kinds = {type(m).__name__: inspect.signature(type(m).forward).parameters for m in mixers.others.values()}
     if distant := sorted(kind for kind, parameters in kinds.items() if "relative_distance" in parameters):
         raise UnsupportedModelError(f"{name} gives {' and '.join(distant)} distances between the tokens of a row.")
-    return math.gcd(config.num_attention_heads, *(getattr(config, "num_attention_heads_per_layer", None) or ()))
+    # From transformers 5.19 on, sizes that differ between layers are in configs of these.
+    differ = getattr(config, "is_heterogeneous", False)
+    layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)] if differ else [config]
+    heads = (layer.num_attention_heads for layer in layers)
+    return math.gcd(*heads, *(getattr(config, "num_attention_heads_per_layer", None) or ()))
 
 
 def own_part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:

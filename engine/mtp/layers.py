@@ -41,7 +41,7 @@ BESIDE = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 
 
 class _Parts(NamedTuple):
-    """What surrounds the decoder layer of an MTP layer."""
+    """The modules around the decoder layer of an MTP layer."""
 
     embedding_norm: nn.Module
     hidden_norm: nn.Module

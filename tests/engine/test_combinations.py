@@ -3,6 +3,7 @@
 ``DRAW=17 pytest tests/engine/test_combinations.py -m "not long"`` repeats one.
 """
 
+import contextlib
 import itertools
 import os
 import traceback
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from epfsdp2.engine import parallelize
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.fsdp.compile import compile_dense_parts
+from tests.parity.float64 import float64
 from tests.support.ranks import run_ranks
 from tests.support.trainer.drawn_updates import check_draw
 from tests.support.trainer.draws import FOUR_RANKS, drawn, ranks_of, save_family
 
+IN_FLOAT64 = {133}  # the gradient of a gpt-oss router's bias nearly cancels: 1.7e-5 off in float32
 LONG = 100  # numbers of `make test` are below
 
 
@@ -34,13 +37,14 @@ def _check(folder, first, count):
         if len(checked) == count:
             break
         draw = drawn(number)
-        if dist.get_rank() == 0:
-            save_family(draw.family, folder / draw.family)
-        dist.barrier()
         torch._dynamo.reset()
         failure = None
         try:
-            check_draw(draw, folder / draw.family, folder / f"saved {number}")
+            with float64() if number in IN_FLOAT64 else contextlib.nullcontext():
+                if dist.get_rank() == 0:
+                    save_family(draw.family, folder / draw.family)
+                dist.barrier()
+                check_draw(draw, folder / draw.family, folder / f"saved {number}")
         except SettingError as error:
             refused.append(f"{draw}: {error}")
             continue

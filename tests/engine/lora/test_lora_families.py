@@ -27,8 +27,8 @@ from tests.support.engine.sharded import full_tensors, whole_tensors
 from tests.support.models.tiny import VOCAB, relative_error
 from tests.support.ranks import each_case, run_ranks
 
-# Its gradients in float32 have an error of 1.2e-5.
-IN_FLOAT64 = ("gemma3",)
+# Their gradients in float32 have errors of over 1e-5, some in transformers 5.24 alone.
+IN_FLOAT64 = ("bailing_hybrid", "gemma3", "lara_mini", "minimax_m3_vl")
 
 
 def _in_float64(family):

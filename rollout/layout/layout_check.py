@@ -28,14 +28,17 @@ def rank_entry(tp_rank: int, rollout: Rollout) -> str:
 
 
 def named_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return each layer of a model once, with its shortest name.
+    """Return each layer of a model once, with its first name: tied embeddings come before the head.
 
-    Where vLLM runs transformers' code, its runner of experts holds the gate and the shared experts of the block too.
+    Where vLLM runs transformers' code, its runner of experts holds the gate and the shared experts of the block too;
+    these have their shortest name.
     The drafter of a layer that checkpoints have at ``mtp`` has it at ``model``, where the model has its own layers.
     """
     names: dict[torch.nn.Module, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
-        names[layer] = min(names.get(layer, name), name, key=len)
+        first = names.setdefault(layer, name)
+        if ".experts." in first and len(name) < len(first):
+            names[layer] = name
     is_beside = hasattr(getattr(model, "model", None), "pre_fc_norm_hidden")
     return [(re.sub(r"^model\b", "mtp", name) if is_beside else name, layer) for layer, name in names.items()]
 

@@ -41,16 +41,24 @@ def test_planned_layout_under_tensor_parallelism_has_each_workers_slices():
     assert difference(planned[0], planned[1]) != "" == difference(planned[1], planned[1])
 
 
-def test_named_layers_names_a_layer_by_its_shortest_name():
+def test_named_layers_names_a_gate_outside_of_experts_and_tied_embeddings_before_the_head():
     """vLLM's runner of experts, which comes first in transformers' code, holds the block's gate too."""
-    block, gate = torch.nn.Module(), torch.nn.Linear(2, 2)
-    block.experts = torch.nn.Module()
-    block.experts.gate = block.gate = gate
-    assert [(name, layer) for name, layer in named_layers(block)] == [
-        ("", block),
-        ("experts", block.experts),
-        ("gate", gate),
-    ]
+    model, gate, table = torch.nn.Module(), torch.nn.Linear(2, 2), torch.nn.Embedding(2, 2)
+    model.model = torch.nn.Module()
+    model.model.mlp = torch.nn.Module()
+    model.model.mlp.experts = torch.nn.Module()
+    model.model.mlp.experts.gate = model.model.mlp.gate = gate
+    model.model.embed_tokens = model.lm_head = table
+    names = {layer: name for name, layer in named_layers(model)}
+    assert names[gate] == "model.mlp.gate" and names[table] == "model.embed_tokens"
+    assert len(names) == len(named_layers(model)) == 6
+
+
+def test_named_layers_of_a_drafter_beside_the_model_have_the_checkpoints_names():
+    drafter, norm = torch.nn.Module(), torch.nn.Linear(2, 2)
+    drafter.model = torch.nn.Module()
+    drafter.model.pre_fc_norm_hidden = norm
+    assert dict(named_layers(drafter)) == {"": drafter, "mtp": drafter.model, "mtp.pre_fc_norm_hidden": norm}
 
 
 def test_planned_layout_of_a_norm_sharded_by_heads_equals_the_actual_one():

@@ -132,8 +132,10 @@ def publish(folder: Path) -> None:
     family = json.loads((folder / "config.json").read_text())["model_type"]
     if family not in TRANSPOSED_WHEN_PUBLISHED and family not in RENAMED_WHEN_PUBLISHED:
         return
+    own, published = RENAMED_WHEN_PUBLISHED.get(family, ("", ""))
+    for index in folder.glob("*.index.json"):
+        index.write_text(index.read_text().replace(own, published))
     for file in folder.glob("*.safetensors"):
-        own, published = RENAMED_WHEN_PUBLISHED.get(family, ("", ""))
         tensors = {name.replace(own, published): tensor for name, tensor in load_file(file).items()}
         for name in tensors if family in TRANSPOSED_WHEN_PUBLISHED else ():
             if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):

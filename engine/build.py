@@ -14,7 +14,6 @@ from torch import nn
 from .checkpoint.load import load_weights, match_weights, verify_experts
 from .checkpoint.safetensors_reader import CheckpointFiles
 from .dense.products import prepare
-from .fsdp.compressors import use_every_compressor
 from .fsdp.options import ShardingOptions
 from .model.meta import check_initialized, materialize
 from .parallelize import parallelize
@@ -57,7 +56,6 @@ def shard_and_load(
         from .compat.triton_cache import compile_once_per_node
 
         compile_once_per_node()
-    use_every_compressor(model)
     parallelize(model, meshes, options)
     matched = match_weights(model, files, meshes, initialize, may_be_unused)
     materialize(model, device_id, shards="cpu" if options.cpu_offload else None)

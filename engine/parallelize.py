@@ -63,6 +63,7 @@ from .compat.torch_sms import leave_sms
 from .dense.fuse import fuse_dense
 from .fsdp.activation_checkpoint import checkpoint_layers
 from .fsdp.compile import compile_dense_parts
+from .fsdp.compressors import use_every_compressor
 from .fsdp.fp32_modules import keep_input_dtype, run_under_autocast
 from .fsdp.options import ShardingOptions
 from .fsdp.single_rank import compute_with_shards, keep_gradients, reduce_in_place
@@ -92,7 +93,6 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     check_etp(experts, meshes.topology, type(model).__name__)
     plan = wrap_plan(model, options)
     experts_modules = {info.module for info in experts}
-    layers = [model.get_submodule(fqn) for fqn in layer_names(model)]
     device_type = meshes.dense.device_type
 
     # 2. Shard the experts over ep and etp. FSDP then sees DTensors, and shards them once more over ep_fsdp.
@@ -114,11 +114,12 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     leave_sms(options.communication_sms, device_type == "cuda" and meshes.topology.world > 1)
 
     # 4. Wrap forwards, before FSDP's hooks: fused kernels, autocast, compilation, recomputation in backward.
+    use_every_compressor(model)
     if options.fuse_dense and device_type == "cuda" and not options.compile_dense:
         fuse_dense(model, device_type)
     run_under_autocast(model, experts_modules, device_type, options.param_dtype)
     if options.compile_dense:
-        compile_dense_parts(layers, experts_modules)
+        compile_dense_parts([model.get_submodule(fqn) for fqn in layer_names(model)], experts_modules)
     most_experts = max((info.num_experts for info in experts), default=0)
     last = decoder_layers(model)[-1:]
     recomputed = [model.get_submodule(fqn) for fqn in layer_names(model) if fqn not in last]

@@ -11,7 +11,7 @@ from ..checkpoint import state as checkpoint
 from ..checkpoint.saves import CheckpointSaver
 from ..config.values import overrides_of
 from ..fsdp.after_gather import reshard_all
-from ..model.layers import mtp_layers
+from ..model.layers import has_mtp
 from ..model.value_head import value_fields
 from ..model_files import (
     CONFIG,
@@ -128,8 +128,7 @@ class WritesCheckpoints(FSDPEngineWithLMHead):
         if model.custom_chat_template is not None:
             files = with_chat_template(files, model.custom_chat_template)
         plain = (base / CONFIG).read_bytes()
-        has_mtp = bool(mtp_layers(self.module))
-        config = with_overrides(base / CONFIG, overrides_of(model), self.module.config, has_mtp)
+        config = with_overrides(base / CONFIG, overrides_of(model), self.module.config, has_mtp(self.module))
         config |= value_fields(self.module)
         return {**files, CONFIG: plain if config == json.loads(plain) else json_bytes(config)}
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["attention_modules", "decoder_layers", "is_mtp", "layer_names", "mtp_layers", "set_mtp"]
+__all__ = ["attention_modules", "decoder_layers", "has_mtp", "is_mtp", "layer_names", "mtp_layers", "set_mtp"]
 
 _MTP = "_epfsdp2_mtp"
 
@@ -41,6 +41,10 @@ def set_mtp(model: nn.Module, names: Iterable[str]) -> None:
 def is_mtp(model: nn.Module, name: str) -> bool:
     """Return whether a module or tensor is for multi-token prediction alone: the policy's forward does not use it."""
     return f"{name}.".startswith(getattr(model, _MTP, ()))
+
+
+def has_mtp(model: nn.Module) -> bool:
+    return hasattr(model, _MTP)
 
 
 def mtp_layers(model: nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from epfsdp2.engine.fsdp.compressors import use_every_compressor
 from epfsdp2.engine.model.vision import VisionTowerSync
 from tests.parity.family import (
     DBRX,
@@ -345,7 +346,9 @@ def save(name: str, folder: Path) -> Path:
 def load(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Return the plain Hugging Face model, with its own loop over experts."""
     kind = model_class(ALL[name].model)
-    return kind.from_pretrained(folder, dtype=dtype, experts_implementation="eager", attn_implementation="eager")
+    model = kind.from_pretrained(folder, dtype=dtype, experts_implementation="eager", attn_implementation="eager")
+    use_every_compressor(model)  # without it, weights of a compressor that makes no key would not decay
+    return model
 
 
 def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

@@ -308,10 +308,8 @@ STATEFUL = (
     *("nemotron_h_latent", "qwen3_5_moe", "qwen3_next"),
 )
 # Families whose attention chooses or compresses the keys of a whole sequence: their rows are shared in the same way.
-CHOOSING = (
-    *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "inkling"),
-    *("minimax_m3_vl", "mistral_large4", "qwen4_exp", "zaya"),
-)
+CHOOSING = ("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl")
+CHOOSING += ("inkling", "minimax_m3_vl", "mistral_large4", "qwen4_exp", "zaya")
 STATES = tuple(name for name in STATEFUL if name in ALL)
 BY_SEQUENCES = (*STATES, *(name for name in CHOOSING if name in ALL))
 

@@ -113,7 +113,7 @@ def parallelize(model: Any, meshes: Meshes, options: ShardingOptions) -> nn.Modu
     )
     leave_sms(options.communication_sms, device_type == "cuda" and meshes.topology.world > 1)
 
-    # 4. Wrap forwards, before FSDP's hooks: fused kernels, autocast, compilation, recomputation in backward.
+    # 4. Wrap forwards, before FSDP's hooks: compressors, fused kernels, autocast, compilation, recomputation.
     use_every_compressor(model)
     if options.fuse_dense and device_type == "cuda" and not options.compile_dense:
         fuse_dense(model, device_type)

@@ -179,7 +179,8 @@ def set_experts_implementation(model: Any, experts: Iterable[Any], name: str) ->
 def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert a model's tensors to a checkpoint's, views where the layouts allow it; the model may be sharded."""
     flattened: dict[str, torch.Tensor] = {}
-    inside = f"{getattr(model, DECODER, '')}.mtp."  # where converters of a submodel find it
+    # The converters of a submodel read names inside of it alone.
+    inside = f"{getattr(model, DECODER)}.mtp." if hasattr(model, DECODER) else "mtp."
     others = {re.sub(r"^mtp\.", inside, name): tensor for name, tensor in state.items()}
     for name in state:
         if found := flattened_matrices(model, name):
@@ -189,7 +190,7 @@ def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -
         reverted: dict[str, torch.Tensor] = {**_revert(_unsharded(model), others), **flattened}
     for old, new in getattr(model, RENAMED, {}).items():
         reverted = {n.removesuffix(new) + old if n.endswith(new) else n: t for n, t in reverted.items()}
-    return {f"mtp.{n.removeprefix(inside)}" if n.startswith(inside) else n: t for n, t in reverted.items()}
+    return {re.sub(f"^{re.escape(inside)}", "mtp.", name): tensor for name, tensor in reverted.items()}
 
 
 def _unsharded(model: nn.Module) -> nn.Module:

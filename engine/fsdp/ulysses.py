@@ -64,7 +64,7 @@ def heads_to_split(model: Any) -> int:
         raise UnsupportedModelError(f"{name}: {mixers.why_not}.")
     kinds = {type(m).__name__: inspect.signature(type(m).forward).parameters for m in mixers.others.values()}
     if distant := sorted(kind for kind, parameters in kinds.items() if "relative_distance" in parameters):
-        raise UnsupportedModelError(f"{name} gives {' and '.join(distant)} distances between the tokens of a row.")
+        raise UnsupportedModelError(f"{' and '.join(distant)} of {name} gets distances between tokens of a whole row.")
     # From transformers 5.19 on, sizes that differ between layers are in configs of these.
     differ = getattr(config, "is_heterogeneous", False)
     layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)] if differ else [config]
@@ -112,8 +112,7 @@ class SequenceParallel:
         fqn = decoder_layers(model)[0].rsplit(".", 2)[0]  # above layers.0
         decoder = model.get_submodule(fqn)
         decoder.register_forward_pre_hook(self._cut_inputs, with_kwargs=True)
-        on_sequences = {part for mixer in find_mixers(model).others.values() for part in mixer.modules()}
-        for module in (each for each in decoder.modules() if each not in on_sequences):
+        for module in (each for each in decoder.modules() if each not in packed.on_sequences):
             takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
             if takes_positions and next(module.parameters(), None) is None:  # a rotary embedding
                 module.register_forward_hook(self._cut_embeddings)

@@ -23,7 +23,7 @@ from ..head.causal_head import CausalHead
 from ..head.soft_cross_entropy import soft_cross_entropy
 from ..model.layers import decoder_layers, mtp_layers
 from ..wrap_forward import wrap_forward
-from .layers import IN_DECODER, install_forward, model_layer
+from .layers import IN_DECODER, install_forward, policy_layer
 
 __all__ = ["DraftLoss"]
 
@@ -50,16 +50,17 @@ class DraftLoss:
 
     def __init__(self, model: Any, head: CausalHead, sp_group: dist.ProcessGroup | None):
         self._head, self._sp_group = head, sp_group
-        self._layers = [model.get_submodule(name) for name in mtp_layers(model)]
+        names = mtp_layers(model)
+        self._layers = [model.get_submodule(name) for name in names]
         self._now: _Forward | None = None
         self._masks_starts = model.config.model_type in IN_DECODER
         first = model.get_submodule(decoder_layers(model)[0])
         first.register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
-        last = model_layer(model, mtp_layers(model)[0])
+        last = policy_layer(model, names[0])
         last.register_forward_pre_hook(self._see_arguments, with_kwargs=True)
         output = model.get_output_embeddings()
         wrap_forward(output, "mtp", functools.partial(self._forward, output))
-        for name in mtp_layers(model):
+        for name in names:
             install_forward(model, name)
 
     @property

@@ -28,9 +28,9 @@ __all__ = [
     "add_mtp_layers",
     "add_stored_mtp_layers",
     "install_forward",
-    "model_layer",
     "mtp_parameters",
     "policy_experts",
+    "policy_layer",
 ]
 
 IN_DECODER = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
@@ -111,7 +111,7 @@ def mtp_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [param for name, param in model.named_parameters() if is_mtp(model, name)]
 
 
-def model_layer(model: Any, name: str) -> nn.Module:
+def policy_layer(model: Any, name: str) -> nn.Module:
     """Return the last of the policy's decoder layers with the kind of attention of the MTP layer ``name``."""
     layers = [model.get_submodule(layer) for layer in decoder_layers(model) if not is_mtp(model, layer)]
     kind = getattr(model.get_submodule(name), "layer_type", None)

@@ -151,6 +151,11 @@ class PackedSequences:
             call = functools.partial(self._call_mixer, module, self._taken[fqn])
             wrap_forward(module, "packed_sequences", torch.compiler.disable(call, recursive=False))
 
+    @functools.cached_property
+    def on_sequences(self) -> set[nn.Module]:
+        """The modules that ranks which share a row call with whole sequences, and their parts."""
+        return {part for mixer in self._mixers.others.values() for part in mixer.modules()}
+
     def share(self, group: dist.ProcessGroup, whole: bool = False) -> None:
         """From now on expect a slice of a row that ``group`` shares, with the positions of the whole row.
 

@@ -31,8 +31,8 @@ def named_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return each layer of a model once, with its first name: tied embeddings come before the head.
 
     Where vLLM runs transformers' code, its runner of experts holds the gate and the shared experts of the block too;
-    these have their shortest name.
-    The drafter of a layer that checkpoints have at ``mtp`` has it at ``model``, where the model has its own layers.
+    these have their shortest name. A drafter whose layer is at ``mtp`` in checkpoints (Qwen3-Next) has it at ``model``,
+    like the model its own layers. Its names begin with ``mtp`` here.
     """
     names: dict[torch.nn.Module, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):

@@ -2,6 +2,8 @@
 
 import json
 import pickle
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -112,9 +114,11 @@ def test_name_of_a_trainers_metric_is_still_needed_and_reaches_the_trainer_as_it
     assert logged(shims.TrainersMetric("training/x"), shims.TrainersMetric("actor/x")) == ["training/x", "actor/x"]
 
 
-def test_metrics_of_a_supervised_update_are_logged_as_means_of_ranks(tmp_path, monkeypatch):
+def test_metrics_of_a_supervised_update_are_still_lists_and_are_logged_as_means_of_ranks(tmp_path, monkeypatch):
     from verl.utils.tracking import Tracking
 
+    # verl's trainers of PPO have a function that takes the means.
+    assert "reduce_metrics" not in Path(find_spec("verl.trainer.sft_trainer").origin).read_text()
     monkeypatch.setattr(Tracking, "log", getattr(Tracking.log, "__wrapped__", Tracking.log))
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
     tracking = Tracking("project", "experiment", ["file"])

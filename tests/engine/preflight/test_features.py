@@ -180,7 +180,7 @@ def test_sequence_parallel_size_of_a_model_with_distances_in_a_row_is_refused(tm
     other = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
     other.__signature__ = own.replace(parameters=[distances, *own.parameters.values()])
     monkeypatch.setattr(GlmMoeDsaAttention, "forward", other)
-    words = rf"^{SEQUENCE}=2: can't be with \w+: \w+ gives GlmMoeDsaAttention distances .*What works: {SEQUENCE}=1$"
+    words = rf"^{SEQUENCE}=2: can't be with \w+: GlmMoeDsaAttention of \w+ gets distances .*What works: {SEQUENCE}=1$"
     with pytest.raises(SettingError, match=words):
         check(model, ulysses_sequence_parallel_size=2)
 

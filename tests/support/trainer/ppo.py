@@ -274,6 +274,7 @@ def check_ppo_updates(
         seen = watched_gradients(worker)
         output = worker.train_batch(ppo_batch(mine))
         after = whole_parameters(worker.engine.module)
+        assert seen.keys() == wanted.keys(), where
         for found, expected in ((seen, wanted), (after, dict(reference.named_parameters()))):
             for name, want in expected.items():
                 error = relative_error(found[name], want.detach())

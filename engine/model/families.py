@@ -5,6 +5,7 @@ A server's layout of a family is in the server's ``layout.py`` (``rollout/``).
 
 __all__ = [
     "IMAGES_UNSUPPORTED",
+    "KEYS_BY_CACHE",
     "KNOWN_AS",
     "NOT_CAUSAL",
     "ONE_TOKEN_FOR_BOTH",
@@ -23,6 +24,12 @@ IMAGES_UNSUPPORTED = {
     "qwen3_omni_moe_thinker": "verl 0.9.1 has no processor for it, so its positions are not known",
 }
 """Families whose images would be computed otherwise than in transformers, and why."""
+
+KEYS_BY_CACHE = frozenset(
+    f"{family}Attention"
+    for family in ("AXK2", "DeepseekV32", "Dots3NoteText", "GlmMoeDsa", "HYV4", "HYV4VL", "MiniMaxM3VL")
+) | {"MistralLarge4TextAttention"}
+"""Classes of sparse attention whose keys, and those of their indexers, all pass through transformers' cache."""
 
 _BAILING = "a module of your own (docs/new_family.md): of Ling's families transformers has bailing_hybrid alone"
 KNOWN_AS = {

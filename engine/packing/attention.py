@@ -87,7 +87,7 @@ class PackedMask:
 
     def __init__(self, sparse: Callable[..., Any], explicit: Callable[..., Any], asked: dict[str, Any]):
         self._makers = {False: sparse, True: explicit}
-        self._asked, self._made = asked, dict[tuple[int, int, bool], torch.Tensor | None]()
+        self._asked, self._made = asked, dict[tuple[int, ...], torch.Tensor | None]()
         parts = _intersected(asked["mask_function"])
         own = [part for part in parts if part.__qualname__ != _PACKED]
         self._of_distances = all(part.__qualname__ in _OF_DISTANCES for part in own)
@@ -101,14 +101,18 @@ class PackedMask:
             if len(own) < len(parts):  # without packing, transformers skips causal masks
                 self._asked["allow_is_causal_skip"] = True
 
-    def of(self, span: Span, explicit: bool = False) -> torch.Tensor | None:
-        """Return one sequence's mask ``[1, 1, n, n]``: to add to scores if ``explicit``, else None if it needs none."""
+    def of(self, span: Span, explicit: bool = False, queries: Span | None = None) -> torch.Tensor | None:
+        """Return the mask ``[1, 1, q, n]`` of one sequence, or of its tokens at ``queries``.
+
+        It is added to scores if ``explicit``, else None if none is needed.
+        """
         start, length = span[0], span[1] - span[0]
+        first, last = queries or span
         offset = 0 if self._of_distances else start  # a mask of distances is the same anywhere in the row
-        key = offset, length, explicit
+        key = offset, length, first - start, last - first, explicit
         if key not in self._made:
-            sizes = {"q_length": length, "kv_length": length, "q_offset": offset, "kv_offset": offset}
-            self._made[key] = self._makers[explicit](**{**self._asked, **sizes})
+            sizes = {"q_length": last - first, "kv_length": length, "q_offset": offset + first - start}
+            self._made[key] = self._makers[explicit](**{**self._asked, **sizes, "kv_offset": offset})
         return self._made[key]
 
 

@@ -1,4 +1,4 @@
-"""Differentiable all-to-alls between ranks that share rows: of tokens, and of heads.
+"""Differentiable all-to-alls between ranks that share rows: of tokens, of heads, and of one slice to all ranks.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
 """
@@ -6,7 +6,7 @@ Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``H`` heads.
 import torch
 import torch.distributed as dist
 
-__all__ = ["Exchange", "to_heads", "to_tokens"]
+__all__ = ["Exchange", "gather", "to_heads", "to_tokens"]
 
 
 class Exchange(torch.autograd.Function):
@@ -25,6 +25,15 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return Exchange.apply(grad, ctx.group, ctx.receive, ctx.send), None, None, None
+
+
+def gather(group: dist.ProcessGroup, x: torch.Tensor, tokens: list[int] | None = None) -> torch.Tensor:
+    """Gather ``[..., s, D]`` of all ranks into ``[..., S, D]``; the gradient is the sum of all ranks'.
+
+    ``tokens`` has the ``s`` of each rank; they are equal if None.
+    """
+    size, sent = dist.get_world_size(group), x.movedim(-2, 0)
+    return Exchange.apply(torch.cat([sent] * size), group, [len(sent)] * size, tokens).movedim(0, -2)
 
 
 def to_heads(group: dist.ProcessGroup, *tensors: torch.Tensor) -> list[torch.Tensor]:

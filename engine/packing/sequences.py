@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -37,7 +37,7 @@ from ..model.layers import attention_modules, decoder_layers
 from ..wrap_forward import wrap_forward
 from .attention import NAME, Lengths, PackedMask, Span, attach, lengths_of, pass_lengths, scales_by_index, spans_of
 from .positions import embed_apart
-from .shared_mixers import SharedMixers, kernel_argument
+from .shared_mixers import Piece, SharedMixers, kernel_argument
 from .varlen import fastest
 
 __all__ = ["Mixers", "PackedSequences", "find_mixers", "lengths_taken", "why_not_packed"]
@@ -247,15 +247,18 @@ class PackedSequences:
             return forward(*args, **kwargs)
         if self._shared is None:
             return self._per_sequence(taken, forward, *args, **kwargs)
+        if self._shared.gathers_keys(module) and not self._gathers_by_calls:
+            args, kwargs = tree_map(self._shared.to_slice, (args, kwargs))
+            name = "cache" if "cache" in _parameters(module) else "past_key_values"
+            return _on_pieces(self._shared.pieces(), forward, args, kwargs, name)
         spread = self._shared.spread(module, forward, self._gathers_by_calls)
         if spread is None:
             call = functools.partial(self._per_sequence, taken, forward)
             return self._shared.on_sequences(call, args, kwargs)
         outputs = [spread(*args, **kwargs)]
-        length = _hidden(args, kwargs).shape[1]
         while self._gathers_by_calls and not taken and len(outputs) < self._calls:
-            outputs.append(_call_on(forward, length, 0, (0, 1), (0, 1), args, kwargs))  # as in ``_per_sequence``
-        return outputs[0] if len(outputs) == 1 else _joined(outputs, 1)
+            outputs.append(_call_on(Piece((0, 1), (0, 1)), 0, forward, args, kwargs))  # as in ``_per_sequence``
+        return outputs[0] if len(outputs) == 1 else _joined(outputs, [True] + [False] * (len(outputs) - 1))
 
     def _per_sequence(self, taken: Sequence[str], forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         length, tokens = self._places[-1][1], _hidden(args, kwargs).shape[1]
@@ -264,10 +267,10 @@ class PackedSequences:
         if taken:
             return forward(*args, **kwargs, **{name: self._arguments[name] for name in taken})
         # Repeat the first token until there are as many calls as on the ranks with the most sequences.
-        calls = [*zip(self._places, self._own, strict=True)]
-        calls += [((0, 1), (self._own[0][0], self._own[0][0] + 1))] * (self._calls - len(calls))
-        outputs = [_call_on(forward, length, i, *spans, args, kwargs) for i, spans in enumerate(calls)]
-        return _joined(outputs, len(self._places))
+        pieces = [Piece(*spans) for spans in zip(self._places, self._own, strict=True)]
+        first = Piece((0, 1), (self._own[0][0], self._own[0][0] + 1), real=False)
+        pieces += [first] * (self._calls - len(pieces))
+        return _on_pieces(pieces, forward, args, kwargs)
 
 
 def lengths_taken(module: nn.Module) -> tuple[str, ...]:
@@ -299,25 +302,31 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
-def _call_on(
-    forward: Callable[..., Any], length: int, number: int, place: Span, span: Span, args: Any, kwargs: Any
-) -> Any:
-    """Call a mixer's forward on one sequence; arguments as in ``_of_sequence``."""
-    pick = functools.partial(_of_sequence, length, number, place, span)
+def _on_pieces(pieces: Sequence[Piece], forward: Callable[..., Any], args: Any, kwargs: Any, cache: str = "") -> Any:
+    """Call a mixer's forward on each piece and join the outputs; pieces' keys are the argument named ``cache``."""
+    outputs = []
+    for number, piece in enumerate(pieces):
+        given = {**kwargs, cache: piece.keys} if cache else kwargs
+        outputs.append(_call_on(piece, number, forward, args, given))
+    return _joined(outputs, [piece.real for piece in pieces])
+
+
+def _call_on(piece: Piece, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a mixer's forward on one piece, the ``number``-th of its calls."""
+    pick = functools.partial(_of_piece, piece, number, _hidden(args, kwargs).shape[1])
     args, kwargs = tree_map(pick, (args, kwargs))
     return forward(*args, **kwargs)
 
 
-def _of_sequence(length: int, number: int, place: Span, span: Span, value: Any) -> Any:
-    """Return the part of a mixer's argument that belongs to one sequence.
-
-    ``place`` is its span in the mixer's input of ``length`` tokens, ``span`` its span in the row, for its mask.
-    """
-    start, end = place
+def _of_piece(piece: Piece, number: int, length: int, value: Any) -> Any:
+    """Return a piece's part of a mixer's argument, if its input has ``length`` tokens."""
+    start, end = piece.place
     if isinstance(value, PackedMask):
-        return value.of(span, explicit=True)
+        return value.of(piece.span, explicit=True, queries=piece.queries)
     if isinstance(value, _OfSequences):
         return value.parts[number]
+    if isinstance(value, MutableMapping):  # keys that later layers share
+        return value.setdefault(f"of sequence {number}", type(value)())
     if isinstance(value, Cache):
         return None  # a later sequence would continue from it
     if not isinstance(value, torch.Tensor):
@@ -329,17 +338,16 @@ def _of_sequence(length: int, number: int, place: Span, span: Span, value: Any) 
     return value[..., start:end] if value.dim() == 3 and value.shape[2] == length else value  # rows of positions
 
 
-def _joined(outputs: Sequence[Any], sequences: int) -> Any:
-    """Join the outputs of all calls into one row; outputs beyond ``sequences`` are multiplied by zero."""
-    first = outputs[0]
-    if isinstance(first, tuple):
+def _joined(outputs: Sequence[Any], kept: Sequence[bool]) -> Any:
+    """Join the outputs of all calls into one row; outputs that are not ``kept`` are multiplied by zero."""
+    if isinstance(outputs[0], tuple):
         main, *besides = zip(*outputs, strict=True)
         others = (None if all(part is None for part in parts) else _OfSequences(parts) for parts in besides)
-        return (_joined(main, sequences), *others)
-    last = outputs[sequences - 1]
-    for rest in outputs[sequences:]:
-        last = last + 0.0 * rest.sum()
-    return torch.cat([*outputs[: sequences - 1], last], dim=1)
+        return (_joined(main, kept), *others)
+    *before, last = itertools.compress(outputs, kept)
+    for output, is_kept in zip(outputs, kept, strict=True):
+        last = last if is_kept else last + 0.0 * output.sum()
+    return torch.cat([*before, last], dim=1)
 
 
 def _rename_attention(model: Any, others: Iterable[nn.Module]) -> None:

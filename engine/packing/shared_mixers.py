@@ -6,27 +6,31 @@ ranks by their lengths, by the same rule. All-to-alls before and after the mixer
     [1, s, D]  ->  own sequences [1, n, D]  ->  mixer  ->  [1, n, D]  ->  [1, s, D]
 
 If a rank would get much more than its share (one long sequence), the ranks split heads instead (``head_parts.py``). A
-short convolution computes the slice, with the few tokens before it from other ranks. All other mixers compute a long
+short convolution computes the slice, with the few tokens before it from other ranks. Sparse attention computes the
+slice's queries, and gathers what keys are made of: latents and the indexer's keys. All other mixers compute a long
 sequence on one rank.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences assigned to this rank.
 """
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
+from transformers.cache_utils import Cache
 
-from ..model.families import SHORT_CONVOLUTIONS
+from ..model.families import KEYS_BY_CACHE, SHORT_CONVOLUTIONS
 from .attention import Span
-from .exchange import Exchange, to_heads, to_tokens
+from .exchange import Exchange, gather, to_heads, to_tokens
 from .head_parts import HeadParts, head_parts_of
 
-__all__ = ["SharedMixers", "assign", "kernel_argument"]
+__all__ = ["Piece", "SharedMixers", "assign", "kernel_argument"]
 
 _UNBALANCED = 1.25  # the largest load of a rank, in equal shares, up to which ranks get whole sequences
 
@@ -45,6 +49,47 @@ def kernel_argument(name: str, spans: Sequence[Span]) -> torch.Tensor:
     ends = torch.tensor([0, *(end for _, end in spans)])
     numbers = torch.arange(len(spans)).repeat_interleave(ends.diff())
     return ends if name == "cu_seq_lens_q" else numbers[None].int()
+
+
+class _Keys:
+    """Gathers the keys of a sequence in place of transformers' cache; ``tokens`` has each rank's number of tokens."""
+
+    def __init__(self, group: dist.ProcessGroup, tokens: list[int]):
+        self._group, self._tokens, self._own = group, tokens, tokens[dist.get_rank(group)]
+
+    def update(self, first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> Sequence[torch.Tensor]:
+        """Return the sequence's latents and rotary keys, ``[1, H, n, D]``; before transformers 5.19 keys and values."""
+        both = torch.cat([first, second], dim=-1)[..., : self._own, :]
+        return gather(self._group, both, self._tokens).split([first.shape[-1], second.shape[-1]], dim=-1)
+
+    def update_indexer(self, keys: torch.Tensor, *_: Any) -> torch.Tensor:
+        """Return the sequence's keys of an indexer, ``[..., n, D]``."""
+        return gather(self._group, keys[..., : self._own, :], self._tokens)
+
+    update_index = update_indexer  # of MiniMax-M3's layers
+
+    @property
+    def layers(self) -> dict[int, "_Keys"]:
+        return collections.defaultdict(lambda: self)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A sequence in one call of a mixer, or only this rank's tokens of it.
+
+    Args:
+        place: span of the tokens in the mixer's input.
+        span: the sequence's span in the row.
+        queries: span of the tokens in the row; None for all of the sequence.
+        keys: the cache of a sequence that ranks share, else None.
+        real: whether the output is used; if not, a rank makes the call for its collectives alone.
+    """
+
+    place: Span
+    span: Span
+    queries: Span | None = None
+    keys: _Keys | None = None
+    real: bool = True
 
 
 class SharedMixers:
@@ -109,6 +154,30 @@ class SharedMixers:
         own = slices.transpose(0, 1)
         return own + 0.0 * output.sum() if self._is_idle else own
 
+    def gathers_keys(self, module: nn.Module) -> bool:
+        """Whether an attention computes pieces of sequences in the current row, and gathers their keys."""
+        return not self._whole and self._is_unbalanced and _keeps_keys(module)
+
+    def pieces(self) -> list[Piece]:
+        """Return the pieces of this rank's slice, and of sequences that other ranks share, in the order of the row."""
+        first, found = self.rank * self._slice, []
+        for start, end in self._spans:
+            edges = [(max(start, i * self._slice), min(end, (i + 1) * self._slice)) for i in range(self.size)]
+            tokens = [max(0, b - a) for a, b in edges]
+            keys = _Keys(self.group, tokens) if max(tokens) < end - start else None
+            if tokens[self.rank]:
+                a, b = edges[self.rank]
+                found.append(Piece((a - first, b - first), (start, end), (a, b), keys))
+            elif keys is not None:
+                found.append(Piece((0, 1), (start, end), (start, start + 1), keys, real=False))
+        return found
+
+    def to_slice(self, value: Any) -> Any:
+        """Return the part of a mixer's argument that belongs to this rank's slice, if it has the tokens of the row."""
+        own, row = slice(self.rank * self._slice, (self.rank + 1) * self._slice), self._slice * self.size
+        is_of_row = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == row
+        return value[:, own] if is_of_row else value
+
     def spread(self, module: Any, forward: Callable[..., Any], gathers_by_calls: bool) -> Callable[..., Any] | None:
         """Return a forward on slices if the current row is unbalanced and the module allows it, else None.
 
@@ -141,9 +210,9 @@ class SharedMixers:
     def _with_tokens_before(self, x: torch.Tensor, reach: int) -> torch.Tensor:
         """Return ``[1, s, D]`` with up to ``reach`` tokens before it, from other ranks."""
         kept = min(reach, self._slice)
-        tails = Exchange.apply(x[:, self._slice - kept :].expand(self.size, -1, -1).contiguous(), self.group)
+        tails = gather(self.group, x[:, self._slice - kept :])
         # Empty on the first rank, but still in the graph: the backward's exchange needs all ranks.
-        context = tails.flatten(0, 1)[None, max(0, self.rank * kept - reach) : self.rank * kept]
+        context = tails[:, max(0, self.rank * kept - reach) : self.rank * kept]
         return torch.cat([context, x], dim=1)
 
     def _pieces(self, before: int) -> list[tuple[int, int, int]]:
@@ -157,7 +226,7 @@ class SharedMixers:
         return found
 
     def _way(self, module: nn.Module) -> str:
-        if _reach(module) is not None:
+        if _reach(module) is not None or _keeps_keys(module):
             return "by slices"
         return "by one rank" if head_parts_of(module, self.size) is None else "over its heads"
 
@@ -165,6 +234,11 @@ class SharedMixers:
         """Format how these mixers share rows, for the log."""
         ways = sorted({type(module).__name__: self._way(module) for module in modules}.items())
         return "shared rows: " + "; ".join(f"{name}: whole sequences by rank, a long one {way}" for name, way in ways)
+
+
+def _keeps_keys(module: nn.Module) -> bool:
+    """Whether an attention keeps all that its keys are made of in transformers' cache (from 5.12)."""
+    return type(module).__name__ in KEYS_BY_CACHE and hasattr(Cache, "update_indexer")
 
 
 def _reach(module: nn.Module) -> int | None:

@@ -142,7 +142,14 @@ KNOWN: dict[str, Family] = {
     "mistral_large4": of(
         "MistralLarge4",
         "ForConditionalGeneration",
-        text_config=sizes(**{**DEEPSEEK, **MLA}, **_INDEX),
+        # The second layer has the first one's keys and chooses for the third, which has no rotary embedding.
+        text_config=sizes(
+            **{**DEEPSEEK, **MLA},
+            **_INDEX,
+            kv_source_layers=[0, 0, 2],
+            indexer_types=["full", "full", "shared"],
+            no_rope_layers=[1, 1, 0],
+        ),
         vision_config={**_SMALL_TOWER, "model_type": "pixtral", "head_dim": 8},
         note="text alone",
     ),

@@ -12,6 +12,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.packing import sequences, shared_mixers
 from epfsdp2.engine.packing.head_parts import head_parts_of
 from epfsdp2.engine.packing.sequences import PackedSequences, find_mixers
 from epfsdp2.engine.packing.shared_mixers import _reach, assign
@@ -27,6 +28,7 @@ DELTA_RULES = ["qwen3_5_moe", "qwen3_next"]
 UNEVEN = LENGTHS
 LONG = (32,)  # on one rank, or over heads
 MOSTLY_ONE = (3, 1, 26, 2)  # over heads, of several sequences
+TWO_LONG = (21, 9, 2)  # on four ranks, each has tokens of one of them
 FEW = (4, 2)  # slices shorter than the convolution's reach, on four ranks with two tokens of padding
 
 
@@ -83,6 +85,7 @@ def _compare(cases):
 @pytest.mark.parametrize("world", [2, 4])
 def test_shared_mixer_of_every_family_equals_the_plain_model(world):
     rows = [(UNEVEN, "none"), (LONG, "full"), (MOSTLY_ONE, "selective"), ((*FEW, 2), "selective")]
+    rows.append((TWO_LONG, "full"))
     run_ranks(_compare, world, [(name, *row) for name in sorted(BY_SEQUENCES) for row in rows], timeout=900)
 
 
@@ -100,6 +103,20 @@ def _kernels():
         assert calls == called
 
 
+def _gathered_keys():
+    """Attention of any family can gather its keys through transformers' cache; here that of DeepSeek-V3."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequences, "attention_modules", lambda model: {})
+        patch.setattr(shared_mixers, "_keeps_keys", lambda module: True)
+        real, gathered = shared_mixers._Keys.update, []
+        patch.setattr(shared_mixers._Keys, "update", lambda *args, **kw: gathered.append(1) or real(*args, **kw))
+        for lengths, how in ((LONG, "none"), (MOSTLY_ONE, "full"), (TWO_LONG, "selective")):
+            wanted = one_by_one(_model("deepseek_v3"), lengths)
+            found = errors(_model("deepseek_v3"), dist.group.WORLD, wanted, lengths, checkpointing=how)
+            assert max(found.values()) < EXACT and gathered.count(1) > 0, found
+            gathered.clear()
+
+
 # Each kind of mixer over heads or slices, and by whole sequences; chosen and compressed keys.
 KINDS = [(name, MOSTLY_ONE, "none") for name in ("bailing_hybrid", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next")]
 KINDS += [("jamba", MOSTLY_ONE, "full"), ("jamba", UNEVEN, "selective"), ("lfm2_moe", LONG, "full")]
@@ -108,6 +125,7 @@ KINDS += [("glm_moe_dsa", UNEVEN, "full"), ("glm_moe_dsa", LONG, "none"), ("deep
 
 def _on_two_ranks():
     _compare(KINDS)
+    _gathered_keys()
     if hasattr(modeling_qwen3_next, "is_fast_path_available"):  # else transformers takes kernels from its hub
         _kernels()
 
@@ -165,6 +183,7 @@ MANY = [("lfm2_moe", (*FEW, 2), "selective"), ("qwen3_next", UNEVEN, "selective"
 
 def _on_four_ranks(name, cases):
     _compare(cases)
+    _gathered_keys()
     _uneven(name)
 
 

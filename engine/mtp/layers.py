@@ -33,7 +33,7 @@ __all__ = [
     "policy_layer",
 ]
 
-IN_DECODER = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+IN_DECODER = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 """Families whose MTP layers follow the decoder's layers, and whose forward stops at ``num_hidden_layers``."""
 
 BESIDE = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
@@ -142,9 +142,10 @@ def install_forward(model: Any, name: str) -> None:
 
 @contextmanager
 def _one_more_entry(config: Any, layers: int, count: int) -> Iterator[None]:
-    """Lengthen the lists of a config with an entry for each layer, by their last entry."""
+    """Lengthen the lists of a config with an entry for each layer, by their last entry; each layer has an indexer."""
     before = {k: v for k, v in vars(config).items() if isinstance(v, list) and len(v) == layers}
-    vars(config).update({name: values + values[-1:] * count for name, values in before.items()})
+    last = {name: values[-1] for name, values in before.items()} | {"indexer_types": "full"}
+    vars(config).update({name: values + [last[name]] * count for name, values in before.items()})
     try:
         yield
     finally:

@@ -3,22 +3,22 @@
 verl reads images with ``qwen_vl_utils``, which needs torchvision; ``Pictures`` is verl's dataset without that.
 """
 
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-import transformers
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from epfsdp2.recipes.quickstart.model import SPECIAL, build_tokenizer
-from tests.rollout.served.served_family import MROPE
+from tests.rollout.served_families import SERVED
 from tests.support.models.published import save_published
 from tests.support.models.tiny import publish, save_random
-from tests.support.models.vlm import VLMS, processor_config
+from tests.support.models.vlm import processor_config
 
 __all__ = ["Pictures", "compute_score", "write_task"]
 
@@ -56,29 +56,19 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def write_task(folder: Path, rows: int) -> tuple[Path, Path]:
+def write_task(folder: Path, family: str, rows: int) -> tuple[Path, Path]:
     """Write a model with its processor, and data in which every fifth row has no image; return folder and file."""
     model, tokenizer = folder / "model", _tokenizer()
-    kind, sizes = VLMS["qwen3_vl_moe"]
     start, end, image, video = tokenizer.convert_tokens_to_ids(_VISION)
-    text = {
-        **sizes["text_config"],
-        **{"vocab_size": len(tokenizer), "hidden_size": 96, "moe_intermediate_size": 64, "head_dim": 32},
-        "norm_topk_prob": True,  # transformers always does; vLLM asks
-        **{"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id},
-        "rope_parameters": MROPE,
+    small = SERVED[family].family
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {
+        "text_config": {**small.sizes["text_config"], "vocab_size": len(tokenizer), **ids},
+        "vision_config": {**small.sizes["vision_config"], "patch_size": PATCH},
+        **{"vision_start_token_id": start, "vision_end_token_id": end},
+        **{"image_token_id": image, "video_token_id": video},
     }
-    vision = {**sizes["vision_config"], "patch_size": PATCH, "hidden_size": 64, "out_hidden_size": 96}
-    config = getattr(transformers, f"{kind}Config")(
-        text_config=text,
-        vision_config=vision,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        image_token_id=image,
-        video_token_id=video,
-        tie_word_embeddings=False,
-    )
-    plain = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    plain = replace(small, sizes={**small.sizes, **sizes}).build().float()
     save_random(plain, model, seed=1)
     _make_improbable(plain, [start, end, image, video])
     save_published(plain, model, seed=1)
@@ -96,9 +86,11 @@ def _make_improbable(model: Any, tokens: list[int]) -> None:
     One channel of the residual stream is the same for all text tokens, because no layer writes it.
     """
     model.get_input_embeddings().weight[:, 0] = 0.5
-    for layer in model.get_decoder().layers:
-        layer.self_attn.o_proj.weight[0] = 0
-        layer.mlp.experts.down_proj[:, 0] = 0
+    for name, weight in model.get_decoder().layers.named_parameters():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            weight[0] = 0
+        elif name.endswith("experts.down_proj"):
+            weight[:, 0] = 0
     model.lm_head.weight[:, 0] = 0
     model.lm_head.weight[tokens, 0] = -100
 

@@ -1,7 +1,9 @@
 """Small models of other families for the quickstart's task, and the settings that vLLM's CPU build needs for them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,13 +52,16 @@ def write_model(name: str, folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def settings(name: str) -> list[str]:
-    """Return overrides of a run: the dtype of vLLM and of the trainer's forward, and settings for vLLM's CPU build."""
+def settings(name: str, vllm: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    """Return overrides of a run: the dtype of vLLM and of the trainer's forward, and settings for vLLM's CPU build.
+
+    ``vllm`` are settings in place of the family's own.
+    """
     served = SERVED[name]
     short = {"float32": "fp32", "bfloat16": "bf16"}[served.dtype]
     kept = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     return [
         f"actor_rollout_ref.rollout.dtype={served.dtype}",
         f"engine.mixed_precision={{param_dtype:{short},reduce_dtype:fp32,buffer_dtype:fp32}}",
-        *(f"+{kept}.{key}={as_yaml(value)}" for key, value in served.settings.items()),
+        *(f"+{kept}.{key}={as_yaml(value)}" for key, value in {**served.settings, **vllm}.items()),
     ]

@@ -28,8 +28,9 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
     sizes = recipe.sizes.get("text_config", recipe.sizes)
     layers = sizes["num_hidden_layers"]
     more = {name: of + of[-1:] * depth for name, of in sizes.items() if isinstance(of, list)}
-    if "layer_types" in more:
-        more["layer_types"][-1] = "full_attention"
+    for name, kind in (("layer_types", "full_attention"), ("indexer_types", "full")):
+        if name in more:
+            more[name][-depth:] = [kind] * depth
     more["num_hidden_layers"] = layers + depth
     more = {"text_config": sizes | more} if "text_config" in recipe.sizes else more
     save_random(recipe.build(**more), folder, seed, one_file=True)
@@ -40,7 +41,8 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
         text["num_nextn_predict_layers"] = depth
     elif config["model_type"] != "qwen3_next":  # its published configs have no number
         text["mtp_num_hidden_layers"] = depth
-    text |= {"num_hidden_layers": layers} | {name: of for name, of in sizes.items() if isinstance(of, list)}
+    lists = {name: of for name, of in text.items() if isinstance(of, list) and len(of) == layers + depth}
+    text |= {"num_hidden_layers": layers} | {name: of[:layers] for name, of in lists.items()}
     (folder / "config.json").write_text(json.dumps(config))
     tensors, width = load_file(folder / "model.safetensors"), text["hidden_size"]
     (folder / "longer").mkdir()  # the same as decoder layers of transformers' model, for ``PlainDrafts``
@@ -66,10 +68,10 @@ class PlainDrafts:
     """The multi-token prediction layers of a checkpoint, beside transformers' model of it."""
 
     def __init__(self, folder: Path):
-        self.policy: Any = reference_model(folder)
+        self.policy: Any = reference_model(folder, "eager")  # GlmMoeDsa of 5.9 is not causal by sdpa
         config, tensors = self.policy.config, load_file(folder / "model.safetensors")
         self.layers, self.beside = config.num_hidden_layers, is_beside(config.model_type)
-        decoder = reference_model(folder / "longer").model
+        decoder = reference_model(folder / "longer", "eager").model
         self.own = nn.ModuleList(decoder.layers[self.layers :])
         names = _BESIDE if self.beside else _IN_DECODER
         self.around = [
@@ -86,7 +88,7 @@ class PlainDrafts:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(self.policy.model.norm, {"weight": weight}, x)
 
-    def named_gradients(self) -> dict[str, torch.Tensor]:
+    def named_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return gradients by the names that parameters have in the engine's model."""
         found, names = {}, _BESIDE if self.beside else _IN_DECODER
         for i, (layer, around) in enumerate(zip(self.own, self.around, strict=True)):
@@ -111,8 +113,8 @@ class PlainDrafts:
             if not self.beside:
                 ahead[:, 0] = 0
             joined = torch.cat([self._norm(ahead, first), self._norm(state, second)], -1) @ projection.t()
-            state = layer(joined, attention_mask=mask, position_embeddings=rotary, position_ids=positions)
-            state = self._norm(state, last)
+            found = layer(joined, attention_mask=mask, position_embeddings=rotary, position_ids=positions)
+            state = self._norm(found[0] if isinstance(found, tuple) else found, last)
             p, q = ((x[0] @ head.t() / temperature).log_softmax(-1) for x in (hidden.roll(-1 - i, 1), state))
             losses.append(-(p.exp() * q).sum(-1))
             agrees.append(p.argmax(-1) == q.argmax(-1))

@@ -33,11 +33,17 @@ __all__ = [
     "policy_layer",
 ]
 
-IN_DECODER = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
-"""Families whose MTP layers follow the decoder's layers, and whose forward stops at ``num_hidden_layers``."""
+IN_DECODER = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), "shared_head.norm"),
+    **dict.fromkeys(("bailing_hybrid", "hy_v3"), "final_layernorm"),
+}
+"""Families whose MTP layers follow the decoder's layers, and whose forward stops at ``num_hidden_layers`` -> the name
+of the norm after the layer."""
 
 BESIDE = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 """Families with one MTP layer, of full attention, at ``mtp.layers.0``, with projection and norms in ``mtp``."""
+
+_FULL = ("full_attention", "full")  # of MTP layers, in lists of kinds of attention and of indexers
 
 
 class _Parts(NamedTuple):
@@ -68,7 +74,10 @@ def _add_in_decoder(model: Any, count: int) -> None:
         for index in range(own, own + count):
             layer, parts = kind(config, index), _new_parts(model)
             layer.enorm, layer.hnorm, layer.eh_proj, norm = parts
-            layer.shared_head = nn.ModuleDict({"norm": norm})
+            if IN_DECODER[config.model_type] == "final_layernorm":
+                layer.final_layernorm = norm
+            else:
+                layer.shared_head = nn.ModuleDict({"norm": norm})
             decoder.layers.append(layer)
     set_mtp(model, [f"{_decoder_fqn(model)}.layers.{index}" for index in range(own, own + count)])
 
@@ -114,8 +123,12 @@ def mtp_parameters(model: nn.Module) -> list[nn.Parameter]:
 def policy_layer(model: Any, name: str) -> nn.Module:
     """Return the last of the policy's decoder layers with the kind of attention of the MTP layer ``name``."""
     layers = [model.get_submodule(layer) for layer in decoder_layers(model) if not is_mtp(model, layer)]
-    kind = getattr(model.get_submodule(name), "layer_type", None)
-    return next(layer for layer in reversed(layers) if getattr(layer, "layer_type", None) == kind)
+    kind = _kind(model.get_submodule(name))
+    return next(layer for layer in reversed(layers) if _kind(layer) == kind)
+
+
+def _kind(layer: nn.Module) -> Any:
+    return getattr(layer, "layer_type", getattr(layer, "block_type", None))
 
 
 def install_forward(model: Any, name: str) -> None:
@@ -125,7 +138,8 @@ def install_forward(model: Any, name: str) -> None:
     """
     layer: Any = model.get_submodule(name)
     if model.config.model_type in IN_DECODER:
-        parts = _Parts(layer.enorm, layer.hnorm, layer.eh_proj, layer.shared_head["norm"])
+        norm = layer.get_submodule(IN_DECODER[model.config.model_type])
+        parts = _Parts(layer.enorm, layer.hnorm, layer.eh_proj, norm)
     else:
         mtp = model.mtp
         parts = _Parts(mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.norm)
@@ -142,10 +156,10 @@ def install_forward(model: Any, name: str) -> None:
 
 @contextmanager
 def _one_more_entry(config: Any, layers: int, count: int) -> Iterator[None]:
-    """Lengthen the lists of a config with an entry for each layer, by their last entry; each layer has an indexer."""
+    """Lengthen the lists of a config with an entry for each layer: full attention, an indexer, or the last entry."""
     before = {k: v for k, v in vars(config).items() if isinstance(v, list) and len(v) == layers}
-    last = {name: values[-1] for name, values in before.items()} | {"indexer_types": "full"}
-    vars(config).update({name: values + [last[name]] * count for name, values in before.items()})
+    added = {name: next((kind for kind in _FULL if kind in values), values[-1]) for name, values in before.items()}
+    vars(config).update({name: values + [added[name]] * count for name, values in before.items()})
     try:
         yield
     finally:

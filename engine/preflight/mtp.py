@@ -44,7 +44,7 @@ def check_mtp(engine: Any, model: Any, built: nn.Module | None, setting: str = A
     if built is None:
         return 0
     family, kind = built.config.model_type, type(built).__name__  # type: ignore[union-attr]
-    if family not in (known := IN_DECODER + BESIDE):
+    if family not in (known := (*IN_DECODER, *BESIDE)):
         rule = f"the layers that draft of {kind} are not known; those of {', '.join(known)} are."
         raise SettingError(name, value, rule, off)
     path = get_setting(model, "local_hf_config_path") or get_setting(model, "hf_config_path")

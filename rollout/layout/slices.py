@@ -24,7 +24,7 @@ TOWER = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "vision_
 _EXPERTS = re.compile(r"\.experts\.(?:gate_up|up|down)_proj(?:_bias)?$")
 _VOCABULARY = re.compile(r"(?:^|\.)(embed_tokens|wte|lm_head|(?<=^model\.)embeddings)\.(?:weight|bias)$")
 # A module of an MTP layer's decoder layer, which is a child of the layer in vLLM.
-_DECODER = re.compile(r"(\.layers\.\d+)\.(?!(?:enorm|hnorm|eh_proj|shared_head)\.)")
+_DECODER = re.compile(r"(\.layers\.\d+)\.(?!(?:enorm|hnorm|eh_proj|shared_head|final_layernorm)\.)")
 _RULES: NamedRules = (
     *named_rules(
         (r"\.experts\.(gate_up_proj)", rules.cut(1, parts=2)),

@@ -12,7 +12,7 @@ from tests.rollout.served_families import SERVED
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
-# Of the mean difference of probabilities to vLLM; in bfloat16 as without images (``test_families.py``).
+# Bounds of the mean difference of probabilities to vLLM; in bfloat16 as without images (``test_families.py``).
 SAME = {"float32": 1e-5, "bfloat16": 2e-2}
 
 

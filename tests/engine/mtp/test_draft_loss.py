@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.parity.families import FAMILIES, Family
+from tests.parity.families import ALL, Family
 from tests.support.engine.sharded import whole_parameters
 from tests.support.models.mtp import PlainDrafts, save_with_mtp
 from tests.support.models.tiny import relative_error
@@ -68,12 +68,14 @@ def _updates(folder, cases):
         pytest.param("glm4_moe", 1, marks=pytest.mark.long),
         pytest.param("glm4_moe_lite", 1, marks=pytest.mark.long),
         pytest.param("glm_moe_dsa", 2, marks=pytest.mark.long),
+        pytest.param("hy_v3", 2, marks=pytest.mark.long),
         pytest.param("qwen3_next", 1, marks=pytest.mark.long),
+        *(pytest.param(name, 2, marks=pytest.mark.long) for name in ("bailing_hybrid", "deepseek_v32") if name in ALL),
         pytest.param("qwen3_5_moe", 1, marks=pytest.mark.long),
     ],
 )
 def test_update_with_mtp_layers_leaves_the_policys_bits_and_has_their_plain_gradients(tmp_path, family, depth):
-    run_ranks(_updates, 4, save_with_mtp(tmp_path, FAMILIES[family], depth), MESHES, timeout=500)
+    run_ranks(_updates, 4, save_with_mtp(tmp_path, ALL[family], depth), MESHES, timeout=500)
 
 
 def _updates_with_images(folder):

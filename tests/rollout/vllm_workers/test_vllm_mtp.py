@@ -55,6 +55,7 @@ def _sync(folder, handles, rollout, mode):
         ("glm4_moe", "sliced", 2),
         pytest.param("glm4_moe", "full", 1, marks=pytest.mark.long),
         pytest.param("deepseek_v3", "sliced", 1, marks=pytest.mark.long),
+        pytest.param("hy_v3", "sliced", 2, marks=pytest.mark.long),
         pytest.param("qwen3_next", "sliced", 2, marks=pytest.mark.long),
         pytest.param("qwen3_5_moe_vl", "sliced", 2, marks=pytest.mark.long),
         pytest.param("qwen3_5_moe_vl", "full", 1, marks=pytest.mark.long),

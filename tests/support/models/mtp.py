@@ -15,12 +15,18 @@ __all__ = ["PlainDrafts", "is_beside", "save_with_mtp"]
 
 # Names of the two norms before the projection, the projection, and the norm after the layer.
 _IN_DECODER = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+_LATER = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 _BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 
 
 def is_beside(family: str) -> bool:
     """Whether checkpoints of the family have the layer at ``mtp.layers.0``, not after the decoder's."""
     return family.startswith(("qwen3_next", "qwen3_5"))
+
+
+def _around(family: str) -> tuple[str, ...]:
+    later = family in ("bailing_hybrid", "hy_v3")
+    return _BESIDE if is_beside(family) else _LATER if later else _IN_DECODER
 
 
 def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Path:
@@ -54,10 +60,10 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
             moved = {name: f"mtp.layers.0{name.removeprefix(own)}" for name in tensors if name.startswith(f"{own}.")}
             tensors |= {new: tensors.pop(name) for name, new in moved.items()}
             own = "mtp"
-        else:
+        elif "model.embed_tokens.weight" in tensors:
             tensors[f"{own}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
             tensors[f"{own}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-        first, second, projection, last = _BESIDE if beside else _IN_DECODER
+        first, second, projection, last = _around(config["model_type"])
         tensors |= {f"{own}.{name}.weight": torch.rand(width) + 0.5 for name in (first, second, last)}
         tensors[f"{own}.{projection}.weight"] = torch.randn(width, 2 * width) * 0.1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -73,9 +79,10 @@ class PlainDrafts:
         self.layers, self.beside = config.num_hidden_layers, is_beside(config.model_type)
         decoder = reference_model(folder / "longer", "eager").model
         self.own = nn.ModuleList(decoder.layers[self.layers :])
-        names = _BESIDE if self.beside else _IN_DECODER
+        self.names = _around(config.model_type)
         self.around = [
-            [tensors[f"{self._prefix(i)}.{name}.weight"].requires_grad_() for name in names] for i in range(self.depth)
+            [tensors[f"{self._prefix(i)}.{name}.weight"].requires_grad_() for name in self.names]
+            for i in range(self.depth)
         ]
 
     @property
@@ -90,10 +97,10 @@ class PlainDrafts:
 
     def named_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return gradients by the names that parameters have in the engine's model."""
-        found, names = {}, _BESIDE if self.beside else _IN_DECODER
+        found = {}
         for i, (layer, around) in enumerate(zip(self.own, self.around, strict=True)):
             prefix = self._prefix(i)
-            found |= {f"{prefix}.{name}.weight": p.grad for name, p in zip(names, around, strict=True)}
+            found |= {f"{prefix}.{name}.weight": p.grad for name, p in zip(self.names, around, strict=True)}
             inner = f"{prefix}.layers.0" if self.beside else prefix
             found |= {f"{inner}.{name}": p.grad for name, p in layer.named_parameters()}
         return found

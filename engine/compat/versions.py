@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 __all__ = ["KNOWN_FAULTS", "OLDEST", "TESTED", "Fault", "doubts", "faults", "installed", "tested", "untested"]
-__all__ += ["vllm_in"]
+__all__ += ["is_older", "vllm_in"]
 
 # Stack -> versions with which its tests passed: rows of benchmarks/results/runs.md.
 TESTED: dict[str, dict[str, str]] = {
@@ -138,6 +138,11 @@ def doubts(found: Mapping[str, str | None]) -> list[str]:
         return []
     unmet = [f"{name} {found[name]} asks for {other} and has {found[other.name]}" for name, other in _conflicts(found)]
     return [*filter(None, map(untested, found)), *unmet]
+
+
+def is_older(name: str, release: str) -> bool:
+    """Whether the installed version of a distribution is before ``release``; False if none is installed."""
+    return _is_of({name: installed(name)}, f"{name}<{release}")
 
 
 def vllm_in(releases: str) -> bool:

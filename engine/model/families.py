@@ -9,6 +9,7 @@ __all__ = [
     "KNOWN_AS",
     "NOT_CAUSAL",
     "ONE_TOKEN_FOR_BOTH",
+    "PADDED_BY_EAGER_ALONE",
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
     "RENAMED_WHEN_PUBLISHED",
@@ -47,6 +48,10 @@ ONE_TOKEN_FOR_BOTH = frozenset({"glm4v", "glm4v_moe"})
 PLACES_AS_POSITIONS = {"Llama4TextAttention": {"attn_temperature_tuning": True, "use_rope": 0}}
 """Class of an attention that scales queries by their place in its input, whatever their position -> its
 attributes where it does. Its queries are scaled where its attention gets the whole row (``packing/attention.py``)."""
+
+PADDED_BY_EAGER_ALONE = {"glm_moe_dsa": "5.12"}
+"""Families whose attention without a mask sees later tokens, but for eager attention -> the transformers that mends it.
+transformers makes no mask for a batch without padding. Packed rows always have masks."""
 
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 """Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""

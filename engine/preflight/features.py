@@ -22,6 +22,7 @@ from ..fsdp.ulysses import check_attention_splits
 from ..lora.adapters import Lora
 from ..lora.peft_files import check_dora, read_adapter
 from ..lora.settings import LoraSettings
+from ..model.families import PADDED_BY_EAGER_ALONE
 from ..model.value_head import as_critic, value_head
 from ..model.vision import images_error, tower_parameters, why_not_images
 from ..moe.deepep import check_deepep
@@ -152,11 +153,17 @@ def check_casts(engine: Any, topology: Topology) -> None:
 
 
 def check_packing(model: Mapping[str, Any], facts: ModelFacts | None, setting: str = ACTOR_MODEL) -> None:
-    """Check that the model keeps the sequences of a packed row apart."""
-    if facts is None or not model.get("use_remove_padding", True):
+    """Check that the model keeps the sequences of a packed row apart, or that padded ones do not see later tokens."""
+    if facts is None:
         return
-    if why := why_not_packed(facts.model, attention_of(model)):
-        name = f"{setting}.use_remove_padding"
+    name, attention = f"{setting}.use_remove_padding", attention_of(model)
+    if not model.get("use_remove_padding", True):
+        since = PADDED_BY_EAGER_ALONE.get(facts.model.config.model_type)
+        if since and attention != "eager" and versions.is_older("transformers", since):
+            rule = f"pads sequences, and {facts.name} with {attention} sees later tokens before transformers {since}."
+            raise SettingError(name, False, rule, f"{name}=True, or attn_implementation=eager")
+        return
+    if why := why_not_packed(facts.model, attention):
         raise SettingError(name, True, f"packs sequences, and in {facts.name} {why}.", f"{name}=False")
 
 

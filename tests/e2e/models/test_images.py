@@ -3,6 +3,8 @@
 The rollout is SGLang on its stack, and vLLM on the others.
 """
 
+from pathlib import Path
+
 import pytest
 
 from tests.e2e.models import image_task, small_families
@@ -14,10 +16,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 # Bounds of the mean difference of probabilities to vLLM; in bfloat16 as without images (``test_families.py``).
 SAME = {"float32": 1e-5, "bfloat16": 2e-2}
+GEO3K = Path(__file__).parents[1] / "trainers/data/examples-grpo_trainer-run_qwen3_5_35b_fsdp.json"
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe_vl"])
-def test_grpo_run_on_images_trains(family, tmp_path):
+def _check_run(tmp_path, family, **program):
+    """Run three steps; vLLM sees the images that the trainer sees, by the weights after each update."""
     served = SERVED[family]
     served.skip_where_broken()
     model, data = image_task.write_task(tmp_path, family, rows=40)
@@ -34,10 +37,19 @@ def test_grpo_run_on_images_trains(family, tmp_path):
         *small_families.settings(family, {"limit_mm_per_prompt": {"image": 1, "video": 0}}),
     )
     options = ["--model", str(model), "--steps", "3", "--batch-size", "10", "--group-size", "4", "--lr", "1e-3"]
-    with running(tmp_path / "run", *options, *SERVER, *settings, environment=served.environment) as run:
+    with running(tmp_path / "run", *options, *SERVER, *settings, environment=served.environment, **program) as run:
         run.wait()
-    steps = run.steps()
+    steps = [step for step in run.steps() if "actor/grad_norm" in step]
     assert len(steps) == 3, run.text()[-3000:] + (run.output / "logs/grpo.log").read_text(errors="replace")[-6000:]
-    # vLLM sees the images that the trainer sees, by the weights that the trainer has after each update.
     assert all(step["training/rollout_probs_diff_mean"] < SAME[served.dtype] for step in steps)
     assert all(step["actor/grad_norm"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe_vl"])
+def test_grpo_run_on_images_trains(family, tmp_path):
+    _check_run(tmp_path, family)
+
+
+def test_geo3k_script_with_two_words_trains(tmp_path):
+    """verl's script of Qwen3.5-35B, as ``trainers/test_verl_scripts.py`` runs others, on the task's images."""
+    _check_run(tmp_path, "qwen3_5_moe_vl", program=("verl_script", str(GEO3K)))

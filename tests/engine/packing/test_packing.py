@@ -216,6 +216,24 @@ def test_packed_sequences_of_unknown_mixers_are_refused(tmp_path):
     check_packing(settings | {"override_config": {"attn_implementation": "sdpa"}}, facts)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_padded_batch_of_a_family_that_would_see_later_tokens_is_refused(tmp_path, attention):
+    from epfsdp2.engine.preflight.model import inspect_model
+
+    plain = families.ALL["glm_moe_dsa"].build_random(attention)
+    seen = [plain(input_ids=torch.tensor([[3, *later]]), use_cache=False).logits[:, 0] for later in ((4, 5), (6, 7))]
+    settings = {
+        "path": str(families.save("glm_moe_dsa", tmp_path)),
+        "use_remove_padding": False,
+        "override_config": {"attn_implementation": attention},
+    }
+    words = "use_remove_padding=False: pads sequences, and .* sees later tokens .*attn_implementation=eager"
+    is_right = torch.equal(*seen)
+    with contextlib.nullcontext() if is_right else pytest.raises(SettingError, match=words):
+        check_packing(settings, inspect_model(settings))
+    assert is_right or attention == "sdpa"
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_packed_sequences_in_ppo_updates_equal_the_plain_model(tmp_path, name):
     pytest.importorskip("verl")

@@ -25,6 +25,7 @@ from tests.rollout.served.served_family import (
     MLA,
     MROPE,
     PLAIN_ROTARY,
+    QUARTER_MROPE,
     QWEN,
     STATE,
     TEXT_ALONE,
@@ -154,7 +155,7 @@ SERVED: dict[str, Served] = {
     },
     **{
         name: Served(
-            seeing(kind, {**text, **LINEAR}),
+            seeing(kind, {**text, **LINEAR, "rope_parameters": QUARTER_MROPE}),
             dtype="bfloat16",
             settings={**TEXT_ALONE, **STATE},
             environment=TORCHVISION,

@@ -70,7 +70,7 @@ def write_task(folder: Path, family: str, rows: int) -> tuple[Path, Path]:
     }
     plain = replace(small, sizes={**small.sizes, **sizes}).build().float()
     save_random(plain, model, seed=1)
-    _make_improbable(plain, [start, end, image, video])
+    _calm(plain, [start, end, image, video])
     save_published(plain, model, seed=1)
     publish(model)
     tokenizer.save_pretrained(model)
@@ -80,11 +80,14 @@ def write_task(folder: Path, family: str, rows: int) -> tuple[Path, Path]:
 
 
 @torch.no_grad()
-def _make_improbable(model: Any, tokens: list[int]) -> None:
-    """Give tokens a probability below float32's precision after every text token: verl keeps vLLM from sampling them.
+def _calm(model: Any, improbable: list[int]) -> None:
+    """Halve the matrices, because a random tower magnifies bfloat16's rounding errors more than what it sees.
 
+    Also give tokens a probability below float32's precision after every text token: verl keeps vLLM from sampling them.
     One channel of the residual stream is the same for all text tokens, because no layer writes it.
     """
+    for parameter in model.parameters():
+        parameter *= 0.5 if parameter.dim() > 1 else 1
     model.get_input_embeddings().weight[:, 0] = 0.5
     for name, weight in model.get_decoder().layers.named_parameters():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
@@ -92,7 +95,7 @@ def _make_improbable(model: Any, tokens: list[int]) -> None:
         elif name.endswith("experts.down_proj"):
             weight[:, 0] = 0
     model.lm_head.weight[:, 0] = 0
-    model.lm_head.weight[tokens, 0] = -100
+    model.lm_head.weight[improbable, 0] = -100
 
 
 def _row(i: int) -> dict:

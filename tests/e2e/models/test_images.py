@@ -14,8 +14,8 @@ from tests.rollout.served_families import SERVED
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
-# Bounds of the mean difference of probabilities to vLLM; in bfloat16 as without images (``test_families.py``).
-SAME = {"float32": 1e-5, "bfloat16": 2e-2}
+# Bounds of the mean difference of probabilities to vLLM. Another image changes them by 2e-2.
+SAME = {"float32": 1e-5, "bfloat16": 1e-2}
 GEO3K = Path(__file__).parents[1] / "trainers/data/examples-grpo_trainer-run_qwen3_5_35b_fsdp.json"
 
 
@@ -30,6 +30,7 @@ def _check_run(tmp_path, family, **program):
         "data.max_prompt_length=32",
         f"data.custom_cls.path={image_task.__file__}",
         "data.custom_cls.name=Pictures",
+        "data.filter_overlong_prompts=False",  # verl's filter loads images itself, and a script asks for it
         f"reward.custom_reward_function.path={image_task.__file__}",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
@@ -41,7 +42,7 @@ def _check_run(tmp_path, family, **program):
         run.wait()
     steps = [step for step in run.steps() if "actor/grad_norm" in step]
     assert len(steps) == 3, run.text()[-3000:] + (run.output / "logs/grpo.log").read_text(errors="replace")[-6000:]
-    assert all(step["training/rollout_probs_diff_mean"] < SAME[served.dtype] for step in steps)
+    assert max(mean := [step["training/rollout_probs_diff_mean"] for step in steps]) < SAME[served.dtype], mean
     assert all(step["actor/grad_norm"] > 0 for step in steps)
 
 

@@ -14,7 +14,18 @@ from tests.parity.families import Family
 from tests.support.models.vlm import IMAGE_TOKENS
 
 __all__ = ["DEEPSEEK", "DENSE", "GEMMA", "HALF_MROPE", "LINEAR", "LOCAL", "MAMBA2", "MAMBA2_LAYER", "MLA", "MROPE"]
-__all__ += ["PLAIN_ROTARY", "QWEN", "STATE", "Served", "TEXT_ALONE", "THREE_HEADS", "TORCHVISION", "TWO_HEADS", "VOCAB"]
+__all__ += [
+    "PLAIN_ROTARY",
+    "QUARTER_MROPE",
+    "QWEN",
+    "STATE",
+    "Served",
+    "TEXT_ALONE",
+    "THREE_HEADS",
+    "TORCHVISION",
+    "TWO_HEADS",
+    "VOCAB",
+]
 __all__ += ["of", "seeing", "text_sizes"]
 
 
@@ -152,4 +163,5 @@ TORCHVISION = {} if find_spec("torchvision") else {"PYTHONPATH": str(Path(__file
 # transformers ignores the last entry and always interleaves; vLLM reads it.
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
 HALF_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
+QUARTER_MROPE = {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
 TEXT_ALONE = {"limit_mm_per_prompt": {"image": 0, "video": 0}}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.models import test_families as test_other_families
+from tests.e2e.models import test_images
 from tests.engine.fsdp import test_ulysses
 from tests.engine.model.test_remote_code import PUBLISHED
 from tests.engine.moe.router import test_router_replay
@@ -181,14 +182,13 @@ def _images() -> list[str]:
 
 def _end_to_end() -> Iterator[str]:
     """The kinds of model that runs are started with: what the quickstart makes, and what its tests make instead."""
-    for name in _names(test_other_families.test_grpo_run_of_a_family_raises_the_reward):
+    runs = (test_other_families.test_grpo_run_of_a_family_raises_the_reward, test_images.test_grpo_run_on_images_trains)
+    for name in (name for run in runs for name in _names(run)):
         yield _kind(SERVED[name].family.model)
     files = [ROOT / "recipes/quickstart/model.py", *sorted((ROOT / "tests/e2e").rglob("*.py"))]
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Name) and node.id.endswith("Config"):
                 yield node.id.removesuffix("Config")
-            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "VLMS":
-                yield VLMS[ast.literal_eval(node.slice)][0]
             if isinstance(node, ast.Name) and node.id == "save_qwen3":
                 yield "Qwen3"

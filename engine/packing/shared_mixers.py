@@ -175,8 +175,11 @@ class SharedMixers:
     def to_slice(self, value: Any) -> Any:
         """Return the part of a mixer's argument that belongs to this rank's slice, if it has the tokens of the row."""
         own, row = slice(self.rank * self._slice, (self.rank + 1) * self._slice), self._slice * self.size
-        is_of_row = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == row
-        return value[:, own] if is_of_row else value
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            return value
+        if value.shape[1] == row:
+            return value[:, own]
+        return value[..., own] if value.dim() == 3 and value.shape[2] == row else value  # rows of positions
 
     def spread(self, module: Any, forward: Callable[..., Any], gathers_by_calls: bool) -> Callable[..., Any] | None:
         """Return a forward on slices if the current row is unbalanced and the module allows it, else None.

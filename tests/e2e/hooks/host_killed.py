@@ -50,4 +50,4 @@ if socket.gethostname().endswith("b") and PART in OF_A_TRAINER:
     elif PART == "save":
         EPFSDP2Engine.save_checkpoint = _waits(EPFSDP2Engine.save_checkpoint)
     else:
-        sync.WorkerWeights.tensors = _waits(sync.WorkerWeights.tensors)
+        sync.RolloutWeights.tensors = _waits(sync.RolloutWeights.tensors)

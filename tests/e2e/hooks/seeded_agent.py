@@ -10,7 +10,6 @@ from collections import Counter
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-
 _SEEN = Counter()
 
 

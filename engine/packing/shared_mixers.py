@@ -13,7 +13,6 @@ sequence on one rank.
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences assigned to this rank.
 """
 
-import collections
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,14 +62,8 @@ class _Keys:
         return gather(self._group, both, self._tokens).split([first.shape[-1], second.shape[-1]], dim=-1)
 
     def update_indexer(self, keys: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Return the sequence's keys of an indexer, ``[..., n, D]``."""
-        return gather(self._group, keys[..., : self._own, :], self._tokens)
-
-    update_index = update_indexer  # of MiniMax-M3's layers
-
-    @property
-    def layers(self) -> dict[int, "_Keys"]:
-        return collections.defaultdict(lambda: self)
+        """Return the sequence's keys of an indexer, ``[1, n, D]``."""
+        return gather(self._group, keys[:, : self._own], self._tokens)
 
 
 @dataclass(frozen=True)
@@ -175,7 +168,7 @@ class SharedMixers:
     def to_slice(self, value: Any) -> Any:
         """Return the part of a mixer's argument that belongs to this rank's slice, if it has the tokens of the row."""
         own, row = slice(self.rank * self._slice, (self.rank + 1) * self._slice), self._slice * self.size
-        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] == self._slice:
             return value
         if value.shape[1] == row:
             return value[:, own]

@@ -51,8 +51,8 @@ PLACES_AS_POSITIONS = {"Llama4TextAttention": {"attn_temperature_tuning": True, 
 attributes where it does. Its queries are scaled where its attention gets the whole row (``packing/attention.py``)."""
 
 PADDED_BY_EAGER_ALONE = {"glm_moe_dsa": "5.12"}
-"""Families whose attention without a mask sees later tokens, but for eager attention -> the transformers that mends it.
-transformers makes no mask for a batch without padding. Packed rows always have masks."""
+"""Family that sees later tokens where its attention gets no mask and is not eager -> the first transformers that is
+right. A batch without padding gets no mask; packed rows always do."""
 
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 """Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""

@@ -7,8 +7,8 @@ ranks by their lengths, by the same rule. All-to-alls before and after the mixer
 
 If a rank would get much more than its share (one long sequence), the ranks split heads instead (``head_parts.py``). A
 short convolution computes the slice, with the few tokens before it from other ranks. Sparse attention computes the
-slice's queries, and gathers what keys are made of: latents and the indexer's keys. All other mixers compute a long
-sequence on one rank.
+slice's queries, with the latents and the indexer's keys of all ranks. All other mixers compute a long sequence on one
+rank.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences assigned to this rank.
 """
@@ -154,25 +154,22 @@ class SharedMixers:
     def pieces(self) -> list[Piece]:
         """Return the pieces of this rank's slice, and of sequences that other ranks share, in the order of the row."""
         first, found = self.rank * self._slice, []
+        slices = [(i * self._slice, (i + 1) * self._slice) for i in range(self.size)]
         for start, end in self._spans:
-            edges = [(max(start, i * self._slice), min(end, (i + 1) * self._slice)) for i in range(self.size)]
-            tokens = [max(0, b - a) for a, b in edges]
-            keys = _Keys(self.group, tokens) if max(tokens) < end - start else None
-            if tokens[self.rank]:
-                a, b = edges[self.rank]
-                found.append(Piece((a - first, b - first), (start, end), (a, b), keys))
+            keys = None
+            if start // self._slice != (end - 1) // self._slice:
+                keys = _Keys(self.group, [max(0, min(end, after) - max(start, at)) for at, after in slices])
+            low, high = max(start, first), min(end, first + self._slice)
+            if low < high:
+                found.append(Piece((low - first, high - first), (start, end), (low, high), keys))
             elif keys is not None:
                 found.append(Piece((0, 1), (start, end), (start, start + 1), keys, real=False))
         return found
 
     def to_slice(self, value: Any) -> Any:
-        """Return the part of a mixer's argument that belongs to this rank's slice, if it has the tokens of the row."""
-        own, row = slice(self.rank * self._slice, (self.rank + 1) * self._slice), self._slice * self.size
-        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] == self._slice:
-            return value
-        if value.shape[1] == row:
-            return value[:, own]
-        return value[..., own] if value.dim() == 3 and value.shape[2] == row else value  # rows of positions
+        """Return this rank's slice of a mixer's argument ``[1, S, ...]``, and other arguments as they are."""
+        is_of_row = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == self._slice * self.size
+        return value[:, self.rank * self._slice :][:, : self._slice] if is_of_row else value
 
     def spread(self, module: Any, forward: Callable[..., Any], gathers_by_calls: bool) -> Callable[..., Any] | None:
         """Return a forward on slices if the current row is unbalanced and the module allows it, else None.

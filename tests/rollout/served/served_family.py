@@ -15,8 +15,7 @@ from tests.support.models.vlm import IMAGE_TOKENS
 
 __all__ = ["DEEPSEEK", "DENSE", "GEMMA", "HALF_MROPE", "LINEAR", "LOCAL", "MAMBA2", "MAMBA2_LAYER", "MLA", "MROPE"]
 __all__ += ["PLAIN_ROTARY", "QUARTER_MROPE", "QWEN", "STATE", "Served", "TEXT_ALONE", "THREE_HEADS", "TORCHVISION"]
-__all__ += ["TWO_HEADS", "VOCAB"]
-__all__ += ["of", "seeing", "text_sizes"]
+__all__ += ["TWO_HEADS", "VOCAB", "of", "seeing", "text_sizes"]
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ _LEFT_OUT = (
     *("optimizer*", "scheduler*", "rng_state*", "training_args*", "trainer_state.json", "README*", ".*"),
 )
 # Numbers of multi-token prediction layers, which transformers does not load.
-_PREDICTED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_PREDICTED = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 def read_small_files(folder: Path) -> dict[str, bytes]:

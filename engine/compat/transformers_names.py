@@ -190,7 +190,7 @@ def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -
         reverted: dict[str, torch.Tensor] = {**_revert(_unsharded(model), others), **flattened}
     for old, new in getattr(model, RENAMED, {}).items():
         reverted = {n.removesuffix(new) + old if n.endswith(new) else n: t for n, t in reverted.items()}
-    return {re.sub(f"^{re.escape(inside)}", "mtp.", name): tensor for name, tensor in reverted.items()}
+    return {re.sub(r"^(\w+\.)*mtp\.", "mtp.", name): tensor for name, tensor in reverted.items()}
 
 
 def _unsharded(model: nn.Module) -> nn.Module:

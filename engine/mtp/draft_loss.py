@@ -21,9 +21,9 @@ from torch import nn
 from ..fsdp.ulysses import gather_parts
 from ..head.causal_head import CausalHead
 from ..head.soft_cross_entropy import soft_cross_entropy
-from ..model.layers import decoder_layers, mtp_layers
+from ..model.layers import decoder_layers
 from ..wrap_forward import wrap_forward
-from .layers import IN_DECODER, install_forward, policy_layer
+from .layers import IN_DECODER, draft_layers, install_forward, policy_layer
 
 __all__ = ["DraftLoss"]
 
@@ -50,18 +50,18 @@ class DraftLoss:
 
     def __init__(self, model: Any, head: CausalHead, sp_group: dist.ProcessGroup | None):
         self._head, self._sp_group = head, sp_group
-        names = mtp_layers(model)
-        self._layers = [model.get_submodule(name) for name in names]
+        layers = draft_layers(model)
+        self._layers = [[model.get_submodule(name) for name in names] for names in layers]
         self._now: _Forward | None = None
         self._masks_starts = model.config.model_type in IN_DECODER
         first = model.get_submodule(decoder_layers(model)[0])
         first.register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
-        last = policy_layer(model, names[0])
+        last = policy_layer(model, layers[0][0])
         last.register_forward_pre_hook(self._see_arguments, with_kwargs=True)
         output = model.get_output_embeddings()
         wrap_forward(output, "mtp", functools.partial(self._forward, output))
-        for name in names:
-            install_forward(model, name)
+        for names in layers:
+            install_forward(model, names)
 
     @property
     def depth(self) -> int:
@@ -108,7 +108,8 @@ class DraftLoss:
             embeddings = self._ahead(now.embeddings, ahead).to(state.dtype)
             if self._masks_starts:
                 embeddings = embeddings.masked_fill(now.starts[None, :, None], 0)
-            state = layer(state, embeddings, *now.args, **now.kwargs)
+            for block in layer:
+                state = block(state, embeddings, *now.args, **now.kwargs)
             target = self._ahead(hidden, ahead)
             each, agrees = soft_cross_entropy(state[0], target[0], weight, bias, temperature)
             losses.append(torch.where(wanted, each, 0).sum())

@@ -7,18 +7,20 @@ final norm and the embedding of the next token, it drafts the token after that o
 
 It has the place and the names that it has in checkpoints: ``model.layers.N`` after the decoder's layers, or ``mtp``
 beside the decoder. So it is an FSDP unit with experts of its own, and is loaded, saved and exported like any layer.
+Nemotron-H's blocks have attention or experts alone, so its layer is two of them.
 Embeddings and head are the model's; the copies of them that checkpoints have are not read.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..compat.transformers_names import DECODER
-from ..model.layers import decoder_layers, is_mtp, set_mtp
+from ..model.layers import decoder_layers, is_mtp, mtp_layers, set_mtp
 from ..moe.find import ExpertsInfo, find_experts
 from ..wrap_forward import wrap_forward
 
@@ -27,6 +29,7 @@ __all__ = [
     "IN_DECODER",
     "add_mtp_layers",
     "add_stored_mtp_layers",
+    "draft_layers",
     "install_forward",
     "mtp_parameters",
     "policy_experts",
@@ -40,19 +43,15 @@ IN_DECODER = {
 """Families whose MTP layers follow the decoder's layers, and whose forward stops at ``num_hidden_layers`` -> the name
 of the norm after the layer."""
 
-BESIDE = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-"""Families with one MTP layer, of full attention, at ``mtp.layers.0``, with projection and norms in ``mtp``."""
+_QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+BESIDE = {
+    **dict.fromkeys(("mellum", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _QWEN),
+    "nemotron_h": ("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm"),
+}
+"""Families with one MTP layer, of the decoder layers ``mtp.layers.0`` and up -> names in ``mtp`` of the norms before
+the projection, the projection, and the last norm."""
 
 _FULL = ("full_attention", "full")  # of MTP layers, in lists of kinds of attention and of indexers
-
-
-class _Parts(NamedTuple):
-    """The modules around the decoder layer of an MTP layer."""
-
-    embedding_norm: nn.Module
-    hidden_norm: nn.Module
-    projection: nn.Module  # [2 D] -> [D]
-    norm: nn.Module
 
 
 def add_mtp_layers(model: Any, count: int, dtype: torch.dtype) -> None:
@@ -72,21 +71,22 @@ def _add_in_decoder(model: Any, count: int) -> None:
     kind, own = type(decoder.layers[-1]), len(decoder.layers)
     with _one_more_entry(config, own, count):
         for index in range(own, own + count):
-            layer, parts = kind(config, index), _new_parts(model)
-            layer.enorm, layer.hnorm, layer.eh_proj, norm = parts
-            if IN_DECODER[config.model_type] == "final_layernorm":
-                layer.final_layernorm = norm
-            else:
-                layer.shared_head = nn.ModuleDict({"norm": norm})
+            layer = kind(config, index)
+            if IN_DECODER[config.model_type] == "shared_head.norm":
+                layer.shared_head = nn.Module()
             decoder.layers.append(layer)
+            _add_parts(model, layer)
     set_mtp(model, [f"{_decoder_fqn(model)}.layers.{index}" for index in range(own, own + count)])
 
 
 def _add_beside(model: Any) -> None:
     decoder, config = model.get_decoder(), model.config.get_text_config()
-    model.mtp = mtp = nn.Module()
-    mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.norm = _new_parts(model)
-    mtp.layers = nn.ModuleList([type(decoder.layers[-1])(config, config.layer_types.index("full_attention"))])
+    lists = (getattr(config, name, None) for name in ("mtp_layers_block_type", "mtp_layer_types"))
+    kinds = next(filter(None, lists), ["full_attention"])
+    last = {kind: index for index, kind in enumerate(config.layer_types)}
+    model.mtp = nn.Module()
+    model.mtp.layers = nn.ModuleList([type(decoder.layers[-1])(config, last[kind]) for kind in kinds])
+    _add_parts(model, model.mtp)
     set_mtp(model, ["mtp"])
     setattr(model, DECODER, _decoder_fqn(model))
 
@@ -95,13 +95,20 @@ def _decoder_fqn(model: Any) -> str:
     return next(name for name, module in model.named_modules() if module is model.get_decoder())
 
 
-def _new_parts(model: Any) -> _Parts:
-    config, kind = model.config.get_text_config(), type(model.get_decoder().norm)
+def _part_names(model: Any) -> tuple[str, ...]:
+    """Return the names of two norms, the projection and the last norm, in a layer of the decoder's or in ``mtp``."""
+    family = model.config.model_type
+    return BESIDE[family] if family in BESIDE else ("enorm", "hnorm", "eh_proj", IN_DECODER[family])
 
-    def norm() -> nn.Module:
-        return kind(config.hidden_size, eps=config.rms_norm_eps)
 
-    return _Parts(norm(), norm(), nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False), norm())
+def _add_parts(model: Any, layer: nn.Module) -> None:
+    config, decoder = model.config.get_text_config(), model.get_decoder()
+    kind = type(decoder.norm if hasattr(decoder, "norm") else decoder.norm_f)
+    eps = config.rms_norm_eps if hasattr(config, "rms_norm_eps") else config.layer_norm_epsilon
+    embedding_norm, hidden_norm, projection, norm = _part_names(model)
+    for name in (embedding_norm, hidden_norm, norm):
+        layer.set_submodule(name, kind(config.hidden_size, eps=eps))
+    layer.set_submodule(projection, nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False))
 
 
 def add_stored_mtp_layers(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
@@ -128,30 +135,36 @@ def policy_layer(model: Any, name: str) -> nn.Module:
 
 
 def _kind(layer: nn.Module) -> Any:
-    return getattr(layer, "layer_type", getattr(layer, "block_type", None))
+    kind = getattr(layer, "layer_type", getattr(layer, "block_type", None))
+    return kind, getattr(getattr(layer, "self_attn", None), "sliding_window", None)
 
 
-def install_forward(model: Any, name: str) -> None:
-    """Give the MTP layer ``name`` its forward of ``(hidden, embeddings, *args, **kwargs)``.
+def draft_layers(model: Any) -> list[list[str]]:
+    """Return the FQNs of the decoder layers of each MTP layer: one, or Nemotron-H's blocks."""
+    names = mtp_layers(model)
+    return [names] if model.config.model_type in BESIDE else [[name] for name in names]
 
-    The first two are ``[B, S, D]``, the others the decoder layer's. It returns the input of the head, ``[B, S, D]``.
+
+def install_forward(model: Any, names: Sequence[str]) -> None:
+    """Give the decoder layers ``names`` of an MTP layer their forward of ``(hidden, embeddings, *args, **kwargs)``.
+
+    ``hidden`` is the output of the one before or of the MTP layer before, ``embeddings`` are for the first one; both
+    are ``[B, S, D]``. The others are a decoder layer's. The last one returns the input of the head, ``[B, S, D]``.
     """
-    layer: Any = model.get_submodule(name)
-    if model.config.model_type in IN_DECODER:
-        norm = layer.get_submodule(IN_DECODER[model.config.model_type])
-        parts = _Parts(layer.enorm, layer.hnorm, layer.eh_proj, norm)
-    else:
-        mtp = model.mtp
-        parts = _Parts(mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.fc, mtp.norm)
+    parts = model.mtp if model.config.model_type in BESIDE else model.get_submodule(names[0])
+    embedding_norm, hidden_norm, projection, norm = (parts.get_submodule(name) for name in _part_names(model))
 
     def forward(
-        decode: Callable[..., Any], hidden: torch.Tensor, embeddings: torch.Tensor, *args: Any, **kwargs: Any
+        name: str, decode: Callable[..., Any], hidden: torch.Tensor, embeddings: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        joined = parts.projection(torch.cat([parts.embedding_norm(embeddings), parts.hidden_norm(hidden)], dim=-1))
-        found = decode(joined, *args, **kwargs)
-        return parts.norm(found[0] if isinstance(found, tuple) else found)
+        if name == names[0]:
+            hidden = projection(torch.cat([embedding_norm(embeddings), hidden_norm(hidden)], dim=-1))
+        found = decode(hidden, *args, **kwargs)
+        hidden = found[0] if isinstance(found, tuple) else found
+        return norm(hidden) if name == names[-1] else hidden
 
-    wrap_forward(layer, "mtp", forward)
+    for name in names:
+        wrap_forward(model.get_submodule(name), "mtp", partial(forward, name))
 
 
 @contextmanager

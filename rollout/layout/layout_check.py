@@ -31,15 +31,15 @@ def named_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return each layer of a model once, with its first name: tied embeddings come before the head.
 
     Where vLLM runs transformers' code, its runner of experts holds the gate and the shared experts of the block too;
-    these have their shortest name. A drafter whose layer is at ``mtp`` in checkpoints (Qwen3-Next) has it at ``model``,
-    like the model its own layers. Its names begin with ``mtp`` here.
+    these have their shortest name. A drafter whose layers are at ``mtp`` in checkpoints (Qwen3-Next, Nemotron-H) has
+    them at ``model``, like the model its own layers. Its names begin with ``mtp`` here.
     """
     names: dict[torch.nn.Module, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         first = names.setdefault(layer, name)
         if ".experts." in first and len(name) < len(first):
             names[layer] = name
-    is_beside = hasattr(getattr(model, "model", None), "pre_fc_norm_hidden")
+    is_beside = not {"model.pre_fc_norm_hidden", "model.layers.0.enorm"}.isdisjoint(names.values())
     return [(re.sub(r"^model\b", "mtp", name) if is_beside else name, layer) for layer, name in names.items()]
 
 

@@ -32,7 +32,7 @@ _RULES: NamedRules = (
         (r"\.experts\.(down_proj)", rules.cut(2)),
         (r"\.(?:self_attn|mixer)\.(q|k|v)_proj\.(?:weight|bias)", rules.qkv_projection),
         (r"\.(gate|up)_proj\.(?:weight|bias)", rules.gate_or_up),
-        (r"^mtp\.(fc)\.weight", rules.columns),
+        (r"^mtp\.(fc|layers\.0\.eh_proj)\.weight", rules.columns),
         (r"\.(o|out|down)_proj\.weight", rules.row_parallel),
     ),
     (_VOCABULARY, rules.vocabulary),

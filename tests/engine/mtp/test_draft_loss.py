@@ -69,8 +69,10 @@ def _updates(folder, cases):
         pytest.param("glm4_moe_lite", 1, marks=pytest.mark.long),
         pytest.param("glm_moe_dsa", 2, marks=pytest.mark.long),
         pytest.param("hy_v3", 2, marks=pytest.mark.long),
+        pytest.param("nemotron_h", 1, marks=pytest.mark.long),
         pytest.param("qwen3_next", 1, marks=pytest.mark.long),
         *(pytest.param(name, 2, marks=pytest.mark.long) for name in ("bailing_hybrid", "deepseek_v32") if name in ALL),
+        *(pytest.param(name, 1, marks=pytest.mark.long) for name in ("mellum",) if name in ALL),
         pytest.param("qwen3_5_moe", 1, marks=pytest.mark.long),
     ],
 )

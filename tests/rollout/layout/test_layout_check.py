@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from epfsdp2.rollout.layout.layout_check import (
@@ -54,11 +55,15 @@ def test_named_layers_names_a_gate_outside_of_experts_and_tied_embeddings_before
     assert len(names) == len(named_layers(model)) == 6
 
 
-def test_named_layers_of_a_drafter_beside_the_model_have_the_checkpoints_names():
-    drafter, norm = torch.nn.Module(), torch.nn.Linear(2, 2)
+@pytest.mark.parametrize("norm", ["pre_fc_norm_hidden", "layers.0.enorm"])
+def test_named_layers_of_a_drafter_beside_the_model_have_the_checkpoints_names(norm):
+    drafter = torch.nn.Module()
     drafter.model = torch.nn.Module()
-    drafter.model.pre_fc_norm_hidden = norm
-    assert dict(named_layers(drafter)) == {"": drafter, "mtp": drafter.model, "mtp.pre_fc_norm_hidden": norm}
+    drafter.model.layers = torch.nn.ModuleList([torch.nn.Module()])
+    drafter.model.set_submodule(norm, torch.nn.Linear(2, 2))
+    found = dict(named_layers(drafter))
+    assert found[f"mtp.{norm}"] is drafter.model.get_submodule(norm)
+    assert all(name.startswith("mtp") for name in found if name)
 
 
 def test_planned_layout_of_a_norm_sharded_by_heads_equals_the_actual_one():

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.e2e
 
 _EXTEND = partial(add_mtp_layers, count=1, dtype=torch.float32)
 _IN_DECODER = ("model.layers.2.eh_proj", "model.layers.2.mtp_block.input_layernorm")
+_BESIDE = ("mtp.fc", "mtp.layers.0.input_layernorm")
 _COPIES = r"\.(embed_tokens|shared_head\.head)\.weight$"
 
 
@@ -56,6 +57,8 @@ def _sync(folder, handles, rollout, mode):
         pytest.param("glm4_moe", "full", 1, marks=pytest.mark.long),
         pytest.param("deepseek_v3", "sliced", 1, marks=pytest.mark.long),
         pytest.param("hy_v3", "sliced", 2, marks=pytest.mark.long),
+        pytest.param("nemotron_h", "sliced", 2, marks=pytest.mark.long),
+        pytest.param("nemotron_h", "full", 1, marks=pytest.mark.long),
         pytest.param("qwen3_next", "sliced", 2, marks=pytest.mark.long),
         pytest.param("qwen3_5_moe_vl", "sliced", 2, marks=pytest.mark.long),
         pytest.param("qwen3_5_moe_vl", "full", 1, marks=pytest.mark.long),
@@ -68,13 +71,14 @@ def test_drafter_after_three_syncs_equals_a_fresh_one(start_engine, tmp_path, fa
     settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
 
     def found(engine):
-        return [answer["digests"] for answer in engine.call("epfsdp2_digests").result()], engine.generate()
+        return [answer["digests"] for answer in engine.call("epfsdp2_digests").result()], served.is_mute or engine.generate()
 
     fresh = {second: found(start_engine(second, **settings))}
     engine = start_engine(first, **settings)
     fresh[first] = found(engine)
     differ = {name for name, value in fresh[first][0][0].items() if fresh[second][0][0][name] != value}
-    own = ("mtp.fc", "mtp.layers.0.input_layernorm") if is_beside(family) else _IN_DECODER
+    beside = ("mtp.layers.0.eh_proj", "mtp.layers.1.norm") if family == "nemotron_h" else _BESIDE
+    own = beside if is_beside(family) else _IN_DECODER
     assert {f"drafter.{name}.weight" for name in own} <= differ
     with mock.patch.dict(os.environ, served.environment):
         if mode == "sliced":

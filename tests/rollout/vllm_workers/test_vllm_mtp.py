@@ -71,7 +71,8 @@ def test_drafter_after_three_syncs_equals_a_fresh_one(start_engine, tmp_path, fa
     settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
 
     def found(engine):
-        return [answer["digests"] for answer in engine.call("epfsdp2_digests").result()], served.is_mute or engine.generate()
+        digests = [answer["digests"] for answer in engine.call("epfsdp2_digests").result()]
+        return digests, None if served.is_mute else engine.generate()
 
     fresh = {second: found(start_engine(second, **settings))}
     engine = start_engine(first, **settings)

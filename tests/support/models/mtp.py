@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.parity.family import Family
-from tests.support.models.tiny import reference_model, save_random
+from tests.support.models.tiny import publish, reference_model, save_random
 
 __all__ = ["PlainDrafts", "is_beside", "save_with_mtp"]
 
@@ -76,6 +76,7 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
         tensors |= {f"{own}.{name}.weight": torch.rand(width) + 0.5 for name in (first, second, last)}
         tensors[f"{own}.{projection}.weight"] = torch.randn(width, 2 * width) * 0.1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    publish(folder)
     return folder
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..config.settings import planned_overrides
+from ..config.settings import mtp_loss_coef, planned_overrides
 from ..config.values import DTYPES, get_setting
 from ..fsdp.options import ShardingOptions
 from ..moe.deepep import buffer_bytes
@@ -172,6 +172,7 @@ def _uncounted(engine: Any, model: Any, optimizer: Any, sizes: ModelSizes, devic
             engine.use_no_sync_for_gradient_accumulation
         ),
         "images": hasattr(model.hf_config, "vision_config"),
+        "activations of the layers that draft (engine.mtp_loss_coef)": mtp_loss_coef(engine, model),
         f"{sizes.uncounted} (engine.ulysses_sequence_parallel_size)": sp > 1 and sizes.uncounted,
         "the entropy's copies of the logits (engine.entropy_from_logits_with_chunking)": (
             not chunked and not get_setting(model, "use_fused_kernels")

@@ -22,8 +22,9 @@ from epfsdp2.engine.topology.dtensor import local_tensor
 from epfsdp2.engine.topology.mesh import Topology
 from epfsdp2.recipes.plan.cards import config_of
 from epfsdp2.recipes.plan.cli import parse, request_of
-from tests.parity.families import save
+from tests.parity.families import FAMILIES
 from tests.support.engine.memory import peak_of
+from tests.support.models.mtp import save_with_mtp
 from tests.support.models.tiny import save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker
@@ -121,14 +122,14 @@ def test_configured_batch_of_an_actor_follows_its_settings():
 
 def _shared_states(folder):
     model = {"override_config": {"attn_implementation": "sdpa"}}
-    plan = ppo_worker(folder, ep=1, ulysses_sequence_parallel_size=2, model=model).engine.run_plan
+    plan = ppo_worker(folder, ep=1, ulysses_sequence_parallel_size=2, model=model, mtp_loss_coef=0.1).engine.run_plan
     (line,) = (line for line in plan.lines() if line.startswith("not counted: "))
-    assert "what Qwen3NextGatedDeltaNet sends" in line
+    assert "what Qwen3NextGatedDeltaNet sends" in line and "activations of the layers that draft" in line
     assert plan.sizes.heads == 4
 
 
-def test_step_estimate_says_what_is_not_counted_of_shared_rows(tmp_path):
-    run_ranks(_shared_states, 2, save("qwen3_next", tmp_path))
+def test_step_estimate_says_what_is_not_counted_of_shared_rows_and_drafts(tmp_path):
+    run_ranks(_shared_states, 2, save_with_mtp(tmp_path / "model", FAMILIES["qwen3_next"], 1))
 
 
 def _keeps_copies(folder):

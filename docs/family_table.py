@@ -25,7 +25,6 @@ __all__ = ["families_page"]
 ROOT = Path(__file__).resolve().parents[1]
 # Test files that passed with the newer families on the stack `newest` (benchmarks/results/runs.md).
 _ON_NEWEST = ("packing", "lora_families", "router_replay", "shared_mixers")
-_OPEN = {("lora_families", "step3p7")}  # 1e-5 is exceeded in float32, and float64 does not load it
 _COLUMNS = ("family", "parity", "packed", "SP", "images", "LoRA", "replay", "weight sync", "end to end")
 _HEAD = """# Families
 
@@ -119,7 +118,7 @@ def _is_run(file: str, name: str, over: Collection[str]) -> bool:
     """Whether a test file runs over a family, here or, of one that the newest transformers has, on that stack."""
     if name in over or name not in KNOWN:
         return name in over
-    return file in _ON_NEWEST and (file, name) not in _OPEN
+    return file in _ON_NEWEST
 
 
 def _names(test: Any) -> list[str]:

@@ -80,14 +80,14 @@ class Heads:
     def of(cls, config: Any) -> "Heads":
         """Read the sizes from a Hugging Face config."""
         family, config = config.model_type, config.get_text_config()
-        # From transformers 5.19 on, sizes that differ between Gemma 4's layers are in configs of these.
+        # From transformers 5.19 on, sizes that differ between layers (Gemma 4, Step-3.7) are in configs of these.
         differ = getattr(config, "is_heterogeneous", False)
         first = config.per_layer_config[0] if differ else config
 
         def size(name: str) -> int:
             return getattr(first, name, None) or 0
 
-        queries, dim = config.num_attention_heads, size("head_dim")
+        queries, dim = size("num_attention_heads"), size("head_dim")
         keys, dim = size("num_key_value_heads") or queries, dim or config.hidden_size // queries
         heads = cls(queries, keys, dim, family, decoder_layers=config.num_hidden_layers)
         if keys := size("linear_num_key_heads"):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from epfsdp2.engine.compat import versions
 from epfsdp2.engine.lora.adapters import A, B, Lora, lora_of
 from epfsdp2.engine.lora.peft_files import adapter_config, write_adapter
 from epfsdp2.engine.lora.rollout_names import RolloutNames
@@ -101,6 +102,8 @@ def _base_and_adapters(folder, targets, adapters, handles, mode, tp):
     ids=["sliced-1", "full-2", "sliced-2", "sliced-2-dense"],
 )
 def test_adapters_alone_equal_those_that_vllm_loads_from_a_file(start_engine, checkpoints, tmp_path, mode, tp, targets):
+    if targets == ATTENTION and versions.vllm_in(">=0.32"):
+        pytest.skip("with adapters its CPU build chooses Triton's experts, which it lacks")
     served, trained = (Path(each.path) for each in checkpoints[:2])
     if targets == LINEARS:
         sizes = {"vocab_size": 200, "head_dim": 32}  # of the prompts, and of vLLM's attention on a CPU

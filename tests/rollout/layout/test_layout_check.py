@@ -151,3 +151,11 @@ def test_difference_names_the_first_entry_in_the_workers_order():
     planned = {"c": "[4] from 0", "b": "[5] from 0", "d": "[1] from 0"}
     message = difference(planned, held)
     assert message.endswith("differ in 4 of 4 entries, first a: planned is nothing, actual is [1] from 0")
+
+
+def test_heads_of_a_config_whose_layers_differ_are_the_first_layers():
+    """Since 5.19 transformers' config of Step-3.7 raises at ``num_attention_heads``; each layer's own has it."""
+    layer = SimpleNamespace(num_attention_heads=6, num_key_value_heads=2, head_dim=16)
+    config = SimpleNamespace(model_type="step3p7", num_hidden_layers=1, is_heterogeneous=True, per_layer_config=[layer])
+    config.get_text_config = lambda: config
+    assert Heads.of(config) == Heads(queries=6, keys=2, dim=16, family="step3p7", decoder_layers=1)

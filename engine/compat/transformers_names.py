@@ -21,6 +21,7 @@ __all__ = [
     "ALL_EXPERTS_FUNCTIONS",
     "DECODER",
     "FLATTENED",
+    "NUMBERED",
     "RENAMED",
     "Flattened",
     "Transpose",
@@ -59,6 +60,9 @@ FLATTENED = "_epfsdp2_flattened"
 
 DECODER = "_epfsdp2_decoder"
 """Attribute of a model with a layer at ``mtp``: the FQN of its decoder, whose converters are the layer's too."""
+
+NUMBERED = "_epfsdp2_numbered"
+"""Attribute of a model whose layer at ``mtp.layers.0`` is published as ``mtp.0`` with a decoder layer's names; true."""
 
 _SUBMODELS: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
@@ -136,8 +140,14 @@ def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
     mapping = _get_mapping(_unsharded(model), **kwargs)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     beside = [copy.copy(entry) for entry in converters if entry.scope_prefix == getattr(model, DECODER, "")]
+    if hasattr(model, NUMBERED):
+        beside += [copy.copy(entry) for entry in mapping if isinstance(entry, WeightRenaming)]
+        mapping = [WeightRenaming(r"^mtp\.0\.", "mtp.layers.0."), *mapping]
     for entry in beside:
         entry.scope_prefix = "mtp"
+    if hasattr(model, NUMBERED):
+        beside += [WeightRenaming(r"^mtp\.layers\.0\.hc_head_", "mtp.layers.0.hc_head.hc_")]
+        beside += [WeightRenaming(r"^mtp\.layers\.0\.kv_norm\.", "mtp.layers.0.norm.")]  # 5.24 renames any norm
     return [*mapping, *own, *flattened, *beside]
 
 

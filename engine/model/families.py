@@ -57,8 +57,31 @@ right. A batch without padding gets no mask; packed rows always do."""
 READ_WITHOUT_A_CALL = {("DeepseekV2Moe", "gate")}
 """Class and child whose weight the class reads without calling it; FSDP gathers it only when it is called."""
 
-RENAMED_WHEN_PUBLISHED = {"nemotron_h": (".embedding.", ".embeddings.")}
-"""Family -> a part of names that transformers 5.9 writes and vLLM does not know, and what both of them read."""
+_W = {"gate": "w1", "down": "w2", "up": "w3"}
+_DEEPSEEK_V4 = (
+    (r"^model\.", ""),
+    (r"^embed_tokens\.", "embed."),
+    (r"^lm_head\.", "head."),
+    (r"^mtp\.layers\.", "mtp."),
+    (r"\bhc_head\.hc_", "hc_head_"),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.mlp\.", ".ffn."),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.(attn|ffn)_hc\.", r".hc_\1_"),
+    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
+    *((rf"\.shared_experts\.{own}_proj\.", f".shared_experts.{w}.") for own, w in _W.items()),
+    (r"\.sinks$", ".attn_sink"),
+    (r"\.attn\.norm\.", ".attn.kv_norm."),  # 5.24 writes it, and reads it as either
+    (r"\.compressor\.indexer\.(?:scorer\.)?(weights_proj|q_b_proj|wq_b)\.", r".indexer.\1."),
+    (r"\.compressor\.indexer\.", ".indexer.compressor."),
+    (r"\.compressor\.kv_norm\.", ".compressor.norm."),
+    (r"\.position_bias$", ".ape"),
+    (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.(q_a|q_b|kv|gate|o_a|o_b)_proj\.", r".w\1."),
+)
+RENAMED_WHEN_PUBLISHED = {"deepseek_v4": _DEEPSEEK_V4, "nemotron_h": ((r"\.embedding\.", ".embeddings."),)}
+"""Family -> patterns of what transformers writes and vLLM does not know, and what both of them read, in order."""
 
 SCALED_BY_LENGTH = frozenset({"PhimoeRotaryEmbedding"})
 """Rotary embeddings that are scaled by the length of what they get, whatever the kind of their frequencies."""

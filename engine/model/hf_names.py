@@ -21,6 +21,7 @@ __all__ = [
     "expert_of",
     "experts_from",
     "is_by_expert",
+    "published_name",
     "shift_expert_index",
 ]
 
@@ -95,15 +96,21 @@ def as_checkpoint(
     for name, tensor in tensors:
         together = converted_together(model, name)
         if len(together) == 1:
-            own, published = RENAMED_WHEN_PUBLISHED.get(model.config.model_type, ("", ""))
             for part, values in revert(model, name, tensor).items():
-                yield part.replace(own, published) if own else part, values
+                yield published_name(model.config.model_type, part), values
             continue
         kept[name] = tensor.clone()  # the caller may use its memory again
         if all(other in kept for other in together):
             yield from revert_weight_conversion(model, {other: kept.pop(other) for other in together}).items()
     if waiting is None and kept:
         raise ValueError(f"{', '.join(kept)}: only a part of the parameters that a checkpoint's tensor is made of.")
+
+
+def published_name(family: str, name: str) -> str:
+    """Return the published name of a checkpoint's tensor, for the name that transformers writes."""
+    for written, published in RENAMED_WHEN_PUBLISHED.get(family, ()):
+        name = re.sub(written, published, name)
+    return name
 
 
 def as_published(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,6 +27,8 @@ from .layers import IN_DECODER, draft_layers, install_forward, policy_layer
 
 __all__ = ["DraftLoss"]
 
+_NOT_PASSED = ("hidden_states", "past_key_values", "cache")
+
 
 @dataclass
 class _Forward:
@@ -35,6 +37,7 @@ class _Forward:
     wanted: Sequence[torch.Tensor]
     starts: torch.Tensor
     embeddings: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    streams: torch.Tensor | None = None  # of DeepSeek-V4, in place of the hidden states that the head reads
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     found: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -53,11 +56,13 @@ class DraftLoss:
         layers = draft_layers(model)
         self._layers = [[model.get_submodule(name) for name in names] for names in layers]
         self._now: _Forward | None = None
-        self._masks_starts = model.config.model_type in IN_DECODER
+        self._masks_starts = model.config.model_type in (*IN_DECODER, "deepseek_v4")
         first = model.get_submodule(decoder_layers(model)[0])
         first.register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
         last = policy_layer(model, layers[0][0])
         last.register_forward_pre_hook(self._see_arguments, with_kwargs=True)
+        if hasattr(decoder := model.get_decoder(), "hc_head"):
+            decoder.hc_head.register_forward_pre_hook(self._see_streams)
         output = model.get_output_embeddings()
         wrap_forward(output, "mtp", functools.partial(self._forward, output))
         for names in layers:
@@ -73,8 +78,8 @@ class DraftLoss:
 
         Args:
             wanted: for each layer, bool ``[s]``: whether its draft from this rank's position counts.
-            starts: bool ``[s]``: whether a position is its sequence's first. vLLM's drafters of ``IN_DECODER`` get no
-                embedding there.
+            starts: bool ``[s]``: whether a position is its sequence's first. vLLM's drafters of ``IN_DECODER`` and of
+                DeepSeek-V4 get no embedding there.
         """
         self._now = _Forward(wanted, starts)
 
@@ -85,11 +90,17 @@ class DraftLoss:
 
     def _see_embeddings(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._now is not None:
-            self._now.embeddings = (args[0] if args else kwargs["hidden_states"]).detach()
+            embeddings = (args[0] if args else kwargs["hidden_states"]).detach()
+            self._now.embeddings = embeddings[:, :, 0] if embeddings.dim() == 4 else embeddings  # one of equal streams
 
     def _see_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._now is not None:
-            self._now.args, self._now.kwargs = args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"}
+            self._now.args = args[1:]
+            self._now.kwargs = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED}
+
+    def _see_streams(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._now is not None:
+            self._now.streams = args[0].detach()
 
     def _forward(self, head: Any, forward: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         output = forward(hidden)
@@ -101,7 +112,7 @@ class DraftLoss:
     def _losses(
         self, now: _Forward, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        asked, state = self._head.wanted, hidden
+        asked, state = self._head.wanted, hidden if now.streams is None else now.streams
         temperature = hidden.new_ones(hidden.shape[1]) if asked is None else asked.temperature.reshape(-1)
         losses, agreed = [], []
         for ahead, (layer, wanted) in enumerate(zip(self._layers, now.wanted, strict=True), start=1):

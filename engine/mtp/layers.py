@@ -7,7 +7,8 @@ final norm and the embedding of the next token, it drafts the token after that o
 
 It has the place and the names that it has in checkpoints: ``model.layers.N`` after the decoder's layers, or ``mtp``
 beside the decoder. So it is an FSDP unit with experts of its own, and is loaded, saved and exported like any layer.
-Nemotron-H's blocks have attention or experts alone, so its layer is two of them.
+Nemotron-H's blocks have attention or experts alone, so its layer is two of them. DeepSeek-V4's hidden states are
+streams ``[B, S, hc_mult, D]``, which its layer reads as the last decoder layer returns them.
 Embeddings and head are the model's; the copies of them that checkpoints have are not read.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.transformers_names import DECODER
+from ..compat.transformers_names import DECODER, NUMBERED
 from ..model.layers import decoder_layers, is_mtp, mtp_layers, set_mtp
 from ..moe.find import ExpertsInfo, find_experts
 from ..wrap_forward import wrap_forward
@@ -46,12 +47,14 @@ of the norm after the layer."""
 _QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 BESIDE = {
     **dict.fromkeys(("mellum", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _QWEN),
+    "deepseek_v4": ("layers.0.enorm", "layers.0.hnorm", "layers.0.e_proj", "layers.0.norm"),
     "nemotron_h": ("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm"),
 }
 """Families with one MTP layer, of the decoder layers ``mtp.layers.0`` and up -> names in ``mtp`` of the norms before
 the projection, the projection, and the last norm."""
 
 _FULL = ("full_attention", "full")  # of MTP layers, in lists of kinds of attention and of indexers
+_KINDS = ("layer_types", "layers_block_type")
 
 
 def add_mtp_layers(model: Any, count: int, dtype: torch.dtype) -> None:
@@ -69,7 +72,7 @@ def add_mtp_layers(model: Any, count: int, dtype: torch.dtype) -> None:
 def _add_in_decoder(model: Any, count: int) -> None:
     decoder, config = model.get_decoder(), model.config.get_text_config()
     kind, own = type(decoder.layers[-1]), len(decoder.layers)
-    with _one_more_entry(config, own, count):
+    with _more_entries(config, own, count):
         for index in range(own, own + count):
             layer = kind(config, index)
             if IN_DECODER[config.model_type] == "shared_head.norm":
@@ -82,11 +85,14 @@ def _add_in_decoder(model: Any, count: int) -> None:
 def _add_beside(model: Any) -> None:
     decoder, config = model.get_decoder(), model.config.get_text_config()
     lists = (getattr(config, name, None) for name in ("mtp_layers_block_type", "mtp_layer_types"))
-    kinds = next(filter(None, lists), ["full_attention"])
-    last = {kind: index for index, kind in enumerate(config.layer_types)}
+    kinds = next(filter(None, lists), ["sliding_attention" if hasattr(decoder, "hc_head") else "full_attention"])
+    kind, own = type(decoder.layers[-1]), len(decoder.layers)
     model.mtp = nn.Module()
-    model.mtp.layers = nn.ModuleList([type(decoder.layers[-1])(config, last[kind]) for kind in kinds])
+    with _more_entries(config, own, len(kinds), kinds):
+        model.mtp.layers = nn.ModuleList([kind(config, own + index) for index in range(len(kinds))])
     _add_parts(model, model.mtp)
+    if hasattr(decoder, "hc_head"):
+        setattr(model, NUMBERED, True)
     set_mtp(model, ["mtp"])
     setattr(model, DECODER, _decoder_fqn(model))
 
@@ -108,12 +114,16 @@ def _add_parts(model: Any, layer: nn.Module) -> None:
     embedding_norm, hidden_norm, projection, norm = _part_names(model)
     for name in (embedding_norm, hidden_norm, norm):
         layer.set_submodule(name, kind(config.hidden_size, eps=eps))
-    layer.set_submodule(projection, nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False))
+    has_streams, width = hasattr(decoder, "hc_head"), config.hidden_size
+    layer.set_submodule(projection, nn.Linear(width if has_streams else 2 * width, width, bias=False))
+    if has_streams:
+        layer.set_submodule("layers.0.h_proj", nn.Linear(width, width, bias=False))
+        layer.set_submodule("layers.0.hc_head", type(decoder.hc_head)(config))
 
 
 def add_stored_mtp_layers(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
     """Add the layers of a run's checkpoint that has tensors of these ``names``."""
-    if count := sum(name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in names):
+    if count := sum(name.endswith((".eh_proj.weight", ".e_proj.weight", "mtp.fc.weight")) for name in names):
         add_mtp_layers(model, count, dtype)
 
 
@@ -148,19 +158,25 @@ def draft_layers(model: Any) -> list[list[str]]:
 def install_forward(model: Any, names: Sequence[str]) -> None:
     """Give the decoder layers ``names`` of an MTP layer their forward of ``(hidden, embeddings, *args, **kwargs)``.
 
-    ``hidden`` is the output of the one before or of the MTP layer before, ``embeddings`` are for the first one; both
-    are ``[B, S, D]``. The others are a decoder layer's. The last one returns the input of the head, ``[B, S, D]``.
+    The first one gets the model's hidden states or streams, or the result of the MTP layer before, and embeddings
+    ``[B, S, D]``. Each further one gets the output of the one before. The last one returns the input of the head,
+    ``[B, S, D]``. The other arguments are a decoder layer's.
     """
     parts = model.mtp if model.config.model_type in BESIDE else model.get_submodule(names[0])
     embedding_norm, hidden_norm, projection, norm = (parts.get_submodule(name) for name in _part_names(model))
+    streams: Any = model.get_submodule(names[0]) if hasattr(model.get_decoder(), "hc_head") else None
 
     def forward(
         name: str, decode: Callable[..., Any], hidden: torch.Tensor, embeddings: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if name == names[0]:
+        if name == names[0] and streams is None:
             hidden = projection(torch.cat([embedding_norm(embeddings), hidden_norm(hidden)], dim=-1))
+        elif name == names[0]:
+            hidden = projection(embedding_norm(embeddings))[:, :, None] + streams.h_proj(hidden_norm(hidden))
         found = decode(hidden, *args, **kwargs)
         hidden = found[0] if isinstance(found, tuple) else found
+        if streams is not None:
+            hidden = streams.hc_head(hidden)
         return norm(hidden) if name == names[-1] else hidden
 
     for name in names:
@@ -168,11 +184,12 @@ def install_forward(model: Any, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def _one_more_entry(config: Any, layers: int, count: int) -> Iterator[None]:
-    """Lengthen the lists of a config with an entry for each layer: full attention, an indexer, or the last entry."""
+def _more_entries(config: Any, layers: int, count: int, kinds: Sequence[str] = ()) -> Iterator[None]:
+    """Lengthen the lists of a config by ``count``: with ``kinds``, full attention, an indexer, or the last entry."""
     before = {k: v for k, v in vars(config).items() if isinstance(v, list) and len(v) == layers}
-    added = {name: next((kind for kind in _FULL if kind in values), values[-1]) for name, values in before.items()}
-    vars(config).update({name: values + [added[name]] * count for name, values in before.items()})
+    added = {k: [next((kind for kind in _FULL if kind in v), v[-1])] * count for k, v in before.items()}
+    added |= {name: list(kinds) for name in _KINDS if kinds and name in before}
+    vars(config).update({name: values + added[name] for name, values in before.items()})
     try:
         yield
     finally:

@@ -19,15 +19,16 @@ DYNAMIC = (
 )
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss", "deepseek_v3"])
-def test_grpo_run_of_a_family_raises_the_reward(family, tmp_path):
+# DeepSeek-V3's model learns more slowly: in 12 steps its reward rises by about as much as it varies from step to step.
+@pytest.mark.parametrize(("family", "count"), [("qwen3_next", 12), ("gpt_oss", 12), ("deepseek_v3", 30)])
+def test_grpo_run_of_a_family_raises_the_reward(family, count, tmp_path):
     served = SERVED[family]
     served.skip_where_broken()
-    settings = overrides(*DYNAMIC, *small_families.settings(family))
+    settings = ["--steps", str(count), *overrides(*DYNAMIC, *small_families.settings(family))]
     other = {"program": ("other_family", family), "environment": served.environment}
     with running(tmp_path / "run", *settings, **other) as run:
         run.wait()
-    assert len(run.steps()) == 12, run.text()[-3000:]
+    assert len(run.steps()) == count, run.text()[-3000:]
     summary = json.loads((run.output / "summary.json").read_text())
     assert summary["last_reward"] > summary["first_reward"] + 0.1, summary
     assert summary["worst_probs_diff"] < (5e-3 if served.dtype == "float32" else 2e-2), summary

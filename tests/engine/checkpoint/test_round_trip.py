@@ -20,7 +20,8 @@ from epfsdp2.engine.checkpoint import safetensors_reader
 from epfsdp2.engine.checkpoint import state as checkpoint
 from epfsdp2.engine.checkpoint.load import load_weights, match_weights
 from epfsdp2.engine.fsdp.options import ShardingOptions
-from epfsdp2.engine.model.families import RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
+from epfsdp2.engine.model.families import TRANSPOSED_WHEN_PUBLISHED
+from epfsdp2.engine.model.hf_names import published_name
 from epfsdp2.engine.model.meta import build_on_meta, check_initialized, materialize
 from epfsdp2.engine.model.safetensors_files import SafetensorsFile
 from epfsdp2.engine.parallelize import parallelize
@@ -190,8 +191,8 @@ def test_export_equals_the_checkpoint_bit_for_bit(round_trip, trip):
     failures = {report["failure"] for report in _reports(round_trip) if "failure" in report}
     assert not failures
     original, exported = (_tensors(round_trip / name) for name in (trip.wanted, EXPORTED))
-    own, published = RENAMED_WHEN_PUBLISHED.get(ALL[trip.family].build().config.model_type, ("", ""))
-    original = {name.replace(own, published): facts for name, facts in original.items()}
+    family = ALL[trip.family].build().config.model_type
+    original = {published_name(family, name): facts for name, facts in original.items()}
     assert exported.keys() == original.keys()
     assert not [name for name in original if exported[name] != original[name]]
     if ALL[trip.family].sizes.get("tie_word_embeddings"):  # as transformers saves them

@@ -2,15 +2,25 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from epfsdp2.engine.model import hf_names
-from epfsdp2.engine.model.families import RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
+from epfsdp2.engine.model.families import TRANSPOSED_WHEN_PUBLISHED
 from epfsdp2.rollout.vllm import names
 from tests.parity.families import FAMILIES
 from tests.rollout.served_families import SERVED, build, randomise, sent
 
 LAYER = "model.layers.1"
+# The published names in a layer of DeepSeek-V4 with an indexer.
+ATTENTION = {f"attn.{n}.weight" for n in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "q_norm", "kv_norm")}
+COMPRESSOR = {"ape", "norm.weight", "wkv.weight", "wgate.weight"}
+DEEPSEEK_V4 = {
+    *("attn.attn_sink", "attn_norm.weight", "ffn_norm.weight", "ffn.gate.weight", "ffn.gate.bias"),
+    *(f"hc_{of}_{part}" for of in ("attn", "ffn") for part in ("fn", "base", "scale")),
+    *(f"ffn.{of}.{w}.weight" for of in ("experts.0", "shared_experts") for w in ("w1", "w2", "w3")),
+    *(f"attn.{of}compressor.{part}" for of in ("", "indexer.") for part in COMPRESSOR),
+    *("attn.indexer.wq_b.weight", "attn.indexer.weights_proj.weight", *ATTENTION),
+}
 
 
 @pytest.mark.parametrize(
@@ -44,8 +54,6 @@ def test_for_vllm_and_as_checkpoint_yield_equal_values(name, stacks_are_sent):
     written = dict(hf_names.as_checkpoint(model, sent(model, torch.float32)))
     if model.config.model_type in TRANSPOSED_WHEN_PUBLISHED:
         written = dict(part for key, tensor in written.items() for part in _one_by_one(key, tensor))
-    transformers_name, published = RENAMED_WHEN_PUBLISHED.get(model.config.model_type, ("", ""))
-    written = {key.replace(transformers_name, published): tensor for key, tensor in written.items()}
     whole = 0
     for key, tensor in names.for_vllm(model, sent(model, torch.float32)):
         if key in written:
@@ -100,6 +108,20 @@ def test_as_checkpoint_merges_parameters_that_share_a_tensor(tmp_path):
     assert not hf_names.is_by_expert(model, bias, model.state_dict()[bias].shape)
     with pytest.raises(ValueError, match=r"text_moe.*e_score_correction_bias: only a part of the parameters"):
         list(hf_names.as_checkpoint(model, [(bias, model.state_dict()[bias])]))
+
+
+def test_as_checkpoint_yields_published_names_of_deepseek_v4_which_transformers_loads(tmp_path):
+    kinds = ["sliding_attention", "compressed_sparse_attention"]
+    model = FAMILIES["deepseek_v4"].build(layer_types=kinds).float()
+    tensors = dict(hf_names.as_checkpoint(model, ((n, tensor) for n, tensor in model.state_dict().items())))
+    assert {"embed.weight", "norm.weight", "head.weight", "hc_head_fn", "layers.0.ffn.gate.tid2eid"} <= tensors.keys()
+    in_layer = {name.removeprefix("layers.1.") for name in tensors if name.startswith("layers.1.")}
+    assert {name for name in in_layer if hf_names.expert_of(f".{name}") in (None, 0)} == DEEPSEEK_V4
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])

@@ -29,26 +29,27 @@ def _equal(found, wanted):
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def _go_on(folder, out):
-    worker = ppo_worker(folder, 2, mtp_loss_coef=0.3)
+def _go_on(folder, out, attention):
+    model = {"override_config": {"attn_implementation": attention}}
+    worker = ppo_worker(folder, 2, model=model, mtp_loss_coef=0.3)
     _step(worker)
     worker.save_checkpoint(str(out / "saved"), global_step=1)
     wanted = _step(worker)
-    resumed = ppo_worker(folder, 2, mtp_loss_coef=0.3)
+    resumed = ppo_worker(folder, 2, model=model, mtp_loss_coef=0.3)
     resumed.load_checkpoint(str(out / "saved"))
     assert _equal(_step(resumed), wanted)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v4", "glm4_moe", "nemotron_h", "qwen3_next"])
 def test_resumed_training_of_mtp_layers_continues_bit_for_bit_and_exports_them(tmp_path, family):
     folder = save_with_mtp(tmp_path / "model", FAMILIES[family], 1)
-    run_ranks(_go_on, 2, folder, tmp_path)
+    run_ranks(_go_on, 2, folder, tmp_path, FAMILIES[family].attention)
     export(tmp_path / "saved", tmp_path / "out")
     before, after = load_file(folder / "model.safetensors"), {}
     for file in (tmp_path / "out").glob("*.safetensors"):
         after |= load_file(file)
     assert after.keys() == before.keys() - COPIES
-    buffers = {name for name in after if name.endswith("e_score_correction_bias")}
+    buffers = {name for name in after if name.endswith(("e_score_correction_bias", "gate.bias", "tid2eid"))}
     assert {name for name in after if torch.equal(before[name], after[name])} == buffers
     assert predicted_layers(tmp_path / "out" / "config.json") == 1
 

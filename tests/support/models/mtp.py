@@ -17,20 +17,21 @@ __all__ = ["PlainDrafts", "is_beside", "save_with_mtp"]
 _IN_DECODER = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _LATER = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 _BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_STREAMS = ("layers.0.enorm", "layers.0.hnorm", "layers.0.e_proj", "layers.0.norm")
 _BLOCKS = ("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm")
 
-# Of the decoder layers of a layer, in a config's lists.
+# Entries of an MTP layer in a config's lists.
 _KINDS = {"layer_types": ["full_attention"], "indexer_types": ["full"], "layers_block_type": ["attention", "moe"]}
 
 
 def is_beside(family: str) -> bool:
     """Whether checkpoints of the family have the layer at ``mtp.layers``, not after the decoder's."""
-    return family.startswith(("mellum", "nemotron_h", "qwen3_next", "qwen3_5"))
+    return family.startswith(("deepseek_v4", "mellum", "nemotron_h", "qwen3_next", "qwen3_5"))
 
 
 def _around(family: str) -> tuple[str, ...]:
     later = family in ("bailing_hybrid", "hy_v3")
-    beside = _BLOCKS if family == "nemotron_h" else _BESIDE
+    beside = {"deepseek_v4": _STREAMS, "nemotron_h": _BLOCKS}.get(family, _BESIDE)
     return beside if is_beside(family) else _LATER if later else _IN_DECODER
 
 
@@ -45,6 +46,8 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
             more[name][layers:] = kinds * (added // len(kinds))
     if "sliding_attention" in sizes.get("layer_types", []):
         more["layer_types"][layers:] = ["sliding_attention"] * added
+    if has_streams := recipe.config == "DeepseekV4Config":
+        more["layer_types"] = [*recipe.build().config.layer_types, "sliding_attention"]
     more["num_hidden_layers"] = layers + added
     more = {"text_config": sizes | more} if "text_config" in recipe.sizes else more
     save_random(recipe.build(**more), folder, seed, one_file=True)
@@ -74,7 +77,12 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
             tensors[f"{own}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
         first, second, projection, last = _around(config["model_type"])
         tensors |= {f"{own}.{name}.weight": torch.rand(width) + 0.5 for name in (first, second, last)}
-        tensors[f"{own}.{projection}.weight"] = torch.randn(width, 2 * width) * 0.1
+        tensors[f"{own}.{projection}.weight"] = torch.randn(width, width if has_streams else 2 * width) * 0.1
+    if has_streams:
+        tensors["mtp.layers.0.h_proj.weight"] = torch.randn(width, width) * 0.1
+        heads = [name for name in tensors if "hc_head" in name]
+        tensors |= {f"mtp.layers.0.hc_head_{n.rpartition('_')[2]}": torch.rand(tensors[n].shape) for n in heads}
+        tensors = {name.replace("mtp.layers.0.", "mtp.0."): tensor for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     publish(folder)
     return folder
@@ -92,6 +100,14 @@ class PlainDrafts:
         self.own = [added[i : i + blocks] for i in range(0, len(added), blocks)]
         self.window = getattr(getattr(added[0], "self_attn", None), "sliding_window", None)
         self.names = _around(config.model_type)
+        self.streams = {}
+        if config.model_type == "deepseek_v4":
+            tensors = {
+                name.replace("hc_head_", "hc_head.hc_").replace("mtp.0.", "mtp.layers.0."): tensor
+                for name, tensor in tensors.items()
+            }
+            own = [name for name in tensors if name.startswith(("mtp.layers.0.h_proj", "mtp.layers.0.hc_head"))]
+            self.streams = {name: tensors[name].requires_grad_() for name in own}
         self.around = [
             [tensors[f"{self._prefix(i)}.{name}.weight"].requires_grad_() for name in self.names]
             for i in range(self.depth)
@@ -110,7 +126,7 @@ class PlainDrafts:
 
     def named_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return gradients by the names that parameters have in the engine's model."""
-        found = {}
+        found = {name: parameter.grad for name, parameter in self.streams.items()}
         for i, (layer, around) in enumerate(zip(self.own, self.around, strict=True)):
             prefix = self._prefix(i)
             found |= {f"{prefix}.{name}.weight": p.grad for name, p in zip(self.names, around, strict=True)}
@@ -124,21 +140,34 @@ class PlainDrafts:
         model, head = self.policy.model, self.policy.lm_head.weight.detach()
         with torch.no_grad():
             embeddings = model.get_input_embeddings()(ids[None])
+            seen: list[torch.Tensor] = []
+            if self.streams:
+                model.hc_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
             hidden = model(input_ids=ids[None], use_cache=False).last_hidden_state
             positions = torch.arange(len(ids))[None]
             kind = ("sliding_attention",) if self.window else ()
-            rotary = model.rotary_emb(hidden, positions, *kind) if hasattr(model, "rotary_emb") else None
-        state, losses, agrees = hidden, [], []
+            if self.streams:
+                rotary: Any = {"main": model.rotary_emb(hidden, positions, "main")}
+            else:
+                rotary = model.rotary_emb(hidden, positions, *kind) if hasattr(model, "rotary_emb") else None
+        state, losses, agrees = seen[-1] if seen else hidden, [], []
         unseen = torch.full((len(ids), len(ids)), float("-inf"))
         mask = (unseen.triu(1) + unseen.tril(-(self.window or len(ids))))[None, None]
         for i, (layer, (first, second, projection, last)) in enumerate(zip(self.own, self.around, strict=True)):
             ahead = embeddings.roll(-1 - i, 1).clone()
-            if not self.beside:
+            if not self.beside or self.streams:
                 ahead[:, 0] = 0
-            state = torch.cat([self._norm(ahead, first), self._norm(state, second)], -1) @ projection.t()
+            ahead, state = self._norm(ahead, first), self._norm(state, second)
+            if self.streams:
+                state = (ahead @ projection.t())[:, :, None] + state @ self.streams["mtp.layers.0.h_proj.weight"].t()
+            else:
+                state = torch.cat([ahead, state], -1) @ projection.t()
             for block in layer:
                 found = block(state, attention_mask=mask, position_embeddings=rotary, position_ids=positions)
                 state = found[0] if isinstance(found, tuple) else found
+            if self.streams:
+                own = {name: self.streams[f"mtp.layers.0.hc_head.{name}"] for name in ("hc_fn", "hc_base", "hc_scale")}
+                state = torch.func.functional_call(model.hc_head, own, state)
             state = self._norm(state, last)
             p, q = ((x[0] @ head.t() / temperature).log_softmax(-1) for x in (hidden.roll(-1 - i, 1), state))
             losses.append(-(p.exp() * q).sum(-1))

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from epfsdp2.engine.model.families import RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
+from epfsdp2.engine.model.hf_names import published_name
 from tests.support.models.published import save_published
 
 __all__ = [
@@ -132,11 +133,12 @@ def publish(folder: Path) -> None:
     family = json.loads((folder / "config.json").read_text())["model_type"]
     if family not in TRANSPOSED_WHEN_PUBLISHED and family not in RENAMED_WHEN_PUBLISHED:
         return
-    own, published = RENAMED_WHEN_PUBLISHED.get(family, ("", ""))
     for index in folder.glob("*.index.json"):
-        index.write_text(index.read_text().replace(own, published))
+        written = json.loads(index.read_text())
+        written["weight_map"] = {published_name(family, name): file for name, file in written["weight_map"].items()}
+        index.write_text(json.dumps(written))
     for file in folder.glob("*.safetensors"):
-        tensors = {name.replace(own, published): tensor for name, tensor in load_file(file).items()}
+        tensors = {published_name(family, name): tensor for name, tensor in load_file(file).items()}
         for name in tensors if family in TRANSPOSED_WHEN_PUBLISHED else ():
             if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
                 tensors[name] = tensors[name].transpose(1, 2).contiguous()

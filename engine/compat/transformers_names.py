@@ -200,7 +200,9 @@ def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -
         reverted: dict[str, torch.Tensor] = {**_revert(_unsharded(model), others), **flattened}
     for old, new in getattr(model, RENAMED, {}).items():
         reverted = {n.removesuffix(new) + old if n.endswith(new) else n: t for n, t in reverted.items()}
-    return {re.sub(r"^(\w+\.)*mtp\.", "mtp.", name): tensor for name, tensor in reverted.items()}
+    if hasattr(model, DECODER):  # what begins the decoder's names is another word in some checkpoints
+        reverted = {re.sub(r"^(\w+\.)*mtp\.", "mtp.", name): tensor for name, tensor in reverted.items()}
+    return reverted
 
 
 def _unsharded(model: nn.Module) -> nn.Module:

@@ -139,7 +139,9 @@ def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
     ]
     mapping = _get_mapping(_unsharded(model), **kwargs)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    beside = [copy.copy(entry) for entry in converters if entry.scope_prefix == getattr(model, DECODER, "")]
+    decoder = getattr(model, DECODER, "")
+    scopes = {decoder, decoder.removeprefix("model.")} - {""}  # the latter in transformers 5.19
+    beside = [copy.copy(entry) for entry in converters if entry.scope_prefix in scopes]
     if hasattr(model, NUMBERED):
         beside += [copy.copy(entry) for entry in mapping if isinstance(entry, WeightRenaming)]
         mapping = [WeightRenaming(r"^mtp\.0\.", "mtp.layers.0."), *mapping]

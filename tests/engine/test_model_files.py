@@ -89,7 +89,7 @@ def test_with_overrides_keeps_the_fields_and_names_of_the_base_but_for_the_runs_
 def test_with_overrides_of_a_config_of_any_family_is_the_base(name, tmp_path):
     ALL[name].build().config.save_pretrained(tmp_path)
     file, trained = tmp_path / "config.json", AutoConfig.from_pretrained(tmp_path)
-    assert with_overrides(file, {"attn_implementation": "sdpa"}, trained) == json.loads(file.read_text())
+    assert with_overrides(file, {"attn_implementation": "sdpa"}, trained, has_mtp=True) == json.loads(file.read_text())
 
 
 def test_with_dtype_changes_each_dtype_that_a_config_has_under_its_own_name():

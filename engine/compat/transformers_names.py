@@ -62,7 +62,8 @@ DECODER = "_epfsdp2_decoder"
 """Attribute of a model with a layer at ``mtp``: the FQN of its decoder, whose converters are the layer's too."""
 
 NUMBERED = "_epfsdp2_numbered"
-"""Attribute of a model whose layer at ``mtp.layers.0`` is published as ``mtp.0`` with a decoder layer's names; true."""
+"""Attribute of a model, true if checkpoints call its layer ``mtp.layers.0`` ``mtp.0``, and name what is in it as they
+do in a decoder layer."""
 
 _SUBMODELS: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 

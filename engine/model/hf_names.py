@@ -6,6 +6,7 @@ Every server's loader accepts the checkpoint's names. Other names of a server ar
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ def as_checkpoint(
         raise ValueError(f"{', '.join(kept)}: only a part of the parameters that a checkpoint's tensor is made of.")
 
 
+@cache  # a sync asks for tens of thousands of names
 def published_name(family: str, name: str) -> str:
     """Return the published name of a checkpoint's tensor, for the name that transformers writes."""
     for written, published in RENAMED_WHEN_PUBLISHED.get(family, ()):

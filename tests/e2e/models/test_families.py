@@ -23,7 +23,7 @@ DYNAMIC = (
 STEPS = {"qwen3_next": 12, "gpt_oss": 12, "deepseek_v3": 30}
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", STEPS)
 def test_grpo_run_of_a_family_raises_the_reward(family, tmp_path):
     served = SERVED[family]
     served.skip_where_broken()

@@ -113,7 +113,7 @@ def test_as_checkpoint_merges_parameters_that_share_a_tensor(tmp_path):
 def test_as_checkpoint_yields_published_names_of_deepseek_v4_which_transformers_loads(tmp_path):
     kinds = ["sliding_attention", "compressed_sparse_attention"]
     model = FAMILIES["deepseek_v4"].build(layer_types=kinds).float()
-    tensors = dict(hf_names.as_checkpoint(model, ((n, tensor) for n, tensor in model.state_dict().items())))
+    tensors = dict(hf_names.as_checkpoint(model, model.state_dict().items()))
     assert {"embed.weight", "norm.weight", "head.weight", "hc_head_fn", "layers.0.ffn.gate.tid2eid"} <= tensors.keys()
     in_layer = {name.removeprefix("layers.1.") for name in tensors if name.startswith("layers.1.")}
     assert {name for name in in_layer if hf_names.expert_of(f".{name}") in (None, 0)} == DEEPSEEK_V4

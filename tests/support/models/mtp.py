@@ -140,17 +140,19 @@ class PlainDrafts:
         model, head = self.policy.model, self.policy.lm_head.weight.detach()
         with torch.no_grad():
             embeddings = model.get_input_embeddings()(ids[None])
-            seen: list[torch.Tensor] = []
-            if self.streams:
-                model.hc_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-            hidden = model(input_ids=ids[None], use_cache=False).last_hidden_state
             positions = torch.arange(len(ids))[None]
-            kind = ("sliding_attention",) if self.window else ()
             if self.streams:
-                rotary: Any = {"main": model.rotary_emb(hidden, positions, "main")}
+                seen: list[torch.Tensor] = []
+                hook = model.hc_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+            hidden = model(input_ids=ids[None], use_cache=False).last_hidden_state
+            if self.streams:
+                hook.remove()
+                state, rotary = seen[0], {"main": model.rotary_emb(hidden, positions, "main")}
             else:
+                kind = ("sliding_attention",) if self.window else ()
+                state = hidden
                 rotary = model.rotary_emb(hidden, positions, *kind) if hasattr(model, "rotary_emb") else None
-        state, losses, agrees = seen[-1] if seen else hidden, [], []
+        losses, agrees = [], []
         unseen = torch.full((len(ids), len(ids)), float("-inf"))
         mask = (unseen.triu(1) + unseen.tril(-(self.window or len(ids))))[None, None]
         for i, (layer, (first, second, projection, last)) in enumerate(zip(self.own, self.around, strict=True)):

@@ -57,7 +57,7 @@ given counts:
 | 2 | `engine`, for every role | `engine.param_offload=True` |
 | 3 | the default in the table above | |
 
-The two spellings of a role are equal; contradictions are refused. verl's names are
+Contradictions between the two spellings of a role are refused. verl's names are
 `actor_rollout_ref.actor.fsdp_config.*`, `actor_rollout_ref.ref.fsdp_config.*`, `critic.fsdp.*` and
 `critic.model.fsdp_config.*`. Actor and reference also have `ulysses_sequence_parallel_size`, `pad_to_length`,
 `entropy_checkpointing`, `entropy_from_logits_with_chunking` and `entropy_from_logits_chunk_size`, with and without `+`.
@@ -65,18 +65,18 @@ So verl's own example scripts run with two more words:
 
     bash examples/grpo_trainer/run_qwen3_30b_a3b_fsdp.sh engine=epfsdp2 engine.ep_size=8
 
-`strategy=fsdp2` in such a script has no effect beside `engine=epfsdp2`. `wrap_policy`, `forward_prefetch` and
-`use_orig_params` of verl's FSDP engine and the actor's `use_prefix_grouper` and `use_rollout_log_probs` have none
-either. One line says what happens instead. A key whose meaning can't be kept is refused.
+`strategy`, `wrap_policy`, `forward_prefetch` and `use_orig_params` of verl's FSDP engine have no effect, nor have the
+actor's `use_prefix_grouper` and `use_rollout_log_probs`. One line says what happens instead. A key whose meaning can't
+be kept is refused.
 
 Settings of experts, such as `ep_size`, count for roles whose model has experts. A dense model, e.g. a dense critic,
-runs as plain FSDP2 and says so in one line. If no role's model has experts, such a setting is refused.
+runs as plain FSDP2. If no role's model has experts, such a setting is refused.
 
 ## Optimizers
 
 verl's settings choose them: `actor_rollout_ref.actor.optim.optimizer=...` is any elementwise optimizer of
-`torch.optim`, AdamW by default. Adafactor, LBFGS, Rprop and SparseAdam are refused. `optimizer=Muon` orthogonalises
-matrices, each expert and its gate and up projections apart, and steps the rest by AdamW:
+`torch.optim`, AdamW by default. `optimizer=Muon` [orthogonalises](features.md#optimizers-and-schedules) matrices and
+steps the rest by AdamW:
 
     actor_rollout_ref.actor.optim.optimizer=Muon actor_rollout_ref.actor.optim.lr=2e-5 \\
         '+actor_rollout_ref.actor.optim.override_optimizer_config={momentum: 0.95, adamw: {eps: 1e-8}}'

@@ -26,27 +26,6 @@ rooms below it in the table.** `tests/test_walls.py` checks this, and these rule
 | room | content | lines |
 |---|---|---|
 """
-_EXAMPLE = """
-## How a slice of `gate_up_proj` reaches tensor-parallel rank 3
-
-The example is Qwen3-30B-A3B on 16 trainer ranks with `ep_size=8`, and a vLLM with tensor parallelism 4. A layer's
-`gate_up_proj` is `[128, 1536, 2048]`, gate above up.
-
-1. `engine/fsdp/unit.py::Unit.cuts` says that dim 0 is cut over `ep` and then over `ep_fsdp`. Each rank holds 8 experts,
-   `[8, 1536, 2048]`. `rollout/plan/senders.py::senders_of` computes this for all ranks at once.
-2. `rollout/servers.py::target_slices` says what worker 3 keeps: rows 576 to 768 of every gate, and 1344 to 1536 of
-   every up. They are rows 0 to 192 and 192 to 384 of vLLM's `w13_weight`, `[128, 384, 2048]`.
-3. `rollout/plan/parameters.py::bundles_of` finds that `gate_up_proj` alone fills `w13_weight`.
-   `rollout/plan/transfer_plan.py::make_transfer_plan` puts it into a round, whole or in parts of every n-th row.
-4. `rollout/plan/routes.py::route_of` computes, once for each round, the rows that a rank sends and that its worker
-   gets.
-5. `rollout/transport/exchange.py::Exchange.run` gathers rows into messages, sends them in one all-to-all, and gathers
-   the received rows into `w13_weight`, all 128 experts of it.
-6. `rollout/vllm/adapter.py::send_weights` copies it into a bucket that both processes map. Its name is made by
-   `rollout/layout/slice_names.py::slice_name`.
-7. `rollout/vllm/reload.py::Reload.load` copies it to the memory of `w13_weight` and counts its elements. A sync ends
-   with an error unless every element has arrived.
-"""
 
 
 def architecture() -> str:
@@ -59,7 +38,7 @@ def architecture() -> str:
         rows.append(f"| `{_shown(room)}` | {about} | {_hundreds(lines)} |")
     total = sum(len(text.splitlines()) for text in files.values())
     end = f"\n{len(files)} files in {len(ROOMS)} rooms, {_hundreds(total)} lines.\n"
-    return _HEAD + "\n".join(rows) + "\n" + end + _EXAMPLE
+    return _HEAD + "\n".join(rows) + "\n" + end
 
 
 def _hundreds(lines: int) -> str:

@@ -16,6 +16,7 @@ ORDER = (
     "mtp",
     "packed_sequences",
     "positions",
+    "windows",
     "router_losses",
     "router_replay",
     "shared_experts",

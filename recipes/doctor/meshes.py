@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -45,10 +46,15 @@ def topologies(world: int) -> list[Topology]:
 
 
 def _save_model(folder: Path, world: int, layers: int) -> nn.Module:
-    """Save a Qwen3-MoE whose number of experts ``world`` divides; return transformers' own model of it."""
+    """Save a Qwen3-MoE whose number of experts ``world`` divides; return transformers' own model of it.
+
+    Every rank saves one. transformers 5.19's ``save_pretrained`` writes weights on rank 0 alone.
+    """
     experts = world * -(-8 // world)
     sizes = {"num_experts": experts, "moe_intermediate_size": 32, "num_hidden_layers": layers}
-    build_model(build_tokenizer(), seed=0, **sizes).save_pretrained(folder)
+    model = build_model(build_tokenizer(), seed=0, **sizes)
+    model.config.save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
     )

@@ -68,6 +68,8 @@ def _embed(
     def alone(positions: torch.Tensor) -> Any:
         fresh = copy.copy(module)  # no call keeps frequencies for the next
         fresh._buffers = {name: buffer.clone() for name, buffer in module._buffers.items()}
+        if longest and type(module).__name__ in SCALED_BY_LENGTH:  # transformers 5.19 always takes short factors
+            fresh.rope_init_fn = lambda config, *_: module.rope_init_fn(config, x.device, seq_len=longest)
         return type(module).forward(fresh, x, positions, *args, **kwargs)
 
     def joined(parts: Sequence[Any], dim: int) -> Any:

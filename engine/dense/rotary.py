@@ -70,7 +70,7 @@ def _pairs(columns: int, are_neighbours: bool) -> tuple[torch.Tensor, torch.Tens
 
 @dataclass(eq=False)
 class FusedRotary:
-    """Replaces ``plain``, a function that rotates queries and keys, or one tensor, on one type of device.
+    """Replaces ``plain``, a function that rotates queries and keys (or None), or one tensor, on one type of device.
 
     Args:
         takes_parts: whether ``plain`` keeps the columns beyond the tables' width.
@@ -94,10 +94,13 @@ class FusedRotary:
         if self.arguments == "q k complex" and len(tables) == 1 and tables[0].is_complex():
             tables = tables[0].real, tables[0].imag
         is_known = len(tables) == 2 and kwargs.keys() <= {"unsqueeze_dim"} and heads in self.heads
-        if not is_known or not all(self._takes(x, heads, *tables) for x in tensors):
+        if not is_known or not all(x is None or self._takes(x, heads, *tables) for x in tensors):
             return self.plain(*args, **kwargs)
         cos, sin = tables
-        rotated = [rotate(x.transpose(1, heads), cos, sin, self.rotation).transpose(1, heads) for x in tensors]
+        rotated = [
+            x if x is None else rotate(x.transpose(1, heads), cos, sin, self.rotation).transpose(1, heads)
+            for x in tensors
+        ]
         return tuple(rotated) if count == 2 else rotated[0]
 
     def _takes(self, x: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor) -> bool:

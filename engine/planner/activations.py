@@ -150,7 +150,7 @@ def trace(
             tape, longer = (_Tape(model, recompute_activations) for _ in range(2))
             tape.record(model, layers, parts, _TOKENS)
             longer.record(model, layers, parts, 2 * _TOKENS)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         kind = type(model).__name__
         raise UnsupportedModelError(f"the code of {kind} can't be traced on the meta device: {error}") from error
     return Traced(
@@ -319,6 +319,11 @@ def _attention(module, query, key, value, attention_mask, **kwargs):
     return _Saves.apply(out, (query, key, value, out, log_sums), query, key, value), None
 
 
+def _mask(batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return a mask, which attention that chooses its keys combines with its choice."""
+    return torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+
+
 def _experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
     """Save the tensors of ``moe/fused.py``, or all of autograd's with the reference backend."""
     tape = _tape
@@ -373,5 +378,5 @@ def _floating(*values: Any) -> list[torch.Tensor]:
 
 
 AttentionInterface.register(_TRACED, _attention)
-AttentionMaskInterface.register(_TRACED, lambda *args, **kwargs: None)
+AttentionMaskInterface.register(_TRACED, _mask)
 ALL_EXPERTS_FUNCTIONS.register(_TRACED, _experts)

@@ -114,6 +114,8 @@ def test_arguments_that_the_kernel_does_not_support_call_the_plain_function(on_c
     found = fused(q, k, cos, sin), fused(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
     assert plain.call_count == 3
     assert all(torch.equal(y, z.transpose(1, 2)) for y, z in zip(*found, strict=True))
+    alone, none = fused(q, None, cos, sin)  # as Mistral Large 4 calls it
+    assert torch.equal(alone, found[0][0]) and none is None and plain.call_count == 3
 
 
 @pytest.fixture

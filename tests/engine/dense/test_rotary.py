@@ -7,6 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from epfsdp2.engine.dense import rotary
@@ -38,6 +40,10 @@ FUNCTIONS = EXACT | {
     "deepseek_v2": (2, 12, Rotation(True, True, "one", rounds_last=True)),
     "llama4": (2, 12, Rotation(True, True, "one", rounds_last=True)),
 }
+# Their functions changed in transformers 5.19 at the latest.
+FIRST_HALF = Rotation(reads_neighbours=True, table="first half")
+if Version(transformers.__version__) >= Version("5.19"):
+    FUNCTIONS |= {"deepseek_v3": (2, 24, FIRST_HALF), "glm_moe_dsa": (2, 24, FIRST_HALF)}
 
 
 @pytest.fixture(scope="module")

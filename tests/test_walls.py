@@ -22,7 +22,7 @@ MODEL = frozenset({"torch", "transformers"})
 # Packages that a room may import besides the standard library and this package. Entries of files replace their room's.
 THIRD_PARTIES: dict[str, frozenset[str]] = {
     "recipes": MODEL | {"numpy", "rich", "safetensors", "tqdm"},
-    "recipes/doctor": MODEL | {"psutil", "rich"},
+    "recipes/doctor": MODEL | {"psutil", "rich", "safetensors"},
     "recipes/doctor/on_ray.py": frozenset({"ray", "torch"}),
     "recipes/doctor/rates.py": MODEL | {"flash_attn_interface"},
     "recipes/gpu": frozenset({"yaml"}),

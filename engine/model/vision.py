@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SettingError
 from .families import IMAGES_UNSUPPORTED, ONE_TOKEN_FOR_BOTH
+from .layers import layer_names
 
 __all__ = ["VisionTowerSync", "images_error", "preserve_forward", "tower_parameters", "why_not_images"]
 
@@ -128,17 +129,20 @@ class VisionTowerSync:
 
 @contextmanager
 def preserve_forward(model: Any) -> Iterator[None]:
-    """Restore the forward of the model's base class after the block, which may patch it.
+    """Restore the forwards of the base class and of the layers' classes after the block, which may patch them.
 
-    verl's ``apply_monkey_patch`` replaces it for some families by one that runs the tower whenever a micro-batch has no
-    image: too often if no rank has any, and only once if another rank has images and videos.
+    verl's ``apply_monkey_patch`` replaces the base's for some families by one that runs the tower whenever a
+    micro-batch has no image: too often if no rank has any, and only once if another rank has images and videos. Its
+    layers of Qwen3.5 read a name that transformers 5.19 has no more.
     """
-    kind = type(model.base_model)
-    own = kind.forward
+    layers = (module for fqn in layer_names(model) for module in model.get_submodule(fqn).modules())
+    kinds: Iterable[Any] = map(type, (model.base_model, *layers))
+    own = {kind: kind.forward for kind in kinds if "forward" in vars(kind)}
     try:
         yield
     finally:
-        kind.forward = own
+        for kind, forward in own.items():
+            kind.forward = forward
 
 
 def _unwrapped(sample: Any) -> Mapping[str, Any] | None:

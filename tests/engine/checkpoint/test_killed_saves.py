@@ -43,7 +43,7 @@ def _load_all(folder, outs):
             checkpoint.load_checkpoint(out / f"global_step_{step}", model, optimizer, schedule, ALL)
             assert all((param.to_local() == step).all() for param in model.parameters())
         # The step before it was complete; the one that was being saved may have been.
-        begun = max(int((out / f"begun_{rank}").read_text()) for rank in range(2))
+        begun = max(int((out / f"begun_{rank}").read_text() or 0) for rank in range(2))  # one may end while it writes
         assert steps[-1] in (begun - 1, begun), (steps, begun)
 
 

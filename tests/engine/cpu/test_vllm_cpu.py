@@ -161,7 +161,7 @@ def test_values_of_sequences_are_repeated_for_their_drafts_where_vllms_kernel_dr
     kernels = pytest.importorskip("vllm.utils.cpu_triton_utils")
     temperatures, ends = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 3, 3])
     dropped = torch.full((3,), 7.0)
-    kernels.expand_kernel[(3,)](dropped, temperatures, ends, 0, 1, MAX_NUM_TOKENS=32)
+    kernels._expand_kernel_impl(dropped, temperatures, ends, 0, 1)
     assert dropped.tolist() == [7.0] * 3, "vLLM's CPU build is mended: the shim can go"
     assert vllm_cpu._expand(temperatures, ends, 3, 0, 1).tolist() == [0.5, 0.5, 1.0]
     assert vllm_cpu._expand(torch.tensor([4, 5]), torch.tensor([1, 2]), 2).tolist() == [4, 5]

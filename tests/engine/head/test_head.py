@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +25,9 @@ from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import PADDED, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
 # Models that scale logits, one around another that has the head, and one without a head.
-WHOLE = {*SCALED, "llama4", "openai_privacy_filter", "qwen3_omni_moe"}
+WHOLE = {*SCALED, "llama4", "openai_privacy_filter"}
+if Version(transformers.__version__) < Version("5.19"):  # its forward can't be followed
+    WHOLE.add("qwen3_omni_moe")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model.vision import VisionTowerSync, preserve_forward
@@ -250,9 +249,10 @@ def test_vision_updates_of_linear_attention_equal_the_plain_model(tmp_path, fami
 
 
 def test_preserve_forward_after_a_failed_patch_restores_the_forward(monkeypatch):
-    own = nn.Linear.forward
-    model = SimpleNamespace(base_model=nn.Linear(1, 1))
+    model = FAMILIES["qwen3_moe"].build()
+    own = {kind: kind.forward for kind in map(type, (model.base_model, *model.model.layers[0].children()))}
     with pytest.raises(OSError, match="half way"), preserve_forward(model):
-        monkeypatch.setattr(nn.Linear, "forward", lambda *_: None)
+        for kind in own:
+            monkeypatch.setattr(kind, "forward", lambda *_: None)
         raise OSError("half way")
-    assert nn.Linear.forward is own
+    assert {kind: kind.forward for kind in own} == own

@@ -5,9 +5,9 @@ take part. It runs the tower on the smallest image possible and adds the output 
 They stay unchanged, and the tower's gradient on this rank is zero. Once per optimizer step the ranks agree whether any
 of them has images. If none has, no tower runs and its parameters have no gradient, as in one process.
 
-Nothing here depends on a family. It needs images as rows of patches with a grid (``pixel_values``,
-``image_grid_thw``) and the method ``get_image_features``, which every transformers model with images has. Videos
-likewise.
+Nothing here depends on a family. It needs the method ``get_image_features``, which every transformers model with images
+has, and images as rows of patches with a grid (``pixel_values [patches, C]``, ``image_grid_thw``), or padded and with
+the places of patches (``pixel_values [images, patches, C]``, ``image_position_ids``, Gemma 4). Videos have grids alone.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..compat.versions import is_older
 from ..errors import SettingError
 from .families import IMAGES_UNSUPPORTED, ONE_TOKEN_FOR_BOTH
 from .layers import layer_names
@@ -31,17 +32,28 @@ _KINDS = {
     "pixel_values": ("image_grid_thw", "get_image_features"),
     "pixel_values_videos": ("video_grid_thw", "get_video_features"),
 }
+_PLACES = "image_position_ids"
+_FEATURES = {"image_hidden_states", "image_outputs", "video_outputs"}  # in a model's output
 
 
 def why_not_images(model: Any, batch_invariant: bool = False) -> str | None:
     """Return why a model can't be trained on images; None if it can."""
     if not hasattr(model.config, "vision_config") or not hasattr(model, "get_image_features"):
         return "it has no vision tower"
-    if "image_grid_thw" not in signature(model.get_image_features).parameters:
-        return "its images are not rows of patches with a grid (pixel_values and image_grid_thw)"
+    if not {"image_grid_thw", _PLACES} & signature(model.get_image_features).parameters.keys():
+        return f"its images are not patches with a grid (image_grid_thw) or with places ({_PLACES})"
+    if _sees_ahead(model) and is_older("transformers", "5.13"):
+        return "before transformers 5.13 tokens of one image see each other in the wrong layers"
+    if _sees_ahead(model) and "flash" in (model.config.get_text_config()._attn_implementation or ""):
+        return "tokens of one image see each other, which needs attn_implementation=sdpa"
     if batch_invariant:
         return "its tower computes the images of a micro-batch together, which engine.batch_invariant=True rules out"
     return IMAGES_UNSUPPORTED.get(model.config.model_type)
+
+
+def _sees_ahead(model: Any) -> bool:
+    """Whether tokens of one image see each other."""
+    return getattr(model.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
 
 
 def images_error(name: str, why: str) -> SettingError:
@@ -67,10 +79,12 @@ class VisionTowerSync:
         self._model = model
         self._refused = why_not_images(model, batch_invariant)
         self._rows = any(hasattr(part, "get_rope_index") for part in (model, model.base_model))
+        self._has_places = _PLACES in signature(getattr(model, "get_image_features", str)).parameters
         self._widths = dict.fromkeys(_KINDS, 0)  # of a row of patches, by kind; 0 if no rank has any in this batch
         self._missing: list[str] = []  # kinds that this micro-batch lacks and another rank may have
         # Runs after FSDP's own hooks, and before the model computes its images.
         model.get_input_embeddings().register_forward_hook(self._add_dummy_features)
+        model.base_model.register_forward_hook(_drop_features)
 
     def sync_modalities(self, samples: Iterable[Any], device: Any) -> None:
         """Find out which kinds of pixels the ranks' batches hold; collective.
@@ -90,6 +104,9 @@ class VisionTowerSync:
         name = type(self._model).__name__
         if any(widths) and self._refused is not None:
             raise images_error(name, self._refused)
+        if widths[1] and self._has_places:
+            rule = f"{name} can't be trained on videos by this engine."
+            raise SettingError("data.train_files", "data with videos", rule, "data with images")
         if all(widths) and self._model.config.model_type in ONE_TOKEN_FOR_BOTH:
             rule = f"{name} can't have images and videos in one batch: their tokens are the same in transformers."
             raise SettingError("data.train_files", "data with images and videos", rule, "data with one of them")
@@ -106,6 +123,9 @@ class VisionTowerSync:
         """
         self._missing = [kind for kind, width in self._widths.items() if width and inputs.get(kind) is None]
         inputs.pop("images_seqlens", None)  # verl counts FLOPs by it
+        inputs.pop("mm_token_type_ids", None)  # verl's are of sequences, and not of the row
+        if self._has_places and _sees_ahead(self._model):
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == self._model.config.image_token_id).int()
         positions = inputs.get("position_ids")
         if self._rows and positions is not None and positions.dim() == 2 and inputs.get("attention_mask") is None:
             inputs["position_ids"] = positions.expand(4, *positions.shape)
@@ -119,12 +139,22 @@ class VisionTowerSync:
     def _dummy_features(self, kind: str, device: torch.device) -> list[torch.Tensor]:
         """Return the features of one black image of one token: everything that the model would add to the text."""
         grid_name, method = _KINDS[kind]
-        merge = self._model.config.vision_config.spatial_merge_size
-        pixels = torch.zeros(merge * merge, self._widths[kind], device=device)
-        grid = torch.tensor([[1, merge, merge]], device=device)
-        computed = getattr(self._model, method)(pixels, **{grid_name: grid}, return_dict=True)
+        vision = self._model.config.vision_config
+        side = vision.pooling_kernel_size if self._has_places else vision.spatial_merge_size
+        pixels = torch.zeros(side * side, self._widths[kind], device=device)
+        where = {grid_name: torch.tensor([[1, side, side]], device=device)}
+        if self._has_places:
+            place = torch.arange(side, device=device)
+            pixels, where = pixels[None], {_PLACES: torch.cartesian_prod(place, place)[None]}
+        computed = getattr(self._model, method)(pixels, **where, return_dict=True)
         features = tree_leaves((computed.pooler_output, getattr(computed, "deepstack_features", None)))
         return [each for each in features if isinstance(each, torch.Tensor)]
+
+
+def _drop_features(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Drop the features of images from an output: their gradient would start FSDP's prefetch on ranks with images."""
+    for name in _FEATURES & output.keys():
+        setattr(output, name, None)
 
 
 @contextmanager

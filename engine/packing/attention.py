@@ -87,19 +87,18 @@ class PackedMask:
 
     def __init__(self, sparse: Callable[..., Any], explicit: Callable[..., Any], asked: dict[str, Any]):
         self._makers = {False: sparse, True: explicit}
-        self._asked, self._made = asked, dict[tuple[int, ...], torch.Tensor | None]()
+        self._made = dict[tuple[int, ...], torch.Tensor | None]()
         parts = _intersected(asked["mask_function"])
         own = [part for part in parts if part.__qualname__ != _PACKED]
+        # Others, of images' tokens, are by place in the row, also where transformers remaps places (5.24).
         self._of_distances = all(part.__qualname__ in _OF_DISTANCES for part in own)
+        self._asked = {**asked, "mask_function": own[0] if len(own) == 1 else and_masks(*own)}
         names = {part.__qualname__ for part in own}
         self.is_causal = names == {"causal_mask_function"}
         self.window = asked.get("local_size") if names == {"causal_mask_function", _WINDOW} else None
         """Keys that a query sees if the mask is a causal window and nothing else; None for any other mask."""
-        if self._of_distances:
-            function = own[0] if len(own) == 1 else and_masks(*own)
-            self._asked = {**asked, "mask_function": function}
-            if len(own) < len(parts):  # without packing, transformers skips causal masks
-                self._asked["allow_is_causal_skip"] = True
+        if self._of_distances and len(own) < len(parts):  # without packing, transformers skips causal masks
+            self._asked["allow_is_causal_skip"] = True
 
     def of(self, span: Span, explicit: bool = False, queries: Span | None = None) -> torch.Tensor | None:
         """Return the mask ``[1, 1, q, n]`` of one sequence, or of its tokens at ``queries``.

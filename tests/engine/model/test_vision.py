@@ -6,18 +6,22 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Gemma4ForConditionalGeneration
 
+from epfsdp2.engine.compat.versions import is_older
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.model.vision import VisionTowerSync, preserve_forward
+from epfsdp2.engine.model import vision
+from epfsdp2.engine.model.vision import VisionTowerSync, preserve_forward, why_not_images
 from epfsdp2.engine.preflight.features import check_images
 from tests.parity.families import FAMILIES
 from tests.parity.float64 import float64
 from tests.support.engine.sharded import whole_gradients, whole_parameters
-from tests.support.models.vlm import plain_vlm, save_vlm, vlm_batch, vlm_logits, vlm_samples
+from tests.support.models.vlm import plain_vlm, save_vlm, vlm_batch, vlm_config, vlm_logits, vlm_samples
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import SAMPLES, of_this_rank, plain_ppo_loss, ppo_worker
 from tests.support.trainer.settings import engine
 
+SEES_AHEAD = pytest.mark.skipif(is_older("transformers", "5.13"), reason="its masks of images are wrong before 5.13")
 WORLD = 4
 RELATIVE = 1e-5
 IN_FLOAT64 = 1e-10
@@ -109,13 +113,13 @@ def _updates(folder, cases, bound=RELATIVE):
 
 
 def _updates_in_float64(folder, cases):
-    """Compare those of a family that magnifies float32's rounding beyond 1e-5: a gated norm of a state near zero."""
+    """Compare those of a family that magnifies float32's rounding beyond 1e-5, as by a gated norm near zero."""
     with float64():
         _updates(folder, cases, IN_FLOAT64)
 
 
 def _tower(model):
-    return model.get_submodule("model.visual")
+    return model.base_model.vision_tower if hasattr(model.base_model, "vision_tower") else model.base_model.visual
 
 
 def _features(model, run):
@@ -181,6 +185,24 @@ def test_vision_update_of_unsuitable_images_is_refused_on_all_ranks_and_on_the_d
         check_images(engine(batch_invariant=True), {"train_files": str(data), "image_key": "images"}, facts)
 
 
+def _refuses_videos_on_all_ranks():
+    own = {"pixel_values_videos": torch.zeros(4, 6)} if dist.get_rank() == 0 else {}
+    model = Gemma4ForConditionalGeneration(vlm_config("gemma4"))
+    with pytest.raises(SettingError, match="trained on videos|before transformers 5.13"):
+        VisionTowerSync(model).sync_modalities([own], "cpu")
+
+
+def test_vision_update_of_gemmas_videos_is_refused_and_of_images_with_flash_attention_or_wrong_masks(monkeypatch):
+    run_ranks(_refuses_videos_on_all_ranks, 2)
+    model = Gemma4ForConditionalGeneration(vlm_config("gemma4"))
+    monkeypatch.setattr(vision, "is_older", lambda name, release: (name, release) == ("transformers", "5.13"))
+    assert why_not_images(model) == "before transformers 5.13 tokens of one image see each other in the wrong layers"
+    monkeypatch.setattr(vision, "is_older", lambda *_: False)
+    assert why_not_images(model) is None
+    model.config.get_text_config()._attn_implementation_internal = "flash_attention_2"
+    assert "needs attn_implementation=sdpa" in why_not_images(model)
+
+
 def test_vision_updates_of_two_steps_equal_the_plain_model(tmp_path):
     cases = [("one rank has none", {"ep": 2}), ("none has any", {"ep": 2})]
     run_ranks(_updates, WORLD, save_vlm("qwen3_vl_moe", tmp_path), cases)
@@ -189,7 +211,14 @@ def test_vision_updates_of_two_steps_equal_the_plain_model(tmp_path):
 SHARED = {"ep": 2, "ulysses_sequence_parallel_size": 2}
 
 
-@pytest.mark.parametrize(("family", "compare"), [("qwen3_vl_moe", _updates), ("qwen3_5_moe", _updates_in_float64)])
+@pytest.mark.parametrize(
+    ("family", "compare"),
+    [
+        ("qwen3_vl_moe", _updates),
+        ("qwen3_5_moe", _updates_in_float64),
+        pytest.param("gemma4", _updates_in_float64, marks=SEES_AHEAD),
+    ],
+)
 def test_vision_updates_of_shared_rows_with_a_frozen_tower_equal_the_plain_model(tmp_path, family, compare):
     """Slices end within images, and some have none."""
     cases = [("some have none", {**SHARED, "activation_checkpointing": "full", "freeze_vision_tower": True})]
@@ -241,10 +270,12 @@ def test_vision_updates_with_images_on_any_ranks_equal_the_plain_model(tmp_path,
         *(("qwen3_5_moe", [(which, {"ep": ep}) for which in WITHOUT]) for ep in (1, 2, 4)),
         ("qwen3_5_moe", [("some have videos", settings) for settings in EVERY_SETTING]),
         ("qwen3_5", [(which, {"ep": 1}) for which in ("one rank has none", "some have videos")]),
+        pytest.param("gemma4", [(which, {"ep": ep}) for which in IMAGES for ep in (1, 4)], marks=SEES_AHEAD),
+        pytest.param("gemma4", [("one rank has none", settings) for settings in EVERY_SETTING], marks=SEES_AHEAD),
     ],
-    ids=["ep1", "ep2", "ep4", "every setting", "dense"],
+    ids=["ep1", "ep2", "ep4", "every setting", "dense", "gemma4", "gemma4 every setting"],
 )
-def test_vision_updates_of_linear_attention_equal_the_plain_model(tmp_path, family, cases):
+def test_vision_updates_in_float64_equal_the_plain_model(tmp_path, family, cases):
     run_ranks(_updates_in_float64, WORLD, save_vlm(family, tmp_path), cases, timeout=500)
 
 

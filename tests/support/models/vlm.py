@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 
 from epfsdp2.engine.model.families import ONE_TOKEN_FOR_BOTH
+from tests.parity.families import FAMILIES
 from tests.support.models.tiny import VOCAB, save_random
 from tests.support.trainer.ppo import PROMPT, RESPONSE, SAMPLES, Sample, ppo_batch, ppo_samples
 
@@ -38,6 +40,7 @@ IMAGE_TOKENS = {
     "image_end_token_id": _END,
 }
 _GRIDS = ((1, 4, 4), (1, 2, 6), (1, 2, 2))  # in patches; 2 x 2 of them are a token
+_MOST = 16  # patches of an image
 _LONGEST = 2 * (4 + 2)  # tokens of two images
 
 
@@ -109,6 +112,21 @@ VLMS: dict[str, tuple[str, dict[str, Any]]] = {
         )
         for name, kind, experts in (("qwen3_5_moe", "Qwen3_5Moe", {"num_experts": 8}), ("qwen3_5", "Qwen3_5", {}))
     },
+    "gemma4": (
+        "Gemma4",
+        {
+            "text_config": {
+                **FAMILIES["gemma4"].sizes,
+                "use_bidirectional_attention": "vision",
+                "tie_word_embeddings": False,
+            },
+            "vision_config": {
+                **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+                **{"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2},
+                "position_embedding_size": 16,
+            },
+        },
+    ),
 }
 
 
@@ -168,8 +186,8 @@ class VlmSample:
 
     Args:
         sample: as those without images; its prompt may begin with images or a video.
-        images: ``pixel_values`` and ``image_grid_thw``, or those of videos; empty without an image.
-        positions: ``(4, T)``, as verl makes them.
+        images: ``pixel_values`` and their grid or places, or those of videos; empty without an image.
+        positions: ``(4, T)``, as verl makes them; ``(T,)`` of a model with one row of positions.
     """
 
     sample: Sample
@@ -179,33 +197,47 @@ class VlmSample:
 
 def vlm_samples(model: Any, without: Collection[int] = (), videos: Collection[int] = ()) -> list[VlmSample]:
     """Samples with one or two images each, but for those whose numbers are ``without``, or with one of ``videos``."""
-    generator, vision = torch.Generator().manual_seed(4), model.config.vision_config
-    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    found = []
+    generator, found = torch.Generator().manual_seed(4), []
     for i, (ids, before, old, advantage) in enumerate(ppo_samples()):
         ids, images = ids % _START, {}
         if i not in without:
-            grids = [_GRIDS[(i + k) % len(_GRIDS)] for k in range(1 + (i % 3 == 0))]
-            pixels, grid, token = "pixel_values", "image_grid_thw", _IMAGE
+            grids, token = [_GRIDS[(i + k) % len(_GRIDS)] for k in range(1 + (i % 3 == 0))], _IMAGE
             if i in videos:
-                grids, pixels, grid = [(2, 2, 4)], "pixel_values_videos", "video_grid_thw"
-                token = _IMAGE if model.config.model_type in ONE_TOKEN_FOR_BOTH else _VIDEO
+                grids, token = [(2, 2, 4)], _IMAGE if model.config.model_type in ONE_TOKEN_FOR_BOTH else _VIDEO
             seen = [[_START, *[token] * (h * w // 4), _END] for t, h, w in grids for _ in range(t)]
             ahead = torch.tensor([token for image in seen for token in image])
             ids, before = torch.cat([ids[:1], ahead, ids[1:]]), before + len(ahead)
-            rows = sum(t * h * w for t, h, w in grids)
-            images = {pixels: torch.randn(rows, width, generator=generator), grid: torch.tensor(grids)}
+            images = _pixels(model, grids, i in videos, generator)
         found.append(VlmSample((ids, before, old, advantage), images, _positions(model, ids, images)))
     return found
 
 
+def _pixels(
+    model: Any, grids: list[tuple[int, int, int]], is_video: bool, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Return random pixels of images or of one video, as the family takes them."""
+    vision = model.config.vision_config
+    if hasattr(vision, "pooling_kernel_size"):  # Gemma 4
+        places = [torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(-1) for _, h, w in grids]
+        padded = torch.stack([nn.functional.pad(each, (0, 0, 0, _MOST - len(each)), value=-1) for each in places])
+        pixels = torch.rand(len(grids), _MOST, 3 * vision.patch_size**2, generator=generator)
+        return {"pixel_values": pixels, "image_position_ids": padded}
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.randn(sum(t * h * w for t, h, w in grids), width, generator=generator)
+    if is_video:
+        return {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor(grids)}
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+
+
 def _kinds(ids: torch.Tensor, images: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return transformers' types of tokens: 0 text, 1 images, 2 videos."""
-    return torch.isin(ids, torch.tensor([_IMAGE, _VIDEO])).int() * (2 if "video_grid_thw" in images else 1)
+    return torch.isin(ids, torch.tensor([_IMAGE, _VIDEO])).int() * (2 if "pixel_values_videos" in images else 1)
 
 
 def _positions(model: Any, ids: torch.Tensor, images: dict[str, torch.Tensor]) -> torch.Tensor:
     text = torch.arange(len(ids))[None]
+    if not hasattr(model.base_model, "get_rope_index"):
+        return text[0]
     if not images:
         return text.expand(4, -1)
     grids = {name: grid for name, grid in images.items() if name.endswith("_grid_thw")}

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 __all__ = ["KNOWN_FAULTS", "OLDEST", "TESTED", "Fault", "doubts", "faults", "installed", "tested", "untested"]
-__all__ += ["is_older", "vllm_in"]
+__all__ += ["fault_of_family", "is_older", "vllm_in"]
 
 # Stack -> versions with which its tests passed: rows of benchmarks/results/runs.md.
 TESTED: dict[str, dict[str, str]] = {
@@ -51,6 +51,21 @@ KNOWN_FAULTS = (
     ),
 )
 
+_VERLS_IMAGES = Fault(
+    "transformers>=5.23",
+    "verl's patches of Qwen3-VL and Qwen3.5 import names that transformers has dropped.",
+    "transformers>=5.5.3,!=5.6.0,<5.23",
+    beside="verl<=0.10.0.dev0",
+)
+_FAULTS_OF_FAMILIES = {
+    "llama4": Fault(
+        "transformers==5.24.0",
+        "its forward of Llama 4 fails (image_outputs).",
+        "transformers>=5.5.3,!=5.6.0,!=5.24.0",
+    ),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), _VERLS_IMAGES),
+}
+
 
 def _distribution(name: str) -> importlib.metadata.Distribution | None:
     # The CPU build of vLLM is a distribution of its own.
@@ -85,8 +100,7 @@ def faults(found: Mapping[str, str | None], program: str = "") -> Iterator[tuple
         if _is_of(found, f"{name}<{oldest}"):
             yield name, f"epfsdp2 works with {name} {oldest} and newer.", f"{name}>={oldest}"
     for fault in KNOWN_FAULTS:
-        is_met = _is_of(found, fault.releases) and (not fault.beside or _is_of(found, fault.beside))
-        if is_met and program.startswith(fault.program):
+        if _is_met(fault, found) and program.startswith(fault.program):
             yield Requirement(fault.releases).name, fault.reason, fault.works
     torch = found.get("torch") or ""
     for name, requirement in _conflicts(found):
@@ -97,6 +111,16 @@ def faults(found: Mapping[str, str | None], program: str = "") -> Iterator[tuple
             same = [row[name] for row in TESTED.values() if name in row and _series(row["torch"]) == _series(torch)]
             works = "', or '".join([f"torch=={pin}", *(f"{name}=={version}" for version in same)])
             yield name, f"its kernels are compiled for torch {pin} and do not load beside torch {torch}.", works
+
+
+def _is_met(fault: Fault, found: Mapping[str, str | None]) -> bool:
+    return _is_of(found, fault.releases) and (not fault.beside or _is_of(found, fault.beside))
+
+
+def fault_of_family(model_type: str) -> Fault | None:
+    """Return why the installed versions can't train a family; None if they can."""
+    fault = _FAULTS_OF_FAMILIES.get(model_type)
+    return fault if fault is not None and _is_met(fault, {n: installed(n) for n in ("transformers", "verl")}) else None
 
 
 def _series(version: str) -> tuple[int, ...]:

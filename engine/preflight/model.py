@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from ...rollout.servers import server_named
 from ..checkpoint.safetensors_reader import HUB_ID, check_files, missing_weights, open_checkpoint
+from ..compat import versions
 from ..compat.transformers_names import no_init_weights
 from ..config.settings import expert_settings
 from ..config.values import ACTOR_MODEL, OPTIMIZERS, attention_of, overrides_of, plain
@@ -128,6 +129,9 @@ def inspect_model(
     else:
         check_not_quantised(built.config, path, setting)  # type: ignore[arg-type]
     config: Any = built.config
+    if fault := versions.fault_of_family(config.model_type):
+        works = f"pip install '{fault.works}'"
+        raise SettingError("transformers", versions.installed("transformers"), fault.reason, works)
     rule = NOT_CAUSAL.get(config.model_type, "")
     if rule:
         raise SettingError(f"{setting}.path", path, rule, "a causal language model, e.g. Gemma 4")

@@ -16,6 +16,7 @@ from epfsdp2.engine.preflight import model as model_checks
 from epfsdp2.engine.preflight.model import inspect_model, largest_sent, not_applied, without_experts
 from epfsdp2.engine.preflight.run import check_run, check_training, check_versions
 from epfsdp2.engine.topology.expert_placement import EtpDim
+from tests.parity import families
 from tests.support.trainer.preflight import BACKEND, MODEL, SDPA, refused, rollout
 from tests.support.trainer.settings import checkpoint, engine
 
@@ -89,6 +90,25 @@ def test_requirements_that_are_not_met_are_said_but_in_tested_stacks(requires):
     for transformers, said in (("5.12.1", []), ("5.12.0", ["verl 0.9.1 asks for transformers<5.11 and has 5.12.0"])):
         pinned |= {"transformers": (transformers, ()), "verl": ("0.9.1", ["transformers<5.11"])}
         assert [line for line in versions.doubts(requires(**pinned)) if "asks for" in line] == said
+
+
+@pytest.mark.parametrize(
+    ("transformers", "verl", "family", "reason"),
+    [
+        ("5.24.0", "0.11.0", "llama4", "forward of Llama 4"),
+        ("5.23.0", "0.9.1", "qwen3_vl_moe", "verl's patches"),
+        ("5.23.0", "0.11.0", "qwen3_vl_moe", ""),
+        ("5.22.2", "0.9.1", "qwen3_vl_moe", ""),
+    ],
+)
+def test_family_that_breaks_with_the_installed_versions_is_refused(
+    installs, tmp_path, transformers, verl, family, reason
+):
+    folder = families.save(family, tmp_path)
+    installs("transformers", transformers)
+    installs("verl", verl)
+    with pytest.raises(SettingError, match=reason) if reason else contextlib.nullcontext():
+        inspect_model({"path": str(folder)})
 
 
 @pytest.mark.parametrize(

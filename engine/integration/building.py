@@ -323,8 +323,8 @@ class BuildsModel(FSDPEngineWithLMHead):
                 param.requires_grad_(False)
 
     def _features_of(self, module: Any) -> list[StepFeature]:
-        has_tower, invariant = hasattr(module.config, "vision_config"), self.engine_config.batch_invariant
-        vision = [VisionTowers(VisionTowerSync(module, invariant))] if has_tower else []
+        how = self.engine_config.batch_invariant, self.model_config.use_fused_kernels
+        vision = [VisionTowers(VisionTowerSync(module, *how))] if hasattr(module.config, "vision_config") else []
         planned = [] if self.run_plan is None else [PlannedMemory(self.run_plan)]
         return [*vision, *self.router_features, *planned]
 

@@ -4,6 +4,7 @@ A server's layout of a family is in the server's ``layout.py`` (``rollout/``).
 """
 
 __all__ = [
+    "IMAGES_IN_FUSED_KERNELS",
     "IMAGES_UNSUPPORTED",
     "KEYS_BY_CACHE",
     "KNOWN_AS",
@@ -19,6 +20,9 @@ __all__ = [
     "TRANSPOSED_WHEN_PUBLISHED",
     "UNPACKED_WITH_FLASH",
 ]
+
+IMAGES_IN_FUSED_KERNELS = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
+"""Families whose images verl's fused linear cross-entropy computes; that of others drops them in silence."""
 
 IMAGES_UNSUPPORTED = {
     "ernie4_5_vl_moe": "moe_mm_token_type_ids choose its experts for vision, and verl's batches don't have these",

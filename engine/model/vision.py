@@ -6,8 +6,9 @@ They stay unchanged, and the tower's gradient on this rank is zero. Once per opt
 of them has images. If none has, no tower runs and its parameters have no gradient, as in one process.
 
 Nothing here depends on a family. It needs the method ``get_image_features``, which every transformers model with images
-has, and images as rows of patches with a grid (``pixel_values [patches, C]``, ``image_grid_thw``), or padded and with
-the places of patches (``pixel_values [images, patches, C]``, ``image_position_ids``, Gemma 4). Videos have grids alone.
+has. Images are rows of patches with a grid (``pixel_values [patches, C]``, ``image_grid_thw``). Gemma 4
+pads them and says the places of patches (``pixel_values [images, patches, C]``, ``image_position_ids``). Videos have
+grids.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..compat.versions import is_older
 from ..errors import SettingError
-from .families import IMAGES_UNSUPPORTED, ONE_TOKEN_FOR_BOTH
+from .families import IMAGES_IN_FUSED_KERNELS, IMAGES_UNSUPPORTED, ONE_TOKEN_FOR_BOTH
 from .layers import layer_names
 
 __all__ = ["VisionTowerSync", "images_error", "preserve_forward", "tower_parameters", "why_not_images"]
@@ -36,7 +37,7 @@ _PLACES = "image_position_ids"
 _FEATURES = {"image_hidden_states", "image_outputs", "video_outputs"}  # in a model's output
 
 
-def why_not_images(model: Any, batch_invariant: bool = False) -> str | None:
+def why_not_images(model: Any, batch_invariant: bool = False, use_fused_kernels: bool = False) -> str | None:
     """Return why a model can't be trained on images; None if it can."""
     if not hasattr(model.config, "vision_config") or not hasattr(model, "get_image_features"):
         return "it has no vision tower"
@@ -48,6 +49,8 @@ def why_not_images(model: Any, batch_invariant: bool = False) -> str | None:
         return "tokens of one image see each other, which needs attn_implementation=sdpa"
     if batch_invariant:
         return "its tower computes the images of a micro-batch together, which engine.batch_invariant=True rules out"
+    if use_fused_kernels and model.config.model_type not in IMAGES_IN_FUSED_KERNELS:
+        return "verl's fused kernels would leave them out, so it needs model.use_fused_kernels=False"
     return IMAGES_UNSUPPORTED.get(model.config.model_type)
 
 
@@ -59,7 +62,7 @@ def _sees_ahead(model: Any) -> bool:
 def images_error(name: str, why: str) -> SettingError:
     """Build the error for a model that gets images but can't be trained on them."""
     rule = f"{name} can't be trained on images: {why}."
-    works = "data without images, or Qwen3-VL-MoE, Qwen3.5-MoE or GLM-4.5V"
+    works = "data without images, or Qwen3-VL-MoE, Qwen3.5-MoE, GLM-4.5V or Gemma 4"
     return SettingError("data.train_files", "data with images", rule, works)
 
 
@@ -75,9 +78,9 @@ def tower_parameters(model: Any) -> set[str]:
 class VisionTowerSync:
     """Keeps the vision towers of a transformers model, sharded or not yet, in step over all ranks."""
 
-    def __init__(self, model: Any, batch_invariant: bool = False):
+    def __init__(self, model: Any, batch_invariant: bool = False, use_fused_kernels: bool = False):
         self._model = model
-        self._refused = why_not_images(model, batch_invariant)
+        self._refused = why_not_images(model, batch_invariant, use_fused_kernels)
         self._rows = any(hasattr(part, "get_rope_index") for part in (model, model.base_model))
         self._has_places = _PLACES in signature(getattr(model, "get_image_features", str)).parameters
         self._widths = dict.fromkeys(_KINDS, 0)  # of a row of patches, by kind; 0 if no rank has any in this batch
@@ -161,9 +164,9 @@ def _drop_features(module: nn.Module, args: tuple[Any, ...], output: Any) -> Non
 def preserve_forward(model: Any) -> Iterator[None]:
     """Restore the forwards of the base class and of the layers' classes after the block, which may patch them.
 
-    verl's ``apply_monkey_patch`` replaces the base's for some families by one that runs the tower whenever a
-    micro-batch has no image: too often if no rank has any, and only once if another rank has images and videos. Its
-    layers of Qwen3.5 read a name that transformers 5.19 has no more.
+    verl's ``apply_monkey_patch`` replaces the base's for some families. It would run the tower whenever a micro-batch
+    has no image. That is too often if no rank has any, and only once if another rank has images and videos. Its layers
+    of Qwen3.5 read a name that transformers 5.19 has no more.
     """
     layers = (module for fqn in layer_names(model) for module in model.get_submodule(fqn).modules())
     kinds: Iterable[Any] = map(type, (model.base_model, *layers))

@@ -257,7 +257,7 @@ def check_routers(engine: Any, facts: ModelFacts) -> None:
         raise SettingError(f"engine.{name}", getattr(engine, name), rule, "leave it out") from None
 
 
-def check_images(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
+def check_images(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
     """Check that a model with a vision tower can be trained on images if the data have a column of images.
 
     Args:
@@ -265,7 +265,8 @@ def check_images(engine: Any, rollout: Mapping[str, Any], facts: ModelFacts | No
     """
     if facts is None or not hasattr(facts.model.config, "vision_config"):
         return
-    why, files = why_not_images(facts.model, engine.batch_invariant), plain(rollout.get("train_files") or ())
+    why = why_not_images(facts.model, engine.batch_invariant, bool(model.get("use_fused_kernels")))
+    files = plain(rollout.get("train_files") or ())
     for file in [files] if isinstance(files, str) else files:
         if why and Path(file).is_file() and rollout.get("image_key") in parquet.read_schema(file).names:
             raise images_error(facts.name, why)

@@ -95,7 +95,7 @@ def check_run(
     check_distillation(engine, model, rollout)
     check_mtp(engine, model, None if facts is None else facts.model)
     check_drafter(model, rollout)
-    features.check_images(engine, rollout, facts)
+    features.check_images(engine, model, rollout, facts)
     colocated = (rollout.get("backend") or "naive") == "naive"
     if rollout.get("name"):
         check_sync(engine, n_gpus, rollout, facts, device, colocated=colocated)

@@ -212,6 +212,8 @@ def vlm_samples(model: Any, without: Collection[int] = (), videos: Collection[in
             ahead = torch.tensor([token for image in seen for token in image])
             ids, before = torch.cat([ids[:1], ahead, ids[1:]]), before + len(ahead)
             images = _pixels(model, grids, i in videos, generator)
+            if "image_position_ids" in images:  # whose types of tokens verl keeps
+                images["mm_token_type_ids"] = _kinds(ids, images)[None]
         found.append(VlmSample((ids, before, old, advantage), images, _positions(model, ids, images)))
     return found
 
@@ -255,7 +257,7 @@ def vlm_logits(model: Any, samples: list[VlmSample]) -> list[torch.Tensor]:
     for each in samples:
         ids = each.sample[0][None]
         kinds = {"mm_token_type_ids": _kinds(ids, each.images)} if each.images else {}
-        found.append(model(input_ids=ids, **each.images, **kinds, use_cache=False).logits[0])
+        found.append(model(input_ids=ids, **{**each.images, **kinds}, use_cache=False).logits[0])
     return found
 
 

@@ -21,8 +21,8 @@ __all__ = [
     "UNPACKED_WITH_FLASH",
 ]
 
-IMAGES_IN_FUSED_KERNELS = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
-"""Families whose images verl's fused linear cross-entropy computes; that of others drops them in silence."""
+IMAGES_IN_FUSED_KERNELS = frozenset({"glm4v", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
+"""Families whose images reach verl's fused linear cross-entropy; those of others are dropped there in silence."""
 
 IMAGES_UNSUPPORTED = {
     "ernie4_5_vl_moe": "moe_mm_token_type_ids choose its experts for vision, and verl's batches don't have these",

@@ -100,7 +100,9 @@ class EPFSDP2EngineConfig(EngineSettings, EngineConfig):
 
 
 def _register() -> None:
-    from ..integration import language_model, value_model  # noqa: F401  (they register themselves with verl)
+    from ..integration import language_model, shims, value_model  # noqa: F401  (engines register themselves with verl)
+
+    shims.install()  # also where no engine is built: the driver of sft_trainer_ray logs
 
 
 def engine_config(**settings: Any) -> EPFSDP2EngineConfig:

@@ -6,15 +6,27 @@ The tests share one warm-up and run in their order here.
 import json
 import re
 import signal
+import sys
 
 import pytest
 from transformers import AutoConfig
 
+from epfsdp2.recipes.launch.processes import ProcessTree
+from epfsdp2.recipes.quickstart.cli import parse
+from epfsdp2.recipes.quickstart.commands import warmup_command
 from tests.e2e.runs import EXTENSION, differences, leftovers, overrides, running, unused
 from tests.support.models.tiny import reference_model
 from tests.support.rollout import verify
 
 pytestmark = pytest.mark.e2e
+
+# Ray believes that there are as many GPUs as ranks.
+UNDER_RAY = """
+import functools, ray
+from verl.trainer import sft_trainer_ray
+ray.init = functools.partial(ray.init, num_cpus=64, num_gpus=2, include_dashboard=False)
+sft_trainer_ray.main()
+"""
 
 
 def test_quickstart_raises_the_reward_with_the_trainers_weights_in_vllm(first_run):
@@ -34,14 +46,30 @@ def test_quickstart_raises_the_reward_with_the_trainers_weights_in_vllm(first_ru
     assert first_run.living() == [] and first_run.left == set()
 
 
+def _losses(file):
+    logged = [json.loads(line)["data"] for line in file.read_text().splitlines()]
+    assert all(isinstance(value, int | float) for data in logged for value in data.values()), logged[0]
+    return [data["train/loss"] for data in logged if "train/loss" in data]
+
+
 def test_sft_trainer_lowers_the_loss(first_run):
     """The quickstart's warm-up."""
-    lines = (first_run.output / "warmup.jsonl").read_text().splitlines()
-    logged = [json.loads(line)["data"] for line in lines]
-    assert all(isinstance(value, int | float) for data in logged for value in data.values()), logged[0]
-    losses = [data["train/loss"] for data in logged if "train/loss" in data]
+    losses = _losses(first_run.output / "warmup.jsonl")
     assert len(losses) == 80
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10]), losses
+
+
+@pytest.mark.long
+def test_sft_trainer_under_ray_has_the_losses_of_the_one_under_torchrun(first_run, tmp_path):
+    inputs = {"model": first_run.output / "model", "warmup_data": first_run.output / "data/warmup.parquet"}
+    command = warmup_command(vars(parse(["--warmup-steps", "3"])) | inputs | {"output": tmp_path})
+    command = [sys.executable, "-c", UNDER_RAY, *command[command.index("engine=epfsdp2") :]]
+    with ProcessTree() as tree:
+        own = {"VERL_FILE_LOGGER_PATH": str(tmp_path / "sft.jsonl"), "RAY_TMPDIR": str(tree.folder)}
+        status = tree.run(command, tree.environment() | own, tmp_path / "sft.log", lambda: None)
+    assert status == 0, (tmp_path / "sft.log").read_text(errors="replace")[-3000:]
+    losses = _losses(tmp_path / "sft.jsonl")
+    assert losses == pytest.approx(_losses(first_run.output / "warmup.jsonl")[:3], rel=1e-6) and len(losses) == 3
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_updates_without_the_pass_for_old_log_probs_have_the_same_bits_and_metrics(tmp_path, world):
     folder = save_qwen3_moe(tmp_path)
     cases = [(folder, actor, {**engine, "ep": world}, nested) for actor, engine, nested in CASES]

@@ -1,4 +1,7 @@
-"""A weight sync that fails in a real run ends the run within a minute, with its cause, and leaves nothing behind."""
+"""A weight sync that fails in a real run ends the run within a minute, with its cause, and leaves nothing behind.
+
+``tests/rollout/vllm_workers/test_vllm_sync.py`` kills workers of a real vLLM in every run of the suite.
+"""
 
 import time
 
@@ -7,7 +10,7 @@ import pytest
 from epfsdp2.recipes.quickstart.model import write_model
 from tests.e2e.runs import EXTENSION, leftovers, overrides, running, unused
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 INJECTED = "a fault that the test injected"
 GONE = "the vLLM worker process died or was killed"
@@ -24,9 +27,9 @@ SLICED = ["engine.rollout_sync=sliced", "actor_rollout_ref.rollout.tensor_model_
     ("fault", "settings", "causes"),
     [
         ("worker killed", [*WHOLE, *ALONE], ("WeightSyncError", GONE)),
-        pytest.param("worker killed", WHOLE, ("WeightSyncError", GONE), marks=pytest.mark.long),
-        pytest.param("worker raises", SLICED, ("WeightSyncError", INJECTED), marks=pytest.mark.long),
-        pytest.param("trainer raises", WHOLE, (INJECTED,), marks=pytest.mark.long),
+        ("worker killed", WHOLE, ("WeightSyncError", GONE)),
+        ("worker raises", SLICED, ("WeightSyncError", INJECTED)),
+        ("trainer raises", WHOLE, (INJECTED,)),
     ],
     ids=["worker killed", "worker of two killed", "worker raises", "trainer raises"],
 )
@@ -51,7 +54,6 @@ def test_run_whose_sync_fails_ends_with_the_cause(tmp_path, monkeypatch, fault, 
     assert unused(leftovers() - before) == set()
 
 
-@pytest.mark.long
 def test_run_whose_rollout_does_not_start_ends_with_its_workers_exception(tmp_path):
     write_model(tmp_path / "model", seed=1)
     words = overrides(f"{EXTENSION}=no_such_module.Extension", "engine.rollout_sync=full", *ALONE)

@@ -40,4 +40,4 @@ def _compress(window: int, forward: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _repeat_last(times: int, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor, *[tensor[:, -1:]] * times], dim=1)
+    return torch.cat([tensor, tensor[:, -1:].repeat_interleave(times, dim=1)], dim=1)

@@ -6,9 +6,8 @@ They stay unchanged, and the tower's gradient on this rank is zero. Once per opt
 of them has images. If none has, no tower runs and its parameters have no gradient, as in one process.
 
 Nothing here depends on a family. It needs the method ``get_image_features``, which every transformers model with images
-has. Images are rows of patches with a grid (``pixel_values [patches, C]``, ``image_grid_thw``). Gemma 4
-pads them and says the places of patches (``pixel_values [images, patches, C]``, ``image_position_ids``). Videos have
-grids.
+has. Images are rows of patches with a grid (``pixel_values [patches, C]``, ``image_grid_thw``). Gemma 4 pads them and
+gives each patch its place (``pixel_values [images, patches, C]``, ``image_position_ids``). Videos have grids.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -145,10 +144,11 @@ class VisionTowerSync:
         vision = self._model.config.vision_config
         side = vision.pooling_kernel_size if self._has_places else vision.spatial_merge_size
         pixels = torch.zeros(side * side, self._widths[kind], device=device)
-        where = {grid_name: torch.tensor([[1, side, side]], device=device)}
         if self._has_places:
             place = torch.arange(side, device=device)
             pixels, where = pixels[None], {_PLACES: torch.cartesian_prod(place, place)[None]}
+        else:
+            where = {grid_name: torch.tensor([[1, side, side]], device=device)}
         computed = getattr(self._model, method)(pixels, **where, return_dict=True)
         features = tree_leaves((computed.pooler_output, getattr(computed, "deepstack_features", None)))
         return [each for each in features if isinstance(each, torch.Tensor)]

@@ -90,7 +90,7 @@ class PackedMask:
         self._made = dict[tuple[int, ...], torch.Tensor | None]()
         parts = _intersected(asked["mask_function"])
         own = [part for part in parts if part.__qualname__ != _PACKED]
-        # Others, of images' tokens, are by place in the row, also where transformers remaps places (5.24).
+        # Functions of images' tokens need places in the row. transformers 5.24 would give them places in a sequence.
         self._of_distances = all(part.__qualname__ in _OF_DISTANCES for part in own)
         self._asked = {**asked, "mask_function": own[0] if len(own) == 1 else and_masks(*own)}
         names = {part.__qualname__ for part in own}

@@ -63,7 +63,6 @@ from .compat.torch_sms import leave_sms
 from .dense.fuse import fuse_dense
 from .fsdp.activation_checkpoint import checkpoint_layers
 from .fsdp.compile import compile_dense_parts
-from .fsdp.compressors import use_every_compressor
 from .fsdp.fp32_modules import keep_input_dtype, run_under_autocast
 from .fsdp.options import ShardingOptions
 from .fsdp.single_rank import compute_with_shards, keep_gradients, reduce_in_place
@@ -73,6 +72,7 @@ from .model.layers import decoder_layers, layer_names
 from .moe.find import ExpertsInfo, check_etp, find_experts
 from .moe.forward import install_experts_forward
 from .moe.gemm.backends import choose_backend
+from .packing.compressors import use_every_compressor
 from .topology.expert_placement import check_experts_divide, model_parallel_placements
 from .topology.mesh import Meshes
 

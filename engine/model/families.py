@@ -32,10 +32,13 @@ IMAGES_UNSUPPORTED = {
 
 KEYS_BY_CACHE = frozenset(
     f"{family}Attention"
-    for family in ("AXK2", "DeepseekV32", "Dots3NoteText", "GlmMoeDsa", "HYV4", "HYV4VL", "MistralLarge4Text")
+    for family in (
+        *("AXK2", "DeepseekV32", "DeepseekV4", "Dots3NoteText", "Glm5NextText", "GlmMoeDsa", "HYV4", "HYV4VL"),
+        *("MiniMaxM3VL", "MistralLarge4Text"),
+    )
 )
 """Classes of sparse attention whose keys, and those of their indexers, all pass through transformers' cache, and whose
-indexers choose by a mask, not by positions."""
+indexers choose by a mask, or by the positions of queries."""
 
 _BAILING = "a module of your own (docs/new_family.md): of Ling's families transformers has bailing_hybrid alone"
 KNOWN_AS = {

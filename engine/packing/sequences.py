@@ -217,9 +217,12 @@ class PackedSequences:
 
     def _agreed_calls(self, device: torch.device) -> int:
         """Return the calls of each other mixer; equal on all ranks if FSDP gathers parts of it by calls."""
+        calls = len(self._own)
         if not self._gathers_by_calls or not dist.is_initialized():
-            return len(self._own)
-        most = torch.tensor(len(self._own), device=device)
+            return calls
+        if self._shared is not None and self._shared.spreads:
+            calls = max(calls, len(self._shared.pieces()))
+        most = torch.tensor(calls, device=device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most)
 
@@ -247,10 +250,11 @@ class PackedSequences:
             return forward(*args, **kwargs)
         if self._shared is None:
             return self._per_sequence(taken, forward, *args, **kwargs)
-        if self._shared.gathers_keys(module) and not self._gathers_by_calls:
+        if self._shared.gathers_keys(module):
             args, kwargs = tree_map(self._shared.to_slice, (args, kwargs))
             name = "cache" if "cache" in _parameters(module) else "past_key_values"
-            return _on_pieces(self._shared.pieces(), forward, args, kwargs, name)
+            count = self._calls if self._gathers_by_calls else 0
+            return _on_pieces(self._shared.pieces(count), forward, args, kwargs, name)
         spread = self._shared.spread(module, forward, self._gathers_by_calls)
         if spread is None:
             call = functools.partial(self._per_sequence, taken, forward)
@@ -258,7 +262,7 @@ class PackedSequences:
         outputs = [spread(*args, **kwargs)]
         while self._gathers_by_calls and not taken and len(outputs) < self._calls:
             outputs.append(_call_on(Piece((0, 1), (0, 1)), 0, forward, args, kwargs))  # as in ``_per_sequence``
-        return outputs[0] if len(outputs) == 1 else _joined(outputs, [True] + [False] * (len(outputs) - 1))
+        return outputs[0] if len(outputs) == 1 else _joined(outputs, [(0, 1)] + [None] * (len(outputs) - 1))
 
     def _per_sequence(self, taken: Sequence[str], forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         length, tokens = self._places[-1][1], _hidden(args, kwargs).shape[1]
@@ -308,7 +312,7 @@ def _on_pieces(pieces: Sequence[Piece], forward: Callable[..., Any], args: Any, 
     for number, piece in enumerate(pieces):
         given = {**kwargs, cache: piece.keys} if cache else kwargs
         outputs.append(_call_on(piece, number, forward, args, given))
-    return _joined(outputs, [piece.real for piece in pieces])
+    return _joined(outputs, [piece.place if piece.real else None for piece in pieces])
 
 
 def _call_on(piece: Piece, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -334,19 +338,23 @@ def _of_piece(piece: Piece, number: int, length: int, value: Any) -> Any:
     if value.shape == (length, length):  # distances between tokens
         return value[start:end, start:end]
     if value.dim() > 1 and value.shape[1] == length:
-        return value[:, start:end]
-    return value[..., start:end] if value.dim() == 3 and value.shape[2] == length else value  # rows of positions
+        value = value[:, start:end]
+    elif value.dim() == 3 and value.shape[2] == length:  # rows of positions
+        value = value[..., start:end]
+    # A token that is not of the sequence takes the position of its first one.
+    return value if piece.real or value.dtype != torch.int64 else torch.zeros_like(value)
 
 
-def _joined(outputs: Sequence[Any], kept: Sequence[bool]) -> Any:
-    """Join the outputs of all calls into one row; outputs that are not ``kept`` are multiplied by zero."""
+def _joined(outputs: Sequence[Any], places: Sequence[Span | None]) -> Any:
+    """Join the outputs of all calls into one row, by their places; outputs without one are multiplied by zero."""
     if isinstance(outputs[0], tuple):
         main, *besides = zip(*outputs, strict=True)
         others = (None if all(part is None for part in parts) else _OfSequences(parts) for parts in besides)
-        return (_joined(main, kept), *others)
-    *before, last = itertools.compress(outputs, kept)
-    for output, is_kept in zip(outputs, kept, strict=True):
-        last = last if is_kept else last + 0.0 * output.sum()
+        return (_joined(main, places), *others)
+    placed = {place: output for output, place in zip(outputs, places, strict=True) if place is not None}
+    *before, last = (placed[place] for place in sorted(placed))
+    for output, place in zip(outputs, places, strict=True):
+        last = last + 0.0 * output.sum() if place is None else last
     return torch.cat([*before, last], dim=1)
 
 

@@ -7,8 +7,8 @@ ranks by their lengths, by the same rule. All-to-alls before and after the mixer
 
 If a rank would get much more than its share (one long sequence), the ranks split heads instead (``head_parts.py``). A
 short convolution computes the slice, with the few tokens before it from other ranks. Sparse attention computes the
-slice's queries, with the latents and the indexer's keys of all ranks. All other mixers compute a long sequence on one
-rank.
+slice's queries, with all ranks' latents, keys of the indexer and inputs of compressors. All other mixers compute a long
+sequence on one rank.
 
 Shapes: ``S`` tokens of the whole row, ``s = S / sp`` of this rank, ``n`` of the sequences assigned to this rank.
 """
@@ -29,7 +29,7 @@ from .attention import Span
 from .exchange import Exchange, gather, to_heads, to_tokens
 from .head_parts import HeadParts, head_parts_of
 
-__all__ = ["Piece", "SharedMixers", "assign", "kernel_argument"]
+__all__ = ["Piece", "SharedKeys", "SharedMixers", "assign", "kernel_argument"]
 
 _UNBALANCED = 1.25  # the largest load of a rank, in equal shares, up to which ranks get whole sequences
 
@@ -50,20 +50,58 @@ def kernel_argument(name: str, spans: Sequence[Span]) -> torch.Tensor:
     return ends if name == "cu_seq_lens_q" else numbers[None].int()
 
 
-class _Keys:
-    """Gathers the keys of a sequence in place of transformers' cache; ``tokens`` has each rank's number of tokens."""
+class SharedKeys:
+    """Gathers the keys of a sequence in place of transformers' cache; ``tokens`` has each rank's number of tokens.
+
+    It is also the ``layers`` of the cache, and each of them.
+    """
 
     def __init__(self, group: dist.ProcessGroup, tokens: list[int]):
         self._group, self._tokens, self._own = group, tokens, tokens[dist.get_rank(group)]
+        self.length, self._seen = sum(tokens), sum(tokens[: dist.get_rank(group) + 1])
+        self.window = 1  # tokens that a compressor makes one key of
+
+    @property
+    def layers(self) -> "SharedKeys":
+        return self
+
+    def __getitem__(self, layer: int) -> "SharedKeys":
+        return self
 
     def update(self, first: torch.Tensor, second: torch.Tensor, *_: Any, **__: Any) -> Sequence[torch.Tensor]:
-        """Return the sequence's latents and rotary keys, ``[1, H, n, D]``; before transformers 5.19 keys and values."""
-        both = torch.cat([first, second], dim=-1)[..., : self._own, :]
-        return gather(self._group, both, self._tokens).split([first.shape[-1], second.shape[-1]], dim=-1)
+        """Return the sequence's keys and values, or latents and rotary keys, ``[1, H, n, D]``."""
+        if first is second:
+            self.keys = values = self.update_index(first)
+        else:
+            both = self.update_index(torch.cat([first, second], dim=-1))
+            self.keys, values = both.split([first.shape[-1], second.shape[-1]], dim=-1)
+        return self.keys, values
 
-    def update_indexer(self, keys: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Return the sequence's keys of an indexer, ``[1, n, D]``."""
-        return gather(self._group, keys[:, : self._own], self._tokens)
+    def get_seq_length(self) -> int:
+        """Return the number of tokens up to the last query; at least that of one call's."""
+        return max(1, self._seen)
+
+    def update_index(self, keys: torch.Tensor, *_: Any) -> torch.Tensor:
+        """Return the sequence's keys ``[..., n, D]``."""
+        return gather(self._group, keys[..., : self._own, :], self._tokens)
+
+    update_indexer = update_index
+
+    def store_compression_weights(
+        self, name: str, keys: torch.Tensor, gates: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Return the keys and gates of the sequence's whole windows, ``[1, n, D]`` each, and the first one's place."""
+        keys, gates = self.update_index(torch.cat([keys, gates], dim=-1)).chunk(2, dim=-1)
+        whole = self.length // self.window * self.window
+        return keys[:, :whole], gates[:, :whole], 0
+
+    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
+        """Return that there is no window before the first."""
+        return None, None
+
+    def update_compressor_states(self, name: str, keys: torch.Tensor) -> torch.Tensor:
+        """Return the compressed keys, which are those of the sequence already."""
+        return keys
 
 
 @dataclass(frozen=True)
@@ -81,7 +119,7 @@ class Piece:
     place: Span
     span: Span
     queries: Span | None = None
-    keys: _Keys | None = None
+    keys: SharedKeys | None = None
     real: bool = True
 
 
@@ -149,22 +187,31 @@ class SharedMixers:
 
     def gathers_keys(self, module: nn.Module) -> bool:
         """Whether an attention computes pieces of sequences in the current row, and gathers their keys."""
-        return not self._whole and self._is_unbalanced and _keeps_keys(module)
+        return self.spreads and _keeps_keys(module)
 
-    def pieces(self) -> list[Piece]:
-        """Return the pieces of this rank's slice, and of sequences that other ranks share, in the order of the row."""
+    @property
+    def spreads(self) -> bool:
+        """Whether ranks share single sequences of the current row."""
+        return not self._whole and self._is_unbalanced
+
+    def pieces(self, count: int = 0) -> list[Piece]:
+        """Return the pieces of this rank's slice, and of sequences that other ranks share.
+
+        Those with keys come first, on all ranks in one order. Calls without effect follow up to ``count`` pieces.
+        """
         first, found = self.rank * self._slice, []
         slices = [(i * self._slice, (i + 1) * self._slice) for i in range(self.size)]
         for start, end in self._spans:
             keys = None
             if start // self._slice != (end - 1) // self._slice:
-                keys = _Keys(self.group, [max(0, min(end, after) - max(start, at)) for at, after in slices])
+                keys = SharedKeys(self.group, [max(0, min(end, after) - max(start, at)) for at, after in slices])
             low, high = max(start, first), min(end, first + self._slice)
             if low < high:
                 found.append(Piece((low - first, high - first), (start, end), (low, high), keys))
             elif keys is not None:
                 found.append(Piece((0, 1), (start, end), (start, start + 1), keys, real=False))
-        return found
+        found.sort(key=lambda piece: piece.keys is None)
+        return found + [Piece((0, 1), (0, 1), real=False)] * (count - len(found))
 
     def to_slice(self, value: Any) -> Any:
         """Return this rank's slice of a mixer's argument ``[1, S, ...]``, and other arguments as they are."""
@@ -176,7 +223,7 @@ class SharedMixers:
 
         With ``gathers_by_calls`` all ranks have to call parts of the module equally often.
         """
-        if self._whole or not self._is_unbalanced:
+        if not self.spreads:
             return None
         if (reach := _reach(module)) is not None:
             return None if gathers_by_calls else functools.partial(self._on_slice, forward, reach)
@@ -230,8 +277,10 @@ class SharedMixers:
 
 
 def _keeps_keys(module: nn.Module) -> bool:
-    """Whether an attention keeps all that its keys are made of in transformers' cache (from 5.12)."""
-    return type(module).__name__ in KEYS_BY_CACHE and hasattr(Cache, "update_indexer")
+    """Whether an attention keeps all that its keys are made of in transformers' cache; indexers do from 5.12."""
+    if type(module).__name__ not in KEYS_BY_CACHE:
+        return False
+    return hasattr(module, "compressor") or hasattr(Cache, "update_indexer")
 
 
 def _reach(module: nn.Module) -> int | None:

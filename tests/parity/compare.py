@@ -28,7 +28,7 @@ from epfsdp2.engine.topology.dtensor import local_pieces, local_tensor
 from epfsdp2.engine.topology.mesh import Meshes, Topology, build_meshes
 from tests.parity import families
 from tests.parity.float64 import float64
-from tests.support.models.tiny import VOCAB
+from tests.support.models.tiny import VOCAB, relative_error
 
 __all__ = ["BOUND", "WORLD", "Case", "Row", "cases", "compare", "fast_case", "packed_cases"]
 
@@ -245,10 +245,10 @@ def _compare(name: str, folder: Path, case: Case, reference: _Reference) -> Row:
         logits = (families.packed_logits if case.packed else families.logits)(model, _batch()[rows])
         families.loss(name, logits, _batch()[rows]).backward()
         grads = [("gradients", n, g, expected["gradients"].get(n)) for n, g in _gradients(model, expected["gradients"])]
-        found.append(("logits", f"of step {step}", _relative(logits.detach(), expected["logits"][rows])))
+        found.append(("logits", f"of step {step}", relative_error(logits.detach(), expected["logits"][rows])))
         found += _errors(grads, meshes)
         norm = clip_grad_norm_(model.parameters(), _CLIP, meshes)
-        found.append(("norm", f"of step {step}", _relative(norm, expected["norm"])))
+        found.append(("norm", f"of step {step}", relative_error(norm, expected["norm"])))
         optimizer.step()
         pairs = [("parameters", n, p, expected["parameters"][n]) for n, p in model.named_parameters()]
         for param_name, param in model.named_parameters():
@@ -296,10 +296,6 @@ def _errors(
         (quantity, name, error if ours is not None else float("inf"))
         for (quantity, name, ours, _), error in zip(pairs, errors.tolist(), strict=True)
     ]
-
-
-def _relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-12)).item()
 
 
 def _row(name: str, case: Case, found: list[tuple[str, str, float]]) -> Row:

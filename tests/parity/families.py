@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from epfsdp2.engine.fsdp.compressors import use_every_compressor
 from epfsdp2.engine.model.vision import VisionTowerSync
+from epfsdp2.engine.packing.compressors import use_every_compressor
 from tests.parity.family import (
     DBRX,
     DEEPSEEK,

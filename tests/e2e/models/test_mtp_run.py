@@ -15,10 +15,9 @@ from epfsdp2.recipes.quickstart.task import write_datasets
 from tests.e2e.models.small_families import settings
 from tests.e2e.runs import differences, finished, overrides
 from tests.rollout.served_families import SERVED
-from tests.support.models.mtp import save_with_mtp
+from tests.support.models.mtp import DRAFTS, save_with_mtp
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
-
+pytestmark = [pytest.mark.e2e, pytest.mark.long, DRAFTS]
 
 MTP = "actor_rollout_ref.model.mtp"
 RUNS = {

@@ -20,7 +20,7 @@ from epfsdp2.engine.lora.settings import LoraSettings
 from tests.parity.families import FAMILIES
 from tests.parity.family import HEADS, SCALED
 from tests.parity.float64 import float64
-from tests.support.models.tiny import reference_model, save_qwen3_moe
+from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import PADDED, of_this_rank, ppo_batch, ppo_samples, ppo_worker
 
@@ -39,10 +39,6 @@ def _wanted(logits, labels, temperature):
     scaled = logits / temperature[..., None]
     every = scaled.log_softmax(-1)
     return torch.stack((every.gather(-1, labels[..., None])[..., 0], -(every.exp() * every).sum(-1)), -1)
-
-
-def _error(found, wanted):
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12)).item()
 
 
 @pytest.mark.parametrize(
@@ -69,9 +65,9 @@ def test_head_in_parts_has_the_values_and_gradients_of_whole_logits(
         logits = hidden.to(dtype) @ weight.to(dtype).t()  # as the head rounds them
         logits = (logits + tensors[2] if has_bias else logits).double()
     assert found.dtype == torch.promote_types(dtype, torch.float32)
-    assert _error(found, _wanted(logits, labels, temperature.double())[:, : 1 + with_entropy]) < bound
+    assert relative_error(found, _wanted(logits, labels, temperature.double())[:, : 1 + with_entropy]) < bound
     for ours, theirs in zip(leaves, plain, strict=True):
-        assert ours.grad.dtype == dtype and _error(ours.grad, theirs.grad) < of_gradients
+        assert ours.grad.dtype == dtype and relative_error(ours.grad, theirs.grad) < of_gradients
 
 
 def test_head_on_a_gpu_adds_products_in_bfloat16_to_a_sum_in_float32_in_one_operator():
@@ -117,11 +113,11 @@ def _compare(plain):
     head.wanted = Wanted(labels, temperature, with_entropy=True)
     found = torch.stack(head.take(model(input_ids=ids, use_cache=False).logits), -1)
     (found * grad).sum().backward()
-    assert _error(found.detach(), wanted.detach()) < 1e-10
+    assert relative_error(found.detach(), wanted.detach()) < 1e-10
     gradients = {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
     assert gradients.keys() == {key for key, p in model.named_parameters() if p.grad is not None}
     for key, theirs in gradients.items():
-        assert _error(model.get_parameter(key).grad, theirs) < 1e-10, key
+        assert relative_error(model.get_parameter(key).grad, theirs) < 1e-10, key
     assert model(input_ids=ids, use_cache=False).logits.shape == (2, 7, plain.get_output_embeddings().out_features)
 
 

@@ -16,6 +16,7 @@ from epfsdp2.engine.preflight.features import check_images
 from tests.parity.families import FAMILIES
 from tests.parity.float64 import float64
 from tests.support.engine.sharded import whole_gradients, whole_parameters
+from tests.support.models.tiny import relative_error
 from tests.support.models.vlm import plain_vlm, save_vlm, vlm_batch, vlm_config, vlm_logits, vlm_samples
 from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import SAMPLES, of_this_rank, plain_ppo_loss, ppo_worker
@@ -41,10 +42,6 @@ IMAGES = {
 WITHOUT = {**IMAGES, "some have videos": (1, 6, 7), "all have videos": ()}
 GLM = (*IMAGES, "all have videos")
 VIDEOS = {"some have videos": (0, 2, 3, 9), "all have videos": range(SAMPLES)}  # numbers of the samples with a video
-
-
-def _relative(value, wanted):
-    return ((value - wanted).norm() / wanted.norm().clamp_min(1e-12)).item()
 
 
 def _plain_updates(folder, which, frozen):
@@ -100,13 +97,13 @@ def _updates(folder, cases, bound=RELATIVE):
                 if want is None:
                     assert seen[name] is None, (where, name)
                 else:
-                    assert _relative(seen[name], want) < bound, (where, name, _relative(seen[name], want))
+                    assert relative_error(seen[name], want) < bound, (where, name, relative_error(seen[name], want))
             if output is not None:
                 metrics = tu.get(output, "metrics")
                 assert abs(metrics["grad_norm"] / norm - 1) < bound, where
                 assert abs(metrics["loss"] - loss) < bound * (abs(loss) + 0.1), where
             for name, param in whole_parameters(worker.engine.module).items():
-                assert _relative(param, after[name]) < bound, (where, name)
+                assert relative_error(param, after[name]) < bound, (where, name)
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, len(calls))
         assert len(set(everyone)) == 1 and (everyone[0] > 0) == (which != "none has any"), (where, everyone)
@@ -143,7 +140,7 @@ def _in_bfloat16(folder):
     batch = vlm_batch(mine)
     tu.assign_non_tensor(batch, compute_loss=False)
     ours = _features(worker.engine.module, lambda: worker.infer_batch(batch))
-    assert 0 < _relative(ours, wanted) < 1.1 * _relative(rounded, wanted), (ours, rounded)
+    assert 0 < relative_error(ours, wanted) < 1.1 * relative_error(rounded, wanted), (ours, rounded)
 
 
 def _refuses_on_all_ranks(name):

@@ -26,7 +26,7 @@ from epfsdp2.engine.topology.dtensor import local_ranges, local_tensor
 from epfsdp2.engine.topology.mesh import Topology, build_meshes
 from tests.support.engine.muon import CONFIGS, muon_model, stepped_by_torch
 from tests.support.engine.sharded import sharded_model, whole_parameters, whole_tensors
-from tests.support.models.tiny import VOCAB, reference_model, save_qwen3, save_qwen3_moe, token_loss
+from tests.support.models.tiny import VOCAB, reference_model, relative_error, save_qwen3, save_qwen3_moe, token_loss
 from tests.support.ranks import each_case, run_ranks
 
 WORLD = 4
@@ -79,10 +79,6 @@ def _gradient(name, shape, step):
     return torch.randn(shape, generator=generator) * torch.linspace(0.1, 2, shape[-2]).unsqueeze(-1)
 
 
-def _relative(value, reference):
-    return ((value - reference).norm() / reference.norm().clamp_min(1e-12)).item()
-
-
 def _equals_torch(family, cases, options, lora=None):
     config = CONFIGS[family]()
     reference = _reference(config, lora)
@@ -105,7 +101,7 @@ def _equals_torch(family, cases, options, lora=None):
             for name, got in whole_tensors(params).items():
                 where = (family, ep, fsdp_size, sharding, name)
                 moved, should = got - weights[name], wanted[name] - weights[name]
-                assert _relative(moved, should) < RELATIVE, (where, _relative(moved, should))
+                assert relative_error(moved, should) < RELATIVE, (where, relative_error(moved, should))
 
 
 def _each_equals_torch(cases):
@@ -144,11 +140,11 @@ def _trains_like_the_reference(folder, cases):
             token_loss(model, ids[2 * rank : 2 * rank + 2]).backward()
             optimizer.step()
         for name, param in whole_parameters(model).items():
-            assert _relative(param, wanted[name].detach()) < RELATIVE, (ep, fsdp_size, options, name)
+            assert relative_error(param, wanted[name].detach()) < RELATIVE, (ep, fsdp_size, options, name)
         for name, state in optimizer.state_dict()["state"].items():
             assert ("momentum_buffer" in state) == (momentum[name] is not None), name
             if momentum[name] is not None:
-                assert _relative(state["momentum_buffer"].full_tensor(), momentum[name]) < RELATIVE, (ep, name)
+                assert relative_error(state["momentum_buffer"].full_tensor(), momentum[name]) < RELATIVE, (ep, name)
 
 
 def _muon_and_adamw(model):
@@ -251,7 +247,7 @@ def _bfloat16_is_sent():
     for name in muon_parameters(reference):
         moved, should = after[name] - before[name], plain[name] - before[name]
         # The roundings are the same, except for the order of sums in a batch of another size.
-        assert _relative(moved, should.detach()) < 2**-8, name
+        assert relative_error(moved, should.detach()) < 2**-8, name
 
 
 def _each_sends(checks):

@@ -13,6 +13,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.packing import sequences, shared_mixers
+from epfsdp2.engine.packing.compressors import use_every_compressor
 from epfsdp2.engine.packing.head_parts import head_parts_of
 from epfsdp2.engine.packing.sequences import PackedSequences, find_mixers
 from epfsdp2.engine.packing.shared_mixers import _reach, assign
@@ -29,6 +30,7 @@ UNEVEN = LENGTHS
 LONG = (32,)  # on one rank, or over heads
 MOSTLY_ONE = (3, 1, 26, 2)  # over heads, of several sequences
 TWO_LONG = (21, 9, 2)  # on four ranks, each has tokens of one of them
+ONE_QUERY = (7, 25)  # on four ranks, the first has one token of the second sequence
 FEW = (4, 2)  # slices shorter than the convolution's reach, on four ranks with two tokens of padding
 
 
@@ -85,7 +87,7 @@ def _compare(cases):
 @pytest.mark.parametrize("world", [2, 4])
 def test_shared_mixer_of_every_family_equals_the_plain_model(world):
     rows = [(UNEVEN, "none"), (LONG, "full"), (MOSTLY_ONE, "selective"), ((*FEW, 2), "selective")]
-    rows.append((TWO_LONG, "full"))
+    rows += [(TWO_LONG, "full"), (ONE_QUERY, "none")]
     run_ranks(_compare, world, [(name, *row) for name in sorted(BY_SEQUENCES) for row in rows], timeout=900)
 
 
@@ -108,8 +110,8 @@ def _gathered_keys():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequences, "attention_modules", lambda model: {})
         patch.setattr(shared_mixers, "_keeps_keys", lambda module: True)
-        real, gathered = shared_mixers._Keys.update, []
-        patch.setattr(shared_mixers._Keys, "update", lambda *args, **kw: gathered.append(1) or real(*args, **kw))
+        real, gathered = shared_mixers.SharedKeys.update, []
+        patch.setattr(shared_mixers.SharedKeys, "update", lambda *args, **kw: gathered.append(1) or real(*args, **kw))
         for lengths, how in ((LONG, "none"), (MOSTLY_ONE, "full"), (TWO_LONG, "selective")):
             wanted = one_by_one(_model("deepseek_v3"), lengths)
             found = errors(_model("deepseek_v3"), dist.group.WORLD, wanted, lengths, checkpointing=how)
@@ -120,7 +122,8 @@ def _gathered_keys():
 # Each kind of mixer over heads or slices, and by whole sequences; chosen and compressed keys.
 KINDS = [(name, MOSTLY_ONE, "none") for name in ("bailing_hybrid", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next")]
 KINDS += [("jamba", MOSTLY_ONE, "full"), ("jamba", UNEVEN, "selective"), ("lfm2_moe", LONG, "full")]
-KINDS += [("glm_moe_dsa", UNEVEN, "full"), ("glm_moe_dsa", LONG, "none"), ("deepseek_v4", UNEVEN, "none")]
+KINDS += [("glm_moe_dsa", UNEVEN, "full"), ("glm_moe_dsa", LONG, "none")]
+KINDS += [("deepseek_v4", UNEVEN, "none"), ("deepseek_v4", MOSTLY_ONE, "selective")]
 
 
 def _on_two_ranks():
@@ -153,18 +156,20 @@ def test_shared_mixer_that_does_not_divide_or_has_adapters_without_a_call_is_not
     assert head_parts_of(mixer, 2) is None
 
 
-def _uneven(name):
+def _uneven(name, rows, units):
     """Mixers and parts of them are FSDP units, like norms kept in float32: each call is a collective."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    mine, rows = dist.get_rank() // 2, (UNEVEN, LONG)  # each rank two sequences, and one over heads
+    mine = dist.get_rank() // 2
     wanted = [one_by_one(_model(name), lengths)[1] for lengths in rows]
     model, (ids, targets) = _model(name), row(rows[mine])
     sequences = PackedSequences(model)
     SequenceParallel(model, groups[mine], sequences)
-    assert ": whole sequences by rank, a long one over its heads" in sequences.line()
+    way = "by slices" if name in KEEP_KEYS else "over its heads"
+    assert f": whole sequences by rank, a long one {way}" in sequences.line()
+    use_every_compressor(model)
     for mixer in sequences._mixers.others.values():
-        for unit in (mixer.norm, mixer.out_proj, mixer):
-            fully_shard(unit)
+        for unit in units:
+            fully_shard(mixer.get_submodule(unit))
     for layer in layer_names(model):
         fully_shard(model.get_submodule(layer))
     fully_shard(model)
@@ -177,19 +182,29 @@ def _uneven(name):
             assert not both or relative_error(param.grad.full_tensor(), sum(both)) < EXACT, fqn
 
 
+# Attention whose keys pass through a cache: parts that may be FSDP units.
+KEEP_KEYS = {"deepseek_v4": ("compressor.kv_norm", "q_a_norm", "")}
 # On more ranks than sequences.
 MANY = [("lfm2_moe", (*FEW, 2), "selective"), ("qwen3_next", UNEVEN, "selective"), ("qwen3_next", LONG, "none")]
 
 
 def _on_four_ranks(name, cases):
     _compare(cases)
+    if name in KEEP_KEYS:
+        with float64():
+            _uneven(name, (TWO_LONG, MOSTLY_ONE), KEEP_KEYS[name])
+        return
     _gathered_keys()
-    _uneven(name)
+    _uneven(name, (UNEVEN, LONG), ("norm", "out_proj", ""))  # each rank two sequences, and one over heads
 
 
 @pytest.mark.parametrize(
     ("name", "cases"),
-    [("qwen3_next", MANY), *(pytest.param(n, [], marks=pytest.mark.long) for n in ("minimax", "nemotron_h"))],
+    [
+        ("qwen3_next", MANY),
+        ("deepseek_v4", [("deepseek_v4", ONE_QUERY, "full")]),
+        *(pytest.param(n, [], marks=pytest.mark.long) for n in ("minimax", "nemotron_h")),
+    ],
 )
 def test_shared_mixer_of_unequal_rows_on_ranks_makes_the_same_collectives(name, cases):
     run_ranks(_on_four_ranks, 4, name, cases)

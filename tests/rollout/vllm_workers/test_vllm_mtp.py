@@ -17,12 +17,11 @@ from epfsdp2.rollout.sent_tensors import tensor_specs
 from epfsdp2.rollout.servers import planned_layout
 from tests.rollout.served_families import SERVED
 from tests.support.engine.sharded import sharded_model
-from tests.support.models.mtp import is_beside, save_with_mtp
+from tests.support.models.mtp import DRAFTS, is_beside, save_with_mtp
 from tests.support.ranks import run_ranks
 from tests.support.rollout.verls_transport import send
 
-pytestmark = pytest.mark.e2e
-
+pytestmark = [pytest.mark.e2e, DRAFTS]
 
 _EXTEND = partial(add_mtp_layers, count=1, dtype=torch.float32)
 _IN_DECODER = ("model.layers.2.eh_proj", "model.layers.2.mtp_block.input_layernorm")

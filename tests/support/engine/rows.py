@@ -5,10 +5,10 @@ import torch.distributed as dist
 from torch import nn
 
 from epfsdp2.engine.fsdp.activation_checkpoint import checkpoint_layers
-from epfsdp2.engine.fsdp.compressors import use_every_compressor
 from epfsdp2.engine.fsdp.ulysses import SequenceParallel
 from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.model.vision import VisionTowerSync
+from epfsdp2.engine.packing.compressors import use_every_compressor
 from epfsdp2.engine.packing.sequences import PackedSequences
 from tests.parity.families import EVERY
 from tests.support.models.tiny import VOCAB, relative_error

@@ -170,4 +170,6 @@ def adam(params) -> torch.optim.Optimizer:
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value - reference).norm() / reference.norm().clamp_min(1e-12)).item()
+    """Return the norm of the difference by that of the reference; infinity, which no bound allows, for not-a-number."""
+    value, reference = value.double(), reference.double()
+    return ((value - reference).norm() / reference.norm().clamp_min(1e-12)).nan_to_num(nan=torch.inf).item()

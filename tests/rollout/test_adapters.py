@@ -102,7 +102,7 @@ def _base_and_adapters(folder, targets, adapters, handles, mode, tp):
     ids=["sliced-1", "full-2", "sliced-2", "sliced-2-dense"],
 )
 def test_adapters_alone_equal_those_that_vllm_loads_from_a_file(start_engine, checkpoints, tmp_path, mode, tp, targets):
-    if targets == ATTENTION and versions.vllm_in(">=0.32"):
+    if targets == ATTENTION and versions.vllm_in(">=0.29"):
         pytest.skip("with adapters its CPU build chooses Triton's experts, which it lacks")
     served, trained = (Path(each.path) for each in checkpoints[:2])
     if targets == LINEARS:

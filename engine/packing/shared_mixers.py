@@ -78,7 +78,7 @@ class SharedKeys:
         return self.keys, values
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens up to the last query; at least that of one call's."""
+        """Return the number of tokens up to this rank's last query, at least one."""
         return max(1, self._seen)
 
     def update_index(self, keys: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -278,7 +278,7 @@ class SharedMixers:
 
 def _keeps_keys(module: nn.Module) -> bool:
     """Whether an attention keeps all that its keys are made of in transformers' cache; indexers do from 5.12."""
-    if type(module).__name__ not in KEYS_BY_CACHE:
+    if KEYS_BY_CACHE.isdisjoint(each.__name__ for each in type(module).__mro__):
         return False
     return hasattr(module, "compressor") or hasattr(Cache, "update_indexer")
 

@@ -5,13 +5,14 @@ import torch
 from torch.nn import functional as F
 
 from epfsdp2.engine.dense.products import replace_products
-from tests.support.moe.interpreter import drawn, interpreted_kernels
+from tests.support.moe.interpreter import drawn, integers, interpreted_kernels
 from tests.support.ranks import run_ranks
 
 
 def _check():
-    x, weight, bias, grad = drawn(40, 24), drawn(20, 24, seed=1), drawn(20, seed=2), drawn(40, 20, seed=3)
-    batches, other = drawn(3, 40, 24, seed=4), drawn(3, 24, 5, seed=5)
+    # Exact sums: interpreted, a tile is a product of the processor's library, which sums by the tile's shape.
+    x, weight, bias, grad = integers(40, 24), integers(20, 24, seed=1), integers(20, seed=2), drawn(40, 20, seed=3)
+    batches, other = integers(3, 40, 24, seed=4), integers(3, 24, 5, seed=5)
     wanted = F.linear(x.double(), weight.double(), bias.double())
     wanted_batches = torch.bmm(batches.double(), other.double())
     wanted_grads = grad.double() @ weight.double(), grad.double().t() @ x.double()

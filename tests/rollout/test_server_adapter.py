@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import glob
+import importlib
 import inspect
 import itertools
 import os
@@ -73,6 +74,7 @@ def test_send_weights_to_a_silent_worker_times_out(handle, buckets):
     weights = Weights()
     if buckets:
         receive(handle, buckets)
+    importlib.import_module("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")  # seconds, at the first send
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=rf"rank 5 after {buckets} tensors .*within 1 s") as caught:
         send(handle, weights)

@@ -209,9 +209,10 @@ class Run:
             return
         saved, grace = self._root / "latest_checkpointed_iteration.txt", self._options.grace_seconds
         self._notice.touch()
-        is_saved = saved.is_file() and saved.stat().st_mtime > self._sigterm
-        if is_saved or time.time() > self._sigterm + grace:
-            _say(f"step {saved.read_text()} is saved in {self._root}" if is_saved else f"no save within {grace:g} s")
+        # verl empties the file before it writes the step.
+        step = saved.read_text() if saved.is_file() and saved.stat().st_mtime > self._sigterm else ""
+        if step or time.time() > self._sigterm + grace:
+            _say(f"step {step} is saved in {self._root}" if step else f"no save within {grace:g} s")
             self._notice.unlink(missing_ok=True)
             raise Interrupted(signal.SIGTERM)
 

@@ -17,6 +17,7 @@ ORDER = (
     "packed_sequences",
     "positions",
     "windows",
+    "indexer_replay",
     "router_losses",
     "router_replay",
     "shared_experts",

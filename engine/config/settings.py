@@ -234,6 +234,9 @@ class EngineSettings:
     router_replay: Any = setting(lambda: SimpleNamespace(mode="disabled", record_file=None, replay_file=None), REPLAY)
     """Route an update's tokens as before: disabled; R2, as for the old log-probs; R3, as in the rollout, for log-probs
     and update, with actor_rollout_ref.rollout.enable_rollout_routing_replay=True"""
+    indexer_replay: bool = setting(False, FLAG)
+    """Attend in an update to the keys that sparse attention's indexers chose for the old log-probs. A sequence of n
+    tokens then has n * n / 8 bytes for each indexer in the batch"""
     mismatch_warning: float = setting(0.02, _DIFFERENCE)
     """Print a line when probabilities of rollout and trainer differ by more in the mean, and whenever this doubles;
     needs rollout.calculate_log_probs. 0: never. recipes.mismatch finds the cause"""

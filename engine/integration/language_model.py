@@ -17,11 +17,12 @@ from ..head.causal_head import CausalHead, Wanted, why_whole_logits
 from ..moe.router.replay import RouterReplay
 from ..mtp.draft_loss import DraftLoss
 from ..mtp.layers import add_mtp_layers, policy_experts
-from ..preflight.features import check_replay
+from ..packing.indexer_replay import IndexerReplay
+from ..preflight.features import check_indexer_replay, check_replay
 from ..preflight.mtp import check_mtp
 from .building import print_lines
 from .engine import DEVICES, EPFSDP2Engine
-from .step_features import DraftTerm, MismatchWarning, OldLogProbs, ReplayedRoutes, StepFeature
+from .step_features import DraftTerm, MismatchWarning, OldLogProbs, ReplayedKeys, ReplayedRoutes, StepFeature
 
 __all__ = ["EPFSDP2EngineWithLMHead"]
 
@@ -43,6 +44,11 @@ class EPFSDP2EngineWithLMHead(EPFSDP2Engine):
             replay = RouterReplay(module, experts, module.config.get_text_config().num_hidden_layers)
             mode, sp_group = config.router_replay.mode, self.ulysses_parallel_group
             self.router_features.append(ReplayedRoutes(replay, mode, self._is_reference, sp_group))
+        if config.indexer_replay and not config.forward_only:
+            check_indexer_replay(config, self.model_config, module)
+            assert self.packed is not None, "check_indexer_replay refuses rows that are not packed"
+            replayed = IndexerReplay(module, self.packed, self.ulysses_parallel_group)
+            self.router_features.append(ReplayedKeys(replayed, self._is_reference))
         return module
 
     @property

@@ -22,6 +22,7 @@ from ..moe.router.losses import RouterLosses
 from ..moe.router.replay import ReplayError, RouterReplay
 from ..mtp.draft_loss import DraftLoss
 from ..mtp.responses import drafted
+from ..packing.indexer_replay import IndexerReplay
 from ..planner.run import StepEstimate
 from .shims import TrainersMetric
 
@@ -30,6 +31,7 @@ __all__ = [
     "MismatchWarning",
     "OldLogProbs",
     "PlannedMemory",
+    "ReplayedKeys",
     "ReplayedRoutes",
     "RouterTerms",
     "StepFeature",
@@ -179,7 +181,7 @@ class ReplayedRoutes(StepFeature):
         self._is_reference, self._records = is_reference, False
 
     def begin_update(self) -> None:
-        self._replay.differing()  # drops the count of the forward that computed log-probs
+        self._replay.differing.take()  # drops the count of the forward that computed log-probs
 
     def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
         self._records = self._mode == "R2" and not torch.is_grad_enabled() and not self._is_reference()
@@ -211,8 +213,37 @@ class ReplayedRoutes(StepFeature):
 
     def metrics(self) -> Mapping[str, float]:
         # Summed over all ranks, because verl averages their metrics whatever their numbers of tokens.
-        differing = self._replay.differing(dist.group.WORLD)
+        differing = self._replay.differing.take(dist.group.WORLD)
         return {} if differing is None else {"router_replay_differing": differing}
+
+
+class ReplayedKeys(StepFeature):
+    """Attends to keys that indexers chose before (``packing/indexer_replay.py``); see also ``ReplayedRoutes``."""
+
+    def __init__(self, replay: IndexerReplay, is_reference: Callable[[], bool]):
+        self._replay, self._is_reference, self._records = replay, is_reference, False
+
+    def prepare_inputs(self, inputs: dict[str, Any], micro_batch: TensorDict) -> None:
+        ends = micro_batch["input_ids"].offsets().tolist()
+        spans = list(zip(ends[:-1], ends[1:], strict=True))
+        self._records = not torch.is_grad_enabled() and not self._is_reference()
+        if self._is_reference():
+            self._replay.stop()
+        elif self._records:
+            self._replay.record(spans)
+        elif (keys := micro_batch.get("indexer_keys", None)) is None:
+            raise ReplayError("engine.indexer_replay=True: compute_log_prob has left no indexer_keys in the batch.")
+        else:
+            self._replay.replay(dict(zip(spans, keys.unbind(), strict=True)))
+
+    def prepare_outputs(self, outputs: dict[str, Any], micro_batch: TensorDict) -> None:
+        if self._records:
+            keys = self._replay.recorded(micro_batch["input_ids"].device)
+            outputs["indexer_keys"] = torch.nested.as_nested_tensor(keys, layout=torch.jagged)
+
+    def metrics(self) -> Mapping[str, float]:
+        differing = self._replay.differing.take(dist.group.WORLD)
+        return {} if differing is None else {"indexer_replay_differing": differing}
 
 
 class OldLogProbs(StepFeature):

@@ -8,6 +8,7 @@ __all__ = [
     "IMAGES_UNSUPPORTED",
     "KEYS_BY_CACHE",
     "KNOWN_AS",
+    "LOOPING_INDEXERS",
     "NOT_CAUSAL",
     "ONE_TOKEN_FOR_BOTH",
     "PADDED_BY_EAGER_ALONE",
@@ -39,6 +40,9 @@ KEYS_BY_CACHE = frozenset(
 )
 """Classes of sparse attention whose keys, and those of their indexers, all pass through transformers' cache, and whose
 indexers choose by a mask, or by the positions of queries."""
+
+LOOPING_INDEXERS = frozenset({"Qwen4ExpTextQSAIndexer"})
+"""Indexers of sparse attention that choose keys for one query after the other."""
 
 _BAILING = "a module of your own (docs/new_family.md): of Ling's families transformers has bailing_hybrid alone"
 KNOWN_AS = {

@@ -130,6 +130,7 @@ class PackedSequences:
         self._spans: tuple[Span, ...] | None = None
         self._own: Sequence[Span] = ()  # spans in the row of the sequences that the other mixers get
         self._places: Sequence[Span] = ()  # their spans in the other mixers' input
+        self.piece: Piece | None = None  # that one of the other mixers computes now
         self._calls = 0  # of each of the other mixers in this forward
         self._shared: SharedMixers | None = None
         self._arguments: dict[str, torch.Tensor] = {}
@@ -254,14 +255,14 @@ class PackedSequences:
             args, kwargs = tree_map(self._shared.to_slice, (args, kwargs))
             name = "cache" if "cache" in _parameters(module) else "past_key_values"
             count = self._calls if self._gathers_by_calls else 0
-            return _on_pieces(self._shared.pieces(count), forward, args, kwargs, name)
+            return self._on_pieces(self._shared.pieces(count), forward, args, kwargs, name)
         spread = self._shared.spread(module, forward, self._gathers_by_calls)
         if spread is None:
             call = functools.partial(self._per_sequence, taken, forward)
             return self._shared.on_sequences(call, args, kwargs)
         outputs = [spread(*args, **kwargs)]
         while self._gathers_by_calls and not taken and len(outputs) < self._calls:
-            outputs.append(_call_on(Piece((0, 1), (0, 1)), 0, forward, args, kwargs))  # as in ``_per_sequence``
+            outputs.append(self._call_on(Piece((0, 1), (0, 1)), 0, forward, args, kwargs))  # as in ``_per_sequence``
         return outputs[0] if len(outputs) == 1 else _joined(outputs, [(0, 1)] + [None] * (len(outputs) - 1))
 
     def _per_sequence(self, taken: Sequence[str], forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +275,27 @@ class PackedSequences:
         pieces = [Piece(*spans) for spans in zip(self._places, self._own, strict=True)]
         first = Piece((0, 1), (self._own[0][0], self._own[0][0] + 1), real=False)
         pieces += [first] * (self._calls - len(pieces))
-        return _on_pieces(pieces, forward, args, kwargs)
+        return self._on_pieces(pieces, forward, args, kwargs)
+
+    def _on_pieces(
+        self, pieces: Sequence[Piece], forward: Callable[..., Any], args: Any, kwargs: Any, cache: str = ""
+    ) -> Any:
+        """Call a mixer's forward on each piece and join the outputs; pieces' keys are the argument named ``cache``."""
+        outputs = []
+        for number, piece in enumerate(pieces):
+            given = {**kwargs, cache: piece.keys} if cache else kwargs
+            outputs.append(self._call_on(piece, number, forward, args, given))
+        return _joined(outputs, [piece.place if piece.real else None for piece in pieces])
+
+    def _call_on(self, piece: Piece, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a mixer's forward on one piece, the ``number``-th of its calls."""
+        pick = functools.partial(_of_piece, piece, number, _hidden(args, kwargs).shape[1])
+        args, kwargs = tree_map(pick, (args, kwargs))
+        self.piece = piece
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.piece = None
 
 
 def lengths_taken(module: nn.Module) -> tuple[str, ...]:
@@ -304,22 +325,6 @@ class _OfSequences:
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-
-
-def _on_pieces(pieces: Sequence[Piece], forward: Callable[..., Any], args: Any, kwargs: Any, cache: str = "") -> Any:
-    """Call a mixer's forward on each piece and join the outputs; pieces' keys are the argument named ``cache``."""
-    outputs = []
-    for number, piece in enumerate(pieces):
-        given = {**kwargs, cache: piece.keys} if cache else kwargs
-        outputs.append(_call_on(piece, number, forward, args, given))
-    return _joined(outputs, [piece.place if piece.real else None for piece in pieces])
-
-
-def _call_on(piece: Piece, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a mixer's forward on one piece, the ``number``-th of its calls."""
-    pick = functools.partial(_of_piece, piece, number, _hidden(args, kwargs).shape[1])
-    args, kwargs = tree_map(pick, (args, kwargs))
-    return forward(*args, **kwargs)
 
 
 def _of_piece(piece: Piece, number: int, length: int, value: Any) -> Any:

@@ -22,7 +22,7 @@ from ..fsdp.ulysses import check_attention_splits
 from ..lora.adapters import Lora
 from ..lora.peft_files import check_dora, read_adapter
 from ..lora.settings import LoraSettings
-from ..model.families import PADDED_BY_EAGER_ALONE
+from ..model.families import LOOPING_INDEXERS, PADDED_BY_EAGER_ALONE
 from ..model.value_head import as_critic, value_head
 from ..model.vision import images_error, tower_parameters, why_not_images
 from ..moe.deepep import check_deepep
@@ -30,6 +30,7 @@ from ..moe.find import UnsupportedModelError, experts_by_layer, find_experts
 from ..moe.gemm.backends import REGISTERED
 from ..moe.router.losses import check_router_logits
 from ..mtp.layers import policy_experts
+from ..packing.indexer_replay import indexers_of
 from ..packing.sequences import why_not_packed
 from ..topology.mesh import Topology, check_sequence_size
 from .model import ModelFacts, check_expert_shards, facts_of
@@ -43,6 +44,7 @@ __all__ = [
     "check_dispatcher",
     "check_fused_kernels",
     "check_images",
+    "check_indexer_replay",
     "check_lora",
     "check_packing",
     "check_replay",
@@ -216,6 +218,22 @@ def check_sequence_parallel(
         check_attention_splits(facts.model, size)
     except UnsupportedModelError as error:
         raise SettingError(SEQUENCE, size, f"can't be with {facts.name}: {error}", f"{SEQUENCE}=1") from None
+
+
+def check_indexer_replay(engine: Any, model: Mapping[str, Any], module: Any) -> None:
+    """Check that indexers' keys can be replayed: rows are packed, and the model (None: not known) has indexers."""
+    setting = "engine.indexer_replay"
+    if not engine.indexer_replay:
+        return
+    if not model.get("use_remove_padding", True):
+        name = f"{ACTOR_MODEL}.use_remove_padding"
+        raise SettingError(name, False, f"keys are replayed along a packed row ({setting}=True).", f"{name}=True")
+    if module is None:
+        return
+    kinds = {type(indexer).__name__ for indexer in indexers_of(module).values()}
+    if not kinds or kinds & LOOPING_INDEXERS:
+        rule = f"{type(module).__name__} has no indexer that chooses the keys of all queries at once."
+        raise SettingError(setting, True, rule, f"{setting}=False")
 
 
 def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None) -> None:

@@ -30,6 +30,7 @@ def why_computed(engine: Any, actor: Any, run: Mapping[str, Any]) -> str:
         f"{_CORRECTION}.rollout_rs": run.get("rollout_rs"),
         "distillation.enabled": run.get("distillation"),
         "engine.router_replay.mode": replay if replay == "R2" else "",
+        "engine.indexer_replay": engine.indexer_replay,
         "rollout.nnodes": run.get("separate_nodes"),  # trainers that may compute with the weights of an earlier update
         "trainer.critic_warmup": run.get("critic_warmup"),
     }

@@ -38,6 +38,7 @@ __all__ = [
     "check_positions",
     "check_rollout",
     "check_rounding",
+    "check_keys",
     "check_routes",
     "check_sync",
     "max_model_len",
@@ -274,6 +275,20 @@ def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
         rule = "R2 replays what the old log-probs record, and in bypass mode nobody computes them."
         works = f"{_REPLAY}=R3 with {_ROUTES}=True, or algorithm.rollout_correction.bypass_mode=False"
         raise SettingError(_REPLAY, mode, rule, works)
+
+
+def check_keys(engine: Any, rollout: Mapping[str, Any]) -> None:
+    """Check that the trainer computes old log-probs, and keeps the keys that are recorded with them."""
+    if not engine.indexer_replay:
+        return
+    rule, works = "", "engine.indexer_replay=False"
+    if rollout.get("bypass_mode"):
+        rule = "old log-probs record the keys of indexers, and in bypass mode nobody computes them."
+        works = f"algorithm.rollout_correction.bypass_mode=False, or {works}"
+    elif rollout.get("use_v1") is False or rollout.get("separate_nodes") is not None:
+        rule = "of verl's trainers the v1 trainers alone keep the keys that old log-probs record."
+    if rule:
+        raise SettingError("engine.indexer_replay", True, rule, works)
 
 
 def check_algorithm(rollout: Mapping[str, Any]) -> None:

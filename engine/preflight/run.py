@@ -32,6 +32,7 @@ from .rollout import (
     check_adapters_alone,
     check_algorithm,
     check_distillation,
+    check_keys,
     check_positions,
     check_rollout,
     check_rounding,
@@ -75,6 +76,7 @@ def check_run(
     """
     check_versions(rollout.get("name"))
     check_algorithm(rollout)
+    check_keys(engine, rollout)
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
     check_bitwise(engine, model, rollout, None if facts is None else facts.model, device, param_dtype(engine))
@@ -89,6 +91,7 @@ def check_run(
     if facts is not None and facts.is_dense:
         check_alone(engine, facts, ACTOR_MODEL, critic)
     features.check_replay(engine, model, facts)
+    features.check_indexer_replay(engine, model, None if facts is None else facts.model)
     if facts is not None and facts.is_dense:
         engine = without_experts(engine, facts.model)
     check_adapters_alone(model, rollout, facts, device)

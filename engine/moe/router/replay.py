@@ -22,11 +22,33 @@ from ...wrap_forward import wrap_forward
 from ..find import ExpertsInfo, experts_by_layer
 from .override import MaximumRouting, RoutingMode, chooses_by_maximum
 
-__all__ = ["ReplayError", "RouterReplay"]
+__all__ = ["Differing", "ReplayError", "RouterReplay"]
 
 
 class ReplayError(RuntimeError):
     """Recorded routes can't be replayed."""
+
+
+class Differing:
+    """Counts the replayed choices that would now be others."""
+
+    def __init__(self) -> None:
+        self._counts: list[torch.Tensor] = []
+
+    def add(self, differs: torch.Tensor, among: torch.Tensor) -> None:
+        """Count choices; both are bool of one shape."""
+        self._counts.append(torch.stack([(differs & among).sum(), among.sum()]))
+
+    def take(self, group: dist.ProcessGroup | None = None) -> float | None:
+        """Return the share of the choices of a group's ranks, and reset it; None if there were none. Collective."""
+        if not self._counts:
+            return None
+        counts = torch.stack(self._counts).sum(0)
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        differing, replayed = counts.tolist()
+        self._counts.clear()
+        return differing / max(replayed, 1)
 
 
 @dataclass
@@ -52,7 +74,7 @@ class RouterReplay:
         self.num_layers = num_layers
         self._routes: torch.Tensor | None = None
         self._is_recording = False
-        self._differing: list[torch.Tensor] = []
+        self.differing = Differing()
         self._layers: dict[int, _Layer] = {}
         for index, info in experts_by_layer(experts, num_layers).items():
             self._layers[index] = layer = _Layer(index, info.fqn, info.num_experts)
@@ -107,20 +129,6 @@ class RouterReplay:
         """Let the router choose again."""
         self._is_recording, self._routes = False, None
 
-    def differing(self, group: dist.ProcessGroup | None = None) -> float | None:
-        """Return the share of routes of a group's ranks for which the router chose other experts, and reset it.
-
-        It counts all layers since the last call, without recomputations; None if nothing was replayed. Collective.
-        """
-        if not self._differing:
-            return None
-        counts = torch.stack(self._differing).sum(0)
-        if group is not None:
-            dist.all_reduce(counts, group=group)
-        differing, replayed = counts.tolist()
-        self._differing.clear()
-        return differing / max(replayed, 1)
-
     def _block(self, layer: _Layer, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._routes is None:
             return forward(*args, **kwargs)
@@ -154,8 +162,7 @@ class RouterReplay:
         if layer.is_counted:  # a recomputation
             return
         layer.is_counted = True
-        differs = is_route & ~_same_experts(native, wanted)
-        self._differing.append(torch.stack([differs.sum(), is_route.sum()]))
+        self.differing.add(~_same_experts(native, wanted), is_route)
 
 
 class _Replay(RoutingMode):

@@ -200,6 +200,22 @@ def test_router_replay_without_recorded_routes_is_refused(model):
         run("R2", bypass_mode=True)
 
 
+@pytest.mark.parametrize(
+    ("family", "rollout", "why"),
+    [
+        ("glm_moe_dsa", {}, None),
+        ("glm_moe_dsa", {"bypass_mode": True}, "in bypass mode nobody computes them"),
+        ("glm_moe_dsa", {"use_v1": False}, "v1 trainers alone"),
+        ("glm_moe_dsa", {"separate_nodes": 1}, "v1 trainers alone"),
+        ("qwen3_moe", {}, "Qwen3MoeForCausalLM has no indexer that"),
+    ],
+)
+def test_indexer_replay_without_indexers_or_recorded_keys_is_refused(tmp_path, family, rollout, why):
+    model = {"path": str(save(family, tmp_path)), "override_config": {"attn_implementation": "eager"}}
+    with refused("engine.indexer_replay", True, why) if why else contextlib.nullcontext():
+        check_run(engine(indexer_replay=True), 2, model, {"name": None} | rollout, device="cpu")
+
+
 def test_router_replay_of_unsuitable_models_or_rollouts_is_refused(tmp_path, model, installs, monkeypatch):
     (tmp_path / "one").mkdir()
     one = checkpoint(tmp_path / "one", "mixtral", num_hidden_layers=2, num_experts_per_tok=1)

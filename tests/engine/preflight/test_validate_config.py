@@ -240,6 +240,7 @@ def test_validate_config_of_one_update_per_batch_lets_the_actor_take_old_log_pro
         (f"{CORRECTION}.rollout_rs=token_k1", ""),
         ("distillation.enabled=True", ""),
         ("engine.router_replay.mode=R2", ""),
+        ("engine.indexer_replay=True", ""),
         ("rollout.nnodes=1", ""),
         ("trainer.critic_warmup=3", ""),
     ],

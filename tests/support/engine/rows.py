@@ -101,11 +101,15 @@ def own_slice(lengths, group):
     return slice(dist.get_rank(group) * each, (dist.get_rank(group) + 1) * each)
 
 
-def shared(model, group, lengths=LENGTHS, checkpointing="none"):
-    """Return this rank's logits, the sum of all ranks' gradients, and the ``PackedSequences``."""
+def shared(model, group, lengths=LENGTHS, checkpointing="none", attach=lambda *_: None):
+    """Return this rank's logits, the sum of all ranks' gradients, and the ``PackedSequences``.
+
+    ``attach`` gets the model and the ``PackedSequences`` before the model is wrapped for recomputation.
+    """
     (ids, targets), own, rows = row(lengths), own_slice(lengths, group), PackedSequences(model)
     SequenceParallel(model, group, rows)
     use_every_compressor(model)
+    attach(model, rows)
     checkpoint_layers([model.get_submodule(fqn) for fqn in layer_names(model)], (), 8, checkpointing)
     logits = packed(model, ids, own)
     loss(logits, targets[own]).backward()

@@ -76,7 +76,7 @@ def test_replay_of_every_family_takes_the_recorded_routes(name):
 
     replay.replay(routes)
     assert torch.equal(logits(), native)
-    assert replay.differing() == 0.0
+    assert replay.differing.take() == 0.0
 
     chosen = [layer for layer in layers if replay._layers[layer].is_replayed]
     assert chosen == (layers[1:] if name == "deepseek_v4" else layers)  # its first layer's experts go by the token
@@ -85,7 +85,7 @@ def test_replay_of_every_family_takes_the_recorded_routes(name):
     other = logits()
     assert other.isfinite().all() and not torch.equal(other, native)
     assert all(torch.equal(shifted[:, layer].long(), own) for layer, own in zip(layers, arriving, strict=True))
-    assert replay.differing() > 0.9
+    assert replay.differing.take() > 0.9
 
     # The router chooses for unrecorded rows: the first layer's ids are its own.
     half, first = ids.numel() // 2, layers.index(chosen[0])
@@ -198,8 +198,8 @@ def _sharded_replays(folder):
         for _ in range(2):  # micro-batches
             sharded.replay(own)
             token_loss(model.train(), ids[:, :tokens]).backward()
-        assert sharded.differing(dist.group.WORLD) == (4 + 1) / (2 * (9 + 5))
-        assert sharded.differing(dist.group.WORLD) is None
+        assert sharded.differing.take(dist.group.WORLD) == (4 + 1) / (2 * (9 + 5))
+        assert sharded.differing.take(dist.group.WORLD) is None
         model.zero_grad()
         sharded.replay(routes.view(2, 9, *routes.shape[1:])[rank])
         token_loss(model, ids).backward()

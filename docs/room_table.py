@@ -1,8 +1,8 @@
-"""Makes docs/architecture.md of the sources: the rooms in the order of their imports, and their sizes."""
+"""Makes docs/architecture.md of the sources: the rooms in the order of their imports."""
 
 import ast
 
-from tests.support.imports import PACKAGES, ROOMS, room_of, sources
+from tests.support.imports import PACKAGES, ROOMS, sources
 
 __all__ = ["architecture"]
 
@@ -23,26 +23,18 @@ rooms below it in the table.** `tests/test_walls.py` checks this, and these rule
 
 [tour.md](tour.md) follows an update and a weight sync through these rooms.
 
-| room | content | lines |
-|---|---|---|
+| room | content |
+|---|---|
 """
 
 
 def architecture() -> str:
-    """Return the page. Lines are rounded to hundreds, so that most changes leave it as it is."""
+    """Return the page."""
     files, rows = sources(), []
     for room in ROOMS:
-        inside = [path for path in files if room_of(path) == room]
         about = _about(files[room if room.endswith(".py") else f"{room}/__init__.py"])
-        lines = sum(len(files[path].splitlines()) for path in inside)
-        rows.append(f"| `{_shown(room)}` | {about} | {_hundreds(lines)} |")
-    total = sum(len(text.splitlines()) for text in files.values())
-    end = f"\n{len(files)} files in {len(ROOMS)} rooms, {_hundreds(total)} lines.\n"
-    return _HEAD + "\n".join(rows) + "\n" + end
-
-
-def _hundreds(lines: int) -> str:
-    return "under 100" if lines < 100 else f"{round(lines, -2):,}"
+        rows.append(f"| `{_shown(room)}` | {about} |")
+    return _HEAD + "\n".join(rows) + "\n"
 
 
 def _shown(room: str) -> str:

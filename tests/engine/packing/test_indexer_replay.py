@@ -1,6 +1,8 @@
 """Updates attend to the keys that indexers chose for the old log-probs."""
 
 import contextlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -157,3 +159,25 @@ def test_indexer_replay_of_scores_of_an_unknown_shape_names_the_indexer():
     replay.record([(0, 9)])
     with pytest.raises(ReplayError, match=rf"{name} chooses from scores \(9,\), not \[1, \(heads,\) queries, keys\]"):
         packed(model, row((9,))[0])
+
+
+_QUEUE = """
+import ray, torch, transfer_queue
+from tensordict import TensorDict
+
+ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+transfer_queue.init()
+rows = [torch.arange(length, dtype=torch.uint8) for length in (3, 0, 7)]
+fields = TensorDict({"indexer_keys": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, batch_size=3)
+transfer_queue.kv_batch_put(keys=["a", "b", "c"], partition_id="train", fields=fields)
+found = transfer_queue.kv_batch_get(keys=["c", "b", "a"], partition_id="train", select_fields=["indexer_keys"])
+print([row.tolist() for row in found["indexer_keys"].unbind()])
+ray.shutdown()
+"""
+
+
+@pytest.mark.long
+def test_keys_of_unequal_sequences_pass_through_the_queue_of_verls_trainer():
+    pytest.importorskip("transfer_queue")
+    done = subprocess.run([sys.executable, "-c", _QUEUE], capture_output=True, text=True, timeout=240)
+    assert "[[0, 1, 2, 3, 4, 5, 6], [], [0, 1, 2]]" in done.stdout, done.stderr

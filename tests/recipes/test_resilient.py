@@ -122,14 +122,14 @@ def test_resilient_run_that_hangs_on_a_lost_node_saves_by_the_living_ranks_and_c
 
     monkeypatch.setattr(cli, "living_nodes", lambda *_: [NODE])
     monkeypatch.setattr(cli, "answering", answering)
-    options = ("--lost-node-seconds", "0.2", "--save-on-failure", "--from-scratch")
+    options = ("--lost-node-seconds", "1", "--save-on-failure", "--from-scratch")
     run, tree = run_of(tmp_path, {"at_step": at_step}, options=options, ray_kwargs__ray_init__address="auto")
     threading.Thread(target=trainer, daemon=True).start()
     assert run.to_the_end() == 0
     assert (
         last >= 30
         and asked == [FOLDER]
-        and "has failed:\n    no answer from 10.0.0.1 for 0.2 s" in capsys.readouterr().err
+        and "has failed:\n    no answer from 10.0.0.1 for 1 s" in capsys.readouterr().err
     )
     callback = "++trainer.checkpoint_callback_class=epfsdp2.recipes.resilient.callback.SaveBeforeTheEnd"
     assert {callback, f'engine.survivors_folder="{tmp_path / FOLDER}"'} <= set(tree.attempts[0])

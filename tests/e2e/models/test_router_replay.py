@@ -1,4 +1,4 @@
-"""Router replay with a real rollout: the trainer uses the routes that were recorded while it generated.
+"""Router replay in real runs, of routes that the rollout or the pass for old log-probs recorded.
 
 The rollout is SGLang on its stack, and vLLM on the others.
 """
@@ -34,3 +34,10 @@ def test_router_replay_of_rollout_routes_brings_log_probs_together(tmp_path):
     assert replayed["actor/router_replay_differing"] > 0.02
     for metric in ("training/rollout_probs_diff_mean", "rollout_corr/k3_kl"):
         assert replayed[metric] < native[metric], (metric, native[metric], replayed[metric])
+
+
+@pytest.mark.parametrize("use_v1", [True, False])
+def test_routes_of_old_log_probs_reach_the_updates_of_a_batch(tmp_path, use_v1):
+    options = ["engine.router_replay.mode=R2", "actor_rollout_ref.actor.ppo_epochs=2", f"trainer.use_v1={use_v1}"]
+    steps = finished(tmp_path, 2, *SERVER, *overrides(*options)).steps()
+    assert all(step["actor/router_replay_differing"] > 0 for step in steps), steps

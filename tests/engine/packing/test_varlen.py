@@ -20,7 +20,7 @@ from epfsdp2.engine.model.layers import layer_names
 from epfsdp2.engine.packing import varlen
 from epfsdp2.engine.packing.attention import PackedAttention, PackedMask
 from epfsdp2.engine.packing.sequences import PackedSequences
-from tests.parity.families import ALL
+from tests.parity.families import ALL, EVERY
 from tests.support.engine.rows import LENGTHS, apart, gradients, packed, row
 from tests.support.engine.varlen_kernels import varlen_on_a_cpu
 from tests.support.models.tiny import relative_error
@@ -177,7 +177,7 @@ SIZES = {
     "mistral": {"head_dim": 16, "sliding_window": WINDOW},
     "gemma3": {"head_dim": 16, "sliding_window": WINDOW},
     "deepseek_v3": {"qk_nope_head_dim": 16},
-    "llama4": {"text_config": {**ALL["llama4"].sizes["text_config"], "head_dim": 16, "attention_chunk_size": WINDOW}},
+    "llama4": {"text_config": {**EVERY["llama4"].sizes["text_config"], "head_dim": 16, "attention_chunk_size": WINDOW}},
 }
 
 

@@ -48,7 +48,16 @@ SIZES = {
     "openai_privacy_filter": {"sliding_window": 5},
 }
 # Families that need float64 everywhere for errors below 1e-6 (hyper-connections, sinks), or at all.
-IN_FLOAT64 = ("deepseek_v4", "glm5_next", "hy_v4", "hy_v4_vl", "inkling2", "inkling2_loop", "mistral_large4")
+IN_FLOAT64 = (
+    "bailing_hybrid",
+    "deepseek_v4",
+    "glm5_next",
+    "hy_v4",
+    "hy_v4_vl",
+    "inkling2",
+    "inkling2_loop",
+    "mistral_large4",
+)
 IN_FLOAT64 += ("openai_privacy_filter",)
 LENGTHS = (11, 1, 14, 6)  # 32 tokens; slices of 2 and 4 ranks end within sequences
 

@@ -19,6 +19,7 @@ TESTED: dict[str, dict[str, str]] = {
     "next": {"torch": "2.13.0", "transformers": "5.12.1", "vllm": "0.29.0", "verl": "0.9.1", "ray": "2.60.0"},
     "latest": {"torch": "2.13.0", "transformers": "5.19.0", "vllm": "0.32.0", "verl": "0.9.1", "ray": "2.60.0"},
     "sglang": {"torch": "2.11.0", "transformers": "5.9.0", "sglang": "0.5.12", "verl": "0.9.1", "ray": "2.60.0"},
+    "sglang-next": {"torch": "2.13.0", "transformers": "5.12.1", "sglang": "0.5.20", "verl": "0.9.1", "ray": "2.60.0"},
 }
 
 # The oldest releases, as in pyproject.toml; Ray's is verl's. A newer release is refused only by a row below.

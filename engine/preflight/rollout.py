@@ -36,9 +36,9 @@ __all__ = [
     "check_algorithm",
     "check_distillation",
     "check_positions",
+    "check_recorded_keys",
     "check_rollout",
     "check_rounding",
-    "check_keys",
     "check_routes",
     "check_sync",
     "max_model_len",
@@ -277,7 +277,7 @@ def check_routes(engine: Any, rollout: Mapping[str, Any]) -> None:
         raise SettingError(_REPLAY, mode, rule, works)
 
 
-def check_keys(engine: Any, rollout: Mapping[str, Any]) -> None:
+def check_recorded_keys(engine: Any, rollout: Mapping[str, Any]) -> None:
     """Check that the trainer computes old log-probs, and keeps the keys that are recorded with them."""
     if not engine.indexer_replay:
         return

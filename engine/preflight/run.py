@@ -32,8 +32,8 @@ from .rollout import (
     check_adapters_alone,
     check_algorithm,
     check_distillation,
-    check_keys,
     check_positions,
+    check_recorded_keys,
     check_rollout,
     check_rounding,
     check_routes,
@@ -76,7 +76,7 @@ def check_run(
     """
     check_versions(rollout.get("name"))
     check_algorithm(rollout)
-    check_keys(engine, rollout)
+    check_recorded_keys(engine, rollout)
     check_routes(engine, rollout)
     facts = check_training(engine, n_gpus, model, checkpoint=checkpoint, optim=optim, device=device)
     check_bitwise(engine, model, rollout, None if facts is None else facts.model, device, param_dtype(engine))

@@ -28,6 +28,8 @@ from .shared_mixers import Piece
 
 __all__ = ["IndexerReplay", "indexers_of"]
 
+_UNSEEN = torch.finfo(torch.float16).min / 2  # above the score of a key that a mask of any dtype hides
+
 
 def indexers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the indexers of the policy's sparse attention, by FQN."""
@@ -110,7 +112,7 @@ class IndexerReplay:
         counted = number, piece.queries or piece.span
         if counted not in self._counted:  # else a recomputation
             self._counted.add(counted)
-            visible = by_head[:, :count] > torch.finfo(scores.dtype).min
+            visible = by_head[:, :count] > _UNSEEN
             differs = (wanted != _chosen(scores, ids)[:, :count]) & visible
             self.differing.add(differs.any(-1), visible.sum(-1) > ids.shape[-1])
         # DeepSeek-V4's indexer gets a single query twice (``compressors.py``).

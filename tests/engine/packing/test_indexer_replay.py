@@ -14,6 +14,7 @@ from epfsdp2.engine.model.layers import set_mtp
 from epfsdp2.engine.moe.router.replay import ReplayError
 from epfsdp2.engine.packing.indexer_replay import IndexerReplay, _pack, _unpack, indexers_of
 from epfsdp2.engine.packing.sequences import PackedSequences
+from epfsdp2.engine.packing.shared_mixers import Piece
 from tests.parity.families import ALL, CHOOSING, save
 from tests.parity.float64 import float64
 from tests.support.engine.rows import IN_FLOAT64, SIZES, errors, one_by_one, packed, row, shared
@@ -145,6 +146,19 @@ def test_indexer_replay_in_updates_takes_the_keys_of_the_log_probs(tmp_path):
 def test_bits_of_keys_are_those_that_were_packed(keys):
     chosen = torch.rand(2, 3, keys, generator=torch.Generator().manual_seed(0)) < 0.5
     assert _pack(chosen).shape == (2, 3, -(-keys // 8)) and torch.equal(_unpack(_pack(chosen), keys), chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_keys_that_a_query_does_not_see_are_no_choice(dtype):
+    model = _model("glm_moe_dsa")
+    replay, piece = IndexerReplay(model, PackedSequences(model)), Piece((0, 4), (0, 4))
+    scores = torch.ones(1, 4, 4).triu(1).mul(torch.finfo(dtype).min)
+    then, now = torch.tensor([[[0, 3], [0, 1], [0, 1], [0, 1]], [[0, 1], [0, 1], [0, 2], [0, 3]]])[:, None]
+    replay.record([piece.span])
+    replay._record(0, piece, scores, then)
+    replay.replay(dict(zip([piece.span], replay.recorded("cpu"), strict=True)))
+    found = replay._replay(0, piece, scores, now)
+    assert torch.equal(found.sort().values, then) and replay.differing.take() == 1.0  # of the last two queries
 
 
 def test_indexers_are_those_of_the_policy_and_not_of_its_drafts():

@@ -17,6 +17,7 @@ from epfsdp2.engine.moe.router.losses import RouterLosses
 from epfsdp2.engine.preflight.run import check_training
 from tests.parity.families import FAMILIES, save
 from tests.support.engine.lora import SETTINGS, adapt, stirred
+from tests.support.engine.sharded import whole_gradients
 from tests.support.models.tiny import reference_model, save_glm4_moe, save_qwen3_moe
 from tests.support.moe.router_formula import routers, watched_routers
 from tests.support.ranks import run_ranks
@@ -142,9 +143,8 @@ def _gradients(worker, batch):
     step = engine.clipped_step
 
     def keep(optimizer):
-        for name, p in engine.module.named_parameters():
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
-            seen[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+        for name, grad in whole_gradients(engine.module).items():
+            seen[name] = torch.zeros(engine.module.get_parameter(name).shape) if grad is None else grad.clone()
         return step(optimizer)
 
     engine.clipped_step = keep

@@ -310,7 +310,7 @@ KNOWN: dict[str, Family] = {
             mlp_layer_types=SPARSE_LAYERS,
             layer_types=_WINDOW,
             sliding_window=8,
-            num_sliding_attention_heads=8,
+            num_sliding_attention_heads=6,
             swiglu_limits=[None, None, 0.1],
             swiglu_limits_shared=[None, 0.2, 0.1],
         ),

@@ -28,7 +28,7 @@ WINDOWS = {
     "gpt_oss": {"sliding_window": 5},
     "mixtral": {"sliding_window": 5},
 }
-NOT_SPLIT = ("inkling2", "inkling2_loop")
+NOT_SPLIT = ("inkling2", "inkling2_loop", "step3p7")  # four ranks do not divide the heads of a tiny Step-3.7
 # BY_SEQUENCES are in test_shared_mixers.py.
 # The last is a classifier that sees both ways, without attention on transformers' interface that runs on a CPU.
 SPLIT = [name for name in ALL if name not in (*NOT_SPLIT, *BY_SEQUENCES, "openai_privacy_filter")]

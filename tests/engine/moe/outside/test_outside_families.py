@@ -37,7 +37,7 @@ def _run(block, hidden):
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("name", families.OUTSIDE)
 def test_outside_block_of_every_family_computes_what_the_familys_own_does(name, top_k):
-    family = families.ALL[name]
+    family = families.ALL.get(name) or families.EVERY[name]  # a block of Llama 4 runs in 5.24, the model does not
     text = family.sizes.get("text_config", family.sizes) | {"num_experts_per_tok": top_k}
     if "ffn_config" in text:
         norm = 1.0 if top_k > 1 else None  # a single weight that is normalised has a gradient of zero

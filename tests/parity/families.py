@@ -58,6 +58,7 @@ __all__ = [
     "save",
 ]
 
+_CLASSIFIER = {"num_labels": VOCAB, "dtype": "float64"}  # it magnifies float32's rounding
 _DENSE = {"intermediate_size": 40, "note": "dense"}
 # Granite 4's name of Mamba layers; every other name means attention.
 _MAMBA = transformers.GraniteMoeHybridConfig(num_hidden_layers=1).layer_types[0]
@@ -238,7 +239,7 @@ FAMILIES: dict[str, Family] = {
         chunk_size=8,
     ),
     "olmoe": of("Olmoe", intermediate_size=20, num_experts=8, num_experts_per_tok=2),
-    "openai_privacy_filter": of("OpenAIPrivacyFilter", "ForTokenClassification", **LOCAL, num_labels=VOCAB),
+    "openai_privacy_filter": of("OpenAIPrivacyFilter", "ForTokenClassification", **LOCAL, **_CLASSIFIER),
     "phimoe": of(
         "Phimoe",
         **LOCAL,
@@ -300,7 +301,6 @@ DENSE: dict[str, Family] = {
     "mistral": of("Mistral", **_DENSE, sliding_window=8),
 }
 EVERY = {**FAMILIES, **DENSE}
-# transformers 5.24 can't run Llama 4.
 ALL = {name: f for name, f in {**EVERY, **NEWER}.items() if name != "llama4" or fault_of_family(name) is None}
 # Families with experts outside transformers' interface in 5.9 or, DBRX and Step3p7, in 5.24.
 OUTSIDE = ("dbrx", "granitemoe", "granitemoehybrid", "granitemoeshared", "llama4", *{"step3p7"} & ALL.keys())

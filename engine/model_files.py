@@ -49,6 +49,7 @@ _LEFT_OUT = (
 )
 # Numbers of multi-token prediction layers, which transformers does not load.
 _PREDICTED = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+_NESTED = ("text_config", "mtp_config")  # parts of a config that may have the number; the latter in Inkling's
 
 
 def read_small_files(folder: Path) -> dict[str, bytes]:
@@ -113,7 +114,7 @@ def with_chat_template(files: Mapping[str, bytes], template: str) -> dict[str, b
 def predicted_layers(config: Path) -> int:
     """Return the number of multi-token prediction layers by a ``config.json``, also where verl has set it to 0."""
     fields = json.loads(config.read_text())
-    parts = (fields, fields.get("text_config") or {})
+    parts = (fields, *(fields.get(name) or {} for name in _NESTED))
     numbers = [part[name] or 0 for part in parts for name in _PREDICTED if name in part]
     return max(numbers, default=int(fields.get("model_type") == "qwen3_next"))  # its published configs have no number
 
@@ -133,7 +134,7 @@ def with_overrides(
     tied = getattr(trained, "tie_word_embeddings", None)
     if tied != getattr(known, "tie_word_embeddings", None):
         written["tie_word_embeddings"] = tied
-    for part in (written, written.get("text_config")):
+    for part in (written, *map(written.get, _NESTED)):
         if isinstance(part, dict) and not has_mtp:
             part.update({name: 0 for name in _PREDICTED if part.get(name)})
     return written

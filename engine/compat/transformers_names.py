@@ -21,6 +21,7 @@ __all__ = [
     "ALL_EXPERTS_FUNCTIONS",
     "DECODER",
     "FLATTENED",
+    "NESTED",
     "NUMBERED",
     "RENAMED",
     "Flattened",
@@ -65,6 +66,11 @@ NUMBERED = "_epfsdp2_numbered"
 """Attribute of a model, true if checkpoints call its layer ``mtp.layers.0`` ``mtp.0``, and name what is in it as they
 do in a decoder layer."""
 
+NESTED = "_epfsdp2_nested"
+"""Attribute of a model, true if the layers ``mtp.layers.N`` are ``mtp.layers.N.transformer_block`` in checkpoints, and
+norms and projection before them beside that."""
+
+_NESTED = r"(\.mtp\.layers\.\d+)\."
 _SUBMODELS: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 
 
@@ -146,6 +152,8 @@ def get_model_conversion_mapping(model: nn.Module, **kwargs: Any) -> list[Any]:
     if hasattr(model, NUMBERED):
         beside += [copy.copy(entry) for entry in mapping if isinstance(entry, WeightRenaming)]
         mapping = [WeightRenaming(r"^mtp\.0\.", "mtp.layers.0."), *mapping]
+    if hasattr(model, NESTED):
+        mapping = [WeightRenaming(_NESTED + r"transformer_block\.", r"\1."), *mapping]
     for entry in beside:
         entry.scope_prefix = "mtp"
     if hasattr(model, NUMBERED):
@@ -203,6 +211,9 @@ def revert_weight_conversion(model: nn.Module, state: dict[str, torch.Tensor]) -
         reverted: dict[str, torch.Tensor] = {**_revert(_unsharded(model), others), **flattened}
     for old, new in getattr(model, RENAMED, {}).items():
         reverted = {n.removesuffix(new) + old if n.endswith(new) else n: t for n, t in reverted.items()}
+    if hasattr(model, NESTED):
+        inner = _NESTED + r"(?!embed_norm|hidden_norm|input_proj)"
+        reverted = {re.sub(inner, r"\1.transformer_block.", name): tensor for name, tensor in reverted.items()}
     if hasattr(model, DECODER):  # what begins the decoder's names is another word in some checkpoints
         reverted = {re.sub(r"^(\w+\.)*mtp\.", "mtp.", name): tensor for name, tensor in reverted.items()}
     return reverted

@@ -9,7 +9,6 @@ The layers run inside the head's forward, where FSDP has gathered the head's wei
 and other arguments are those of a decoder layer, so packed rows and sequence parallelism need no code here.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from ..head.causal_head import CausalHead
 from ..head.soft_cross_entropy import soft_cross_entropy
 from ..model.layers import decoder_layers
 from ..wrap_forward import wrap_forward
-from .layers import IN_DECODER, draft_layers, install_forward, policy_layer
+from .layers import IN_DECODER, draft_layers, install_forward, logits_divisor, policy_layer
 
 __all__ = ["DraftLoss"]
 
@@ -37,9 +36,8 @@ class _Forward:
     wanted: Sequence[torch.Tensor]
     starts: torch.Tensor
     embeddings: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    streams: torch.Tensor | None = None  # of DeepSeek-V4, in place of the hidden states that the head reads
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    state: torch.Tensor | None = None  # in place of the head's input: DeepSeek-V4's streams, Inkling's final norm
+    arguments: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     found: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -59,12 +57,16 @@ class DraftLoss:
         self._masks_starts = model.config.model_type in (*IN_DECODER, "deepseek_v4")
         first = model.get_submodule(decoder_layers(model)[0])
         first.register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
-        last = policy_layer(model, layers[0][0])
-        last.register_forward_pre_hook(self._see_arguments, with_kwargs=True)
-        if hasattr(decoder := model.get_decoder(), "hc_head"):
+        self._like = [policy_layer(model, names[0]) for names in layers]
+        for layer in dict.fromkeys(self._like):
+            layer.register_forward_pre_hook(self._see_arguments, with_kwargs=True)
+        decoder, self._divisor = model.get_decoder(), logits_divisor(model)
+        if hasattr(decoder, "hc_head"):
             decoder.hc_head.register_forward_pre_hook(self._see_streams)
+        elif self._divisor != 1:
+            decoder.norm.register_forward_hook(self._see_norm)
         output = model.get_output_embeddings()
-        wrap_forward(output, "mtp", functools.partial(self._forward, output))
+        wrap_forward(output, "mtp", self._forward)
         for names in layers:
             install_forward(model, names)
 
@@ -95,34 +97,39 @@ class DraftLoss:
 
     def _see_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._now is not None:
-            self._now.args = args[1:]
-            self._now.kwargs = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED}
+            named = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED}
+            self._now.arguments[module] = args[1:], named
 
     def _see_streams(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._now is not None:
-            self._now.streams = args[0].detach()
+            self._now.state = args[0].detach()
 
-    def _forward(self, head: Any, forward: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    def _see_norm(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        if self._now is not None:
+            self._now.state = output.detach()
+
+    def _forward(self, forward: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         output = forward(hidden)
         if self._now is not None:
-            bias = None if head.bias is None else head.bias.detach()
-            self._now.found = self._losses(self._now, hidden.detach(), head.weight.detach(), bias)
+            self._now.found = self._losses(self._now, hidden.detach())
         return output
 
-    def _losses(
-        self, now: _Forward, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        asked, state = self._head.wanted, hidden if now.streams is None else now.streams
+    def _losses(self, now: _Forward, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, bias = self._head.parameters()
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        asked, state = self._head.wanted, hidden if now.state is None else now.state
         temperature = hidden.new_ones(hidden.shape[1]) if asked is None else asked.temperature.reshape(-1)
         losses, agreed = [], []
-        for ahead, (layer, wanted) in enumerate(zip(self._layers, now.wanted, strict=True), start=1):
+        for ahead, (layer, like, wanted) in enumerate(zip(self._layers, self._like, now.wanted, strict=True), start=1):
             embeddings = self._ahead(now.embeddings, ahead).to(state.dtype)
             if self._masks_starts:
                 embeddings = embeddings.masked_fill(now.starts[None, :, None], 0)
+            args, kwargs = now.arguments[like]
             for block in layer:
-                state = block(state, embeddings, *now.args, **now.kwargs)
+                state = block(state, embeddings, *args, **kwargs)
+            draft = state if self._divisor == 1 else state / self._divisor
             target = self._ahead(hidden, ahead)
-            each, agrees = soft_cross_entropy(state[0], target[0], weight, bias, temperature)
+            each, agrees = soft_cross_entropy(draft[0], target[0], weight, bias, temperature)
             losses.append(torch.where(wanted, each, 0).sum())
             agreed.append((agrees & wanted).sum())
         return torch.stack(losses).sum(), torch.stack(agreed).sum()

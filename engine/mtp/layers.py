@@ -8,10 +8,13 @@ final norm and the embedding of the next token, it drafts the token after that o
 It has the place and the names that it has in checkpoints: ``model.layers.N`` after the decoder's layers, or ``mtp``
 beside the decoder. So it is an FSDP unit with experts of its own, and is loaded, saved and exported like any layer.
 Nemotron-H's blocks have attention or experts alone, so its layer is two of them. DeepSeek-V4's hidden states are
-streams ``[B, S, hc_mult, D]``, which its layer reads as the last decoder layer returns them.
+streams ``[B, S, hc_mult, D]``, which its layer reads as the last decoder layer returns them. Inkling's layers have no
+experts and no last norm, and read hidden states first, as in vLLM's ``models/inkling/nvidia/mtp.py``. Embeddings have
+the model's own norm there, which transformers 5.24 leaves out.
 Embeddings and head are the model's; the copies of them that checkpoints have are not read.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,18 +23,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.transformers_names import DECODER, NUMBERED
+from ..compat.transformers_names import DECODER, NESTED, NUMBERED
 from ..model.layers import decoder_layers, is_mtp, mtp_layers, set_mtp
 from ..moe.find import ExpertsInfo, find_experts
 from ..wrap_forward import wrap_forward
 
 __all__ = [
     "BESIDE",
+    "INKLING",
     "IN_DECODER",
     "add_mtp_layers",
     "add_stored_mtp_layers",
     "draft_layers",
     "install_forward",
+    "logits_divisor",
     "mtp_parameters",
     "policy_experts",
     "policy_layer",
@@ -53,8 +58,12 @@ BESIDE = {
 """Families with one MTP layer, of the decoder layers ``mtp.layers.0`` and up -> names in ``mtp`` of the norms before
 the projection, the projection, and the last norm."""
 
+INKLING = ("inkling_mm_model", "inkling_text")
+"""Families whose MTP layers are ``mtp.layers.N`` of the base model, without experts."""
+
 _FULL = ("full_attention", "full")  # of MTP layers, in lists of kinds of attention and of indexers
 _KINDS = ("layer_types", "layers_block_type")
+_PROJECTION = re.compile(r"(\.eh_proj|\.e_proj|\bmtp\.fc|\bmtp\.layers\.\d+\.input_proj)\.weight$")
 
 
 def add_mtp_layers(model: Any, count: int, dtype: torch.dtype) -> None:
@@ -65,6 +74,8 @@ def add_mtp_layers(model: Any, count: int, dtype: torch.dtype) -> None:
     with _default_dtype(dtype):
         if model.config.model_type in IN_DECODER:
             _add_in_decoder(model, count)
+        elif model.config.model_type in INKLING:
+            _add_inkling(model, count)
         else:
             _add_beside(model)
 
@@ -72,7 +83,7 @@ def add_mtp_layers(model: Any, count: int, dtype: torch.dtype) -> None:
 def _add_in_decoder(model: Any, count: int) -> None:
     decoder, config = model.get_decoder(), model.config.get_text_config()
     kind, own = type(decoder.layers[-1]), len(decoder.layers)
-    with _more_entries(config, own, count):
+    with _more_entries(config, own, count, {}):
         for index in range(own, own + count):
             layer = kind(config, index)
             if IN_DECODER[config.model_type] == "shared_head.norm":
@@ -82,13 +93,29 @@ def _add_in_decoder(model: Any, count: int) -> None:
     set_mtp(model, [f"{_decoder_fqn(model)}.layers.{index}" for index in range(own, own + count)])
 
 
+def _add_inkling(model: Any, count: int) -> None:
+    decoder, config = model.get_decoder(), model.config.get_text_config()
+    kind, own, local = type(decoder.layers[-1]), len(decoder.layers), config.mtp_local_layer_ids or ()
+    kinds = {
+        "layer_types": ["hybrid_sliding" if index in local else "hybrid" for index in range(count)],
+        "mlp_layer_types": ["dense"] * count,
+    }
+    model.base_model.mtp = nn.Module()
+    with _more_entries(config, own, count, kinds):
+        model.base_model.mtp.layers = nn.ModuleList([kind(config, own + index) for index in range(count)])
+    for layer in model.base_model.mtp.layers:
+        _add_parts(model, layer)
+    setattr(model, NESTED, True)
+    set_mtp(model, [f"{model.base_model_prefix}.mtp"])
+
+
 def _add_beside(model: Any) -> None:
     decoder, config = model.get_decoder(), model.config.get_text_config()
     lists = (getattr(config, name, None) for name in ("mtp_layers_block_type", "mtp_layer_types"))
     kinds = next(filter(None, lists), ["sliding_attention" if hasattr(decoder, "hc_head") else "full_attention"])
     kind, own = type(decoder.layers[-1]), len(decoder.layers)
     model.mtp = nn.Module()
-    with _more_entries(config, own, len(kinds), kinds):
+    with _more_entries(config, own, len(kinds), dict.fromkeys(_KINDS, kinds)):
         model.mtp.layers = nn.ModuleList([kind(config, own + index) for index in range(len(kinds))])
     _add_parts(model, model.mtp)
     if hasattr(decoder, "hc_head"):
@@ -102,8 +129,10 @@ def _decoder_fqn(model: Any) -> str:
 
 
 def _part_names(model: Any) -> tuple[str, ...]:
-    """Return the names of two norms, the projection and the last norm, in a layer of the decoder's or in ``mtp``."""
+    """Return the names in a layer, or in ``mtp``, of two norms, the projection and the last norm (not Inkling's)."""
     family = model.config.model_type
+    if family in INKLING:
+        return "embed_norm", "hidden_norm", "input_proj"
     return BESIDE[family] if family in BESIDE else ("enorm", "hnorm", "eh_proj", IN_DECODER[family])
 
 
@@ -111,8 +140,8 @@ def _add_parts(model: Any, layer: nn.Module) -> None:
     config, decoder = model.config.get_text_config(), model.get_decoder()
     kind = type(decoder.norm if hasattr(decoder, "norm") else decoder.norm_f)
     eps = config.rms_norm_eps if hasattr(config, "rms_norm_eps") else config.layer_norm_epsilon
-    embedding_norm, hidden_norm, projection, norm = _part_names(model)
-    for name in (embedding_norm, hidden_norm, norm):
+    embedding_norm, hidden_norm, projection, *norm = _part_names(model)
+    for name in (embedding_norm, hidden_norm, *norm):
         layer.set_submodule(name, kind(config.hidden_size, eps=eps))
     has_streams, width = hasattr(decoder, "hc_head"), config.hidden_size
     layer.set_submodule(projection, nn.Linear(width if has_streams else 2 * width, width, bias=False))
@@ -123,7 +152,7 @@ def _add_parts(model: Any, layer: nn.Module) -> None:
 
 def add_stored_mtp_layers(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
     """Add the layers of a run's checkpoint that has tensors of these ``names``."""
-    if count := sum(name.endswith((".eh_proj.weight", ".e_proj.weight", "mtp.fc.weight")) for name in names):
+    if count := sum(bool(_PROJECTION.search(name)) for name in names):
         add_mtp_layers(model, count, dtype)
 
 
@@ -149,6 +178,11 @@ def _kind(layer: nn.Module) -> Any:
     return kind, getattr(getattr(layer, "self_attn", None), "sliding_window", None)
 
 
+def logits_divisor(model: Any) -> float:
+    """Return what the hidden states are divided by before the head."""
+    return getattr(model.config.get_text_config(), "logits_mup_width_multiplier", 1.0)
+
+
 def draft_layers(model: Any) -> list[list[str]]:
     """Return the FQNs of the decoder layers of each MTP layer: one, or Nemotron-H's blocks."""
     names = mtp_layers(model)
@@ -160,35 +194,37 @@ def install_forward(model: Any, names: Sequence[str]) -> None:
 
     The first one gets the model's hidden states or streams, or the result of the MTP layer before, and embeddings
     ``[B, S, D]``. Each further one gets the output of the one before. The last one returns the input of the head,
-    ``[B, S, D]``. The other arguments are a decoder layer's.
+    ``[B, S, D]``, before its division by ``logits_divisor``. The other arguments are a decoder layer's.
     """
     parts = model.mtp if model.config.model_type in BESIDE else model.get_submodule(names[0])
-    embedding_norm, hidden_norm, projection, norm = (parts.get_submodule(name) for name in _part_names(model))
+    embedding_norm, hidden_norm, projection, *norms = (parts.get_submodule(name) for name in _part_names(model))
+    reads_hidden_first = model.config.model_type in INKLING
     streams: Any = model.get_submodule(names[0]) if hasattr(model.get_decoder(), "hc_head") else None
 
     def forward(
         name: str, decode: Callable[..., Any], hidden: torch.Tensor, embeddings: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         if name == names[0] and streams is None:
-            hidden = projection(torch.cat([embedding_norm(embeddings), hidden_norm(hidden)], dim=-1))
+            both = [embedding_norm(embeddings), hidden_norm(hidden)]
+            hidden = projection(torch.cat(both[::-1] if reads_hidden_first else both, dim=-1))
         elif name == names[0]:
             hidden = projection(embedding_norm(embeddings))[:, :, None] + streams.h_proj(hidden_norm(hidden))
         found = decode(hidden, *args, **kwargs)
         hidden = found[0] if isinstance(found, tuple) else found
         if streams is not None:
             hidden = streams.hc_head(hidden)
-        return norm(hidden) if name == names[-1] else hidden
+        return norms[0](hidden) if norms and name == names[-1] else hidden
 
     for name in names:
         wrap_forward(model.get_submodule(name), "mtp", partial(forward, name))
 
 
 @contextmanager
-def _more_entries(config: Any, layers: int, count: int, kinds: Sequence[str] = ()) -> Iterator[None]:
-    """Lengthen the lists of a config by ``count``: with ``kinds``, full attention, an indexer, or the last entry."""
+def _more_entries(config: Any, layers: int, count: int, kinds: Mapping[str, Sequence[str]]) -> Iterator[None]:
+    """Lengthen the lists of a config by ``count``: by ``kinds``, full attention, an indexer, or the last entry."""
     before = {k: v for k, v in vars(config).items() if isinstance(v, list) and len(v) == layers}
     added = {k: [next((kind for kind in _FULL if kind in v), v[-1])] * count for k, v in before.items()}
-    added |= {name: list(kinds) for name in _KINDS if kinds and name in before}
+    added |= {name: list(kinds[name]) for name in before.keys() & kinds.keys()}
     vars(config).update({name: values + added[name] for name, values in before.items()})
     try:
         yield

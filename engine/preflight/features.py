@@ -19,6 +19,7 @@ from ..config.values import ACTOR_MODEL, DEFAULT_ATTENTION, DTYPES, attention_of
 from ..errors import SettingError
 from ..fsdp.ulysses import SETTING as SEQUENCE
 from ..fsdp.ulysses import check_attention_splits
+from ..head.causal_head import why_more_than_the_head
 from ..lora.adapters import Lora
 from ..lora.peft_files import check_dora, read_adapter
 from ..lora.settings import LoraSettings
@@ -65,8 +66,6 @@ _SUPPORTS = {
     "sdpa": "_supports_sdpa",
     "flex_attention": "_supports_flex_attn",
 }
-# Config fields that change the head's logits.
-_AFTER_THE_HEAD = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 def check_activation_offload(engine: Any, model: Any, setting: str = ACTOR_MODEL) -> None:
@@ -169,6 +168,13 @@ def check_packing(model: Mapping[str, Any], facts: ModelFacts | None, setting: s
         raise SettingError(name, True, f"packs sequences, and in {facts.name} {why}.", f"{name}=False")
 
 
+def _check_rows(model: Mapping[str, Any], rule: str, setting: str = ACTOR_MODEL) -> None:
+    """Refuse padded batches because of ``rule``."""
+    if not model.get("use_remove_padding", True):
+        name = f"{setting}.use_remove_padding"
+        raise SettingError(name, False, rule, f"{name}=True")
+
+
 def check_fused_kernels(
     model: Mapping[str, Any], facts: ModelFacts | None, *, device: str = "cuda", setting: str = ACTOR_MODEL
 ) -> None:
@@ -190,12 +196,10 @@ def check_fused_kernels(
     if setting == _CRITIC:
         rule = "they compute log-probs, and a critic has none."
     elif facts is not None:
-        config = facts.model.config.get_text_config()
-        head = facts.model.get_output_embeddings()
-        besides = [f"its {key}" for key in _AFTER_THE_HEAD if getattr(config, key, None) not in (None, 0, 1)]
-        besides += ["the head's bias"] if getattr(head, "bias", None) is not None else []
-        if besides:
-            rule = f"they compute log-probs by the head's weight alone; besides, {facts.name} has {', '.join(besides)}."
+        # Once an engine of this process has them, the class has verl's forward, and has passed.
+        is_stock = not type(facts.model).forward.__module__.startswith("verl.")
+        if is_stock and (besides := why_more_than_the_head(facts.model)):
+            rule = f"they compute log-probs by the head's weight alone; in {facts.name}, {besides}."
         elif not hasattr(facts.model, "model"):
             rule = f"verl's forward calls the layers as the model's attribute `model`, which {facts.name} has not."
     if rule:
@@ -209,9 +213,7 @@ def check_sequence_parallel(
     if size == 1:
         return
     check_sequence_size(world, size)
-    if not model.get("use_remove_padding", True):
-        name = f"{setting}.use_remove_padding"
-        raise SettingError(name, False, f"it is packed rows that are cut ({SEQUENCE}={size}).", f"{name}=True")
+    _check_rows(model, f"it is packed rows that are cut ({SEQUENCE}={size}).", setting)
     if facts is None:
         return
     try:
@@ -225,9 +227,7 @@ def check_indexer_replay(engine: Any, model: Mapping[str, Any], module: Any) -> 
     setting = "engine.indexer_replay"
     if not engine.indexer_replay:
         return
-    if not model.get("use_remove_padding", True):
-        name = f"{ACTOR_MODEL}.use_remove_padding"
-        raise SettingError(name, False, f"keys are replayed along a packed row ({setting}=True).", f"{name}=True")
+    _check_rows(model, f"keys are replayed along a packed row ({setting}=True).")
     if module is None:
         return
     kinds = {type(indexer).__name__ for indexer in indexers_of(module).values()}
@@ -241,10 +241,7 @@ def check_replay(engine: Any, model: Mapping[str, Any], facts: ModelFacts | None
     mode, setting = engine.router_replay.mode, "engine.router_replay.mode"
     if mode == "disabled":
         return
-    if not model.get("use_remove_padding", True):
-        rule = f"routes are replayed along a packed row ({setting}={mode})."
-        name = f"{ACTOR_MODEL}.use_remove_padding"
-        raise SettingError(name, False, rule, f"{name}=True")
+    _check_rows(model, f"routes are replayed along a packed row ({setting}={mode}).")
     if facts is None:
         return
     config = facts.model.config.get_text_config()

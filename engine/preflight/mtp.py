@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from ...rollout.layout.rollout_config import ROLLOUT
 from ...rollout.servers import server_of
 from ..config.settings import mtp_loss_coef
@@ -13,14 +11,14 @@ from ..errors import SettingError
 from ..head.causal_head import why_whole_logits
 from ..lora.settings import LoraSettings
 from ..model_files import CONFIG, folder_of, predicted_layers
-from ..mtp.layers import BESIDE, IN_DECODER
+from ..mtp.layers import BESIDE, IN_DECODER, INKLING
 
 __all__ = ["COEF", "check_drafter", "check_mtp"]
 
 COEF = "engine.mtp_loss_coef"
 
 
-def check_mtp(engine: Any, model: Any, built: nn.Module | None, setting: str = ACTOR_MODEL) -> int:
+def check_mtp(engine: Any, model: Any, built: Any, setting: str = ACTOR_MODEL) -> int:
     """Check that multi-token prediction layers can be kept, or trained, beside a policy; return their number.
 
     Args:
@@ -43,8 +41,8 @@ def check_mtp(engine: Any, model: Any, built: nn.Module | None, setting: str = A
         raise SettingError(f"{setting}.use_remove_padding", False, rule, f"{setting}.use_remove_padding=True, or {off}")
     if built is None:
         return 0
-    family, kind = built.config.model_type, type(built).__name__  # type: ignore[union-attr]
-    if family not in (known := (*IN_DECODER, *BESIDE)):
+    family, kind = built.config.model_type, type(built).__name__
+    if family not in (known := (*IN_DECODER, *BESIDE, *INKLING)):
         rule = f"the layers that draft of {kind} are not known; those of {', '.join(known)} are."
         raise SettingError(name, value, rule, off)
     path = get_setting(model, "local_hf_config_path") or get_setting(model, "hf_config_path")
@@ -53,6 +51,9 @@ def check_mtp(engine: Any, model: Any, built: nn.Module | None, setting: str = A
         raise SettingError(name, value, f"the {CONFIG} of {get_setting(model, 'path')} has no such layers.", off)
     if count > 1 and family in BESIDE:
         raise SettingError(name, value, f"of {count} layers that draft of {kind}, only one is known.", off)
+    if getattr(built.config.get_text_config(), "chain_hidden_post_norm", False):
+        rule = f"the norm between layers that draft of {kind} (chain_hidden_post_norm) is in no published checkpoint."
+        raise SettingError(name, value, rule, off)
     whole = "logits are whole" if not engine.chunked_logits else why_whole_logits(built)
     if get_setting(model, "use_fused_kernels"):
         whole = "verl's fused kernels replace the head"

@@ -171,8 +171,11 @@ LINEAR = {
     "shared_expert_intermediate_size": 20,
 }
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
-SCALED = ("cohere2_moe", "granitemoe", "granitemoehybrid", "granitemoeshared")
-"""Families that scale their logits."""
+SCALED = (
+    *("beam", "cohere2_moe", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+    *("inkling2", "inkling2_loop", "mistral_large4"),
+)
+"""Families that scale or cap their logits."""
 HEADS = [
     ("phimoe", "lm_head_bias", True),
     ("ernie4_5_moe", "use_bias", True),

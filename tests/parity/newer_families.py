@@ -240,11 +240,15 @@ KNOWN: dict[str, Family] = {
     ),
     "inkling": of(
         "Inkling",
-        config="InklingTextConfig",
-        **DEEPSEEK,
-        **_INKLING,
-        mlp_layer_types=SPARSE_LAYERS,
-        logits_mup_width_multiplier=2.0,
+        "ForConditionalGeneration",
+        text_config={
+            **sizes(**DEEPSEEK, **_INKLING, mlp_layer_types=SPARSE_LAYERS, logits_mup_width_multiplier=3.0),
+            "vocab_size": VOCAB + 6,
+            "unpadded_vocab_size": VOCAB,
+        },
+        vision_config={"patch_size": 4, "num_hidden_layers": 4},
+        audio_config={"n_mel_bins": 4, "mel_vocab_size": 6},
+        note="text alone",
     ),
     "inkling2": of(
         "Inkling2",

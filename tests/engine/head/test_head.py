@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from epfsdp2.engine.head import log_probs
-from epfsdp2.engine.head.causal_head import CausalHead, Wanted, why_whole_logits
+from epfsdp2.engine.head.causal_head import CausalHead, Wanted, why_more_than_the_head, why_whole_logits
 from epfsdp2.engine.head.tiles import add_product
 from epfsdp2.engine.lora.adapters import Lora
 from epfsdp2.engine.lora.settings import LoraSettings
-from tests.parity.families import FAMILIES
+from tests.parity.families import ALL, FAMILIES
 from tests.parity.family import HEADS, SCALED
 from tests.parity.float64 import float64
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe
@@ -89,11 +89,11 @@ def test_head_on_a_gpu_adds_products_in_bfloat16_to_a_sum_in_float32_in_one_oper
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [(name, {}) for name in FAMILIES] + [(name, {key: value}) for name, key, value in HEADS],
-    ids=[*FAMILIES] + [f"{name} {key}" for name, key, _ in HEADS],
+    [(name, {}) for name in ALL] + [(name, {key: value}) for name, key, value in HEADS],
+    ids=[*ALL] + [f"{name} {key}" for name, key, _ in HEADS],
 )
 def test_head_in_parts_of_every_family_is_exact_or_keeps_whole_logits(small_tiles, name, sizes):
-    family = replace(FAMILIES[name], sizes=FAMILIES[name].sizes | sizes)
+    family = replace(ALL[name], sizes=ALL[name].sizes | sizes)
     why = why_whole_logits(family.build().to("meta"))
     assert bool(why) == (name in WHOLE or "final_logit_softcapping" in sizes), why
     if why:
@@ -108,7 +108,8 @@ def _compare(plain):
     ids = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
     labels, temperature = ids.roll(-1, dims=-1), torch.tensor([[0.7], [1.3]]).expand(2, 7)
     grad = torch.randn(2, 7, 2, generator=torch.Generator().manual_seed(2))
-    wanted = _wanted(plain(input_ids=ids, use_cache=False).logits, labels, temperature)
+    logits = plain(input_ids=ids, use_cache=False).logits
+    wanted = _wanted(logits, labels, temperature)
     (wanted * grad).sum().backward()
     head.wanted = Wanted(labels, temperature, with_entropy=True)
     found = torch.stack(head.take(model(input_ids=ids, use_cache=False).logits), -1)
@@ -118,7 +119,24 @@ def _compare(plain):
     assert gradients.keys() == {key for key, p in model.named_parameters() if p.grad is not None}
     for key, theirs in gradients.items():
         assert relative_error(model.get_parameter(key).grad, theirs) < 1e-10, key
-    assert model(input_ids=ids, use_cache=False).logits.shape == (2, 7, plain.get_output_embeddings().out_features)
+    assert model(input_ids=ids, use_cache=False).logits.shape == logits.shape
+
+
+def test_head_in_parts_leaves_out_the_rows_of_a_padded_vocabulary(small_tiles):
+    class Padded(transformers.Qwen3MoeForCausalLM):
+        """As Inkling of transformers 5.24, whose forward leaves out the last logits."""
+
+        def forward(self, **kwargs):
+            output = super().forward(**kwargs)
+            output.logits = output.logits[..., :70] if output.logits.shape[-1] > 70 else output.logits
+            return output
+
+    model = FAMILIES["qwen3_moe"].build_random("eager")
+    model.__class__ = Padded
+    assert not why_whole_logits(copy.deepcopy(model).to("meta"))
+    assert "leaves out" in why_more_than_the_head(copy.deepcopy(model).to("meta"))
+    with float64():
+        _compare(model.double().eval())
 
 
 def test_head_in_parts_with_adapters_or_an_unknown_forward_keeps_whole_logits():

@@ -1,5 +1,7 @@
 """verl's fused linear cross-entropy (``model.use_fused_kernels``): what the plain model computes, or a no."""
 
+import contextlib
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ import torch.distributed as dist
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.preflight.features import check_fused_kernels
-from tests.parity.families import FAMILIES
+from tests.parity.families import ALL
 from tests.parity.family import HEADS, SCALED
 from tests.support.models.tiny import reference_model, relative_error, save_qwen3_moe
 from tests.support.ranks import run_ranks
@@ -26,7 +28,7 @@ from tests.support.trainer.ppo import (
 
 FUSED = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
 # verl has forwards of its own for models with images.
-TEXT = [name for name, family in FAMILIES.items() if family.model.endswith("ForCausalLM")]
+TEXT = [name for name, family in ALL.items() if family.model.endswith("ForCausalLM")]
 
 
 OTHERS = [name for name in TEXT if name not in ("qwen3_moe", "gpt_oss", "dbrx", *SCALED)]
@@ -43,7 +45,7 @@ def test_fused_kernels_of_every_family_are_exact_or_refused(name, sizes, monkeyp
     from verl.models.transformers.monkey_patch import patch_forward_with_backends
 
     torch.manual_seed(0)
-    model = replace(FAMILIES[name], sizes=FAMILIES[name].sizes | sizes).build().eval()
+    model = replace(ALL[name], sizes=ALL[name].sizes | sizes).build().eval()
     for param in model.parameters():
         param.normal_(std=0.1) if param.dim() > 1 else param.uniform_(0.5, 1.5)
     model.set_experts_implementation("eager")
@@ -51,24 +53,20 @@ def test_fused_kernels_of_every_family_are_exact_or_refused(name, sizes, monkeyp
     labels = ids.roll(-1, dims=-1)
     wanted = (model(input_ids=ids, use_cache=False).logits / 0.7).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
+    facts = SimpleNamespace(model=copy.deepcopy(model).to("meta"), name=type(model).__name__)
+    more = sizes or name in SCALED
+    why = "attribute `model`, which DbrxForCausalLM has not" if name == "dbrx" else "by the head's weight alone"
+    with pytest.raises(SettingError, match=why) if more or name == "dbrx" else contextlib.nullcontext():
+        check_fused_kernels(FUSED, facts)
+
     monkeypatch.setattr(type(model), "forward", type(model).forward)  # so that it comes back
     patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend="torch")
-    facts, inputs = SimpleNamespace(model=model, name=type(model).__name__), {"input_ids": ids, "use_cache": False}
+    inputs = {"input_ids": ids, "use_cache": False, "temperature": 0.7, "shift_labels": labels, "return_dict": True}
     if name == "dbrx":
         with pytest.raises(AttributeError, match="no attribute 'model'"):
-            model(**inputs, temperature=0.7, shift_labels=labels, return_dict=True)
-        with pytest.raises(SettingError, match="attribute `model`, which DbrxForCausalLM has not"):
-            check_fused_kernels(FUSED, facts)
+            model(**inputs)
         return
-    found = model(**inputs, temperature=0.7, shift_labels=labels, return_dict=True).log_probs
-    exact = torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    if sizes or name in SCALED:
-        assert not exact
-        with pytest.raises(SettingError, match="by the head's weight alone"):
-            check_fused_kernels(FUSED, facts)
-    else:
-        check_fused_kernels(FUSED, facts)
-        assert exact
+    assert torch.allclose(model(**inputs).log_probs, wanted, rtol=1e-5, atol=1e-5) != bool(more)
 
 
 def test_fused_kernels_of_a_critic_or_of_triton_without_an_accelerator_are_refused():

@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.trainer.ppo import of_this_rank, ppo_batch, ppo_samples, ppo_worker, watched_gradients
 
 COEF, UNTIED = 0.3, {"tie_word_embeddings": False}
-NEWER = [("bailing_hybrid", 2), ("deepseek_v32", 2), ("mellum", 1)]  # families that transformers 5.9 lacks
+NEWER = [("bailing_hybrid", 2), ("deepseek_v32", 2), ("inkling", 2), ("mellum", 1)]  # not in transformers 5.9
 MESHES = [
     {"ep": 1},
     {"ep": 2, "fsdp_size": 2, "dynamic": True, "activation_checkpointing": "full"},

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from epfsdp2.engine.model_files import predicted_layers
 from epfsdp2.engine.mtp.layers import add_mtp_layers
 from epfsdp2.recipes.export import export
-from tests.parity.families import FAMILIES
+from tests.parity.families import ALL, FAMILIES
 from tests.rollout.served_families import SERVED
 from tests.support.engine.sharded import sharded_model, whole_parameters
 from tests.support.models.mtp import save_with_mtp
@@ -40,17 +40,18 @@ def _go_on(folder, out, attention):
     assert _equal(_step(resumed), wanted)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v4", "glm4_moe", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v4", "glm4_moe", *({"inkling"} & ALL.keys()), "nemotron_h", "qwen3_next"])
 def test_resumed_training_of_mtp_layers_continues_bit_for_bit_and_exports_them(tmp_path, family):
-    folder = save_with_mtp(tmp_path / "model", FAMILIES[family], 1)
-    run_ranks(_go_on, 2, folder, tmp_path, FAMILIES[family].attention)
+    folder = save_with_mtp(tmp_path / "model", ALL[family], 1)
+    run_ranks(_go_on, 2, folder, tmp_path, ALL[family].attention)
     export(tmp_path / "saved", tmp_path / "out")
     before, after = load_file(folder / "model.safetensors"), {}
     for file in (tmp_path / "out").glob("*.safetensors"):
         after |= load_file(file)
     assert after.keys() == before.keys() - COPIES
     buffers = {name for name in after if name.endswith(("e_score_correction_bias", "gate.bias", "tid2eid"))}
-    assert {name for name in after if torch.equal(before[name], after[name])} == buffers
+    towers = {name for name in after if name.startswith(("model.audio.", "model.visual."))}
+    assert {name for name in after if torch.equal(before[name], after[name])} == buffers | towers
     assert predicted_layers(tmp_path / "out" / "config.json") == 1
 
 

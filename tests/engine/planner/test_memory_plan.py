@@ -183,11 +183,11 @@ def _step_is_counted(folder, ep, fsdp_size, etp, options, sp, lora, expected):
     rank, world, head, tokens = dist.get_rank(), dist.get_world_size(), [], 24
 
     def before(model):
+        head.append(CausalHead(model))
         if sp > 1:
             SequenceParallel(model, build_sequence_mesh("cpu", world, sp).get_group("sp"), PackedSequences(model))
         if lora is not None:
             Lora(model, lora)
-        head.append(CausalHead(model))
 
     def initialize(name, tensor, fits):
         tensor.fill_(0.1)

@@ -142,9 +142,9 @@ def measure(folder: Path, row: Row, out: Path) -> None:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         torch.manual_seed(rank)
         model = build(row)
+        head = None if row.critic else CausalHead(model)
         if row.sp > 1:
             SequenceParallel(model, build_sequence_mesh("cpu", WORLD, row.sp).get_group("sp"), PackedSequences(model))
-        head = None if row.critic else CausalHead(model)
         parallelize(model, meshes, sharding(row))
         materialize(model, "cpu")
         with torch.no_grad():

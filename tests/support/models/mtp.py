@@ -25,6 +25,7 @@ _LATER = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 _BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 _STREAMS = ("layers.0.enorm", "layers.0.hnorm", "layers.0.e_proj", "layers.0.norm")
 _BLOCKS = ("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm")
+_INKLING = ("embed_norm", "hidden_norm", "input_proj")
 
 # Entries of an MTP layer in a config's lists.
 _KINDS = {"layer_types": ["full_attention"], "indexer_types": ["full"], "layers_block_type": ["attention", "moe"]}
@@ -36,6 +37,8 @@ def is_beside(family: str) -> bool:
 
 
 def _around(family: str) -> tuple[str, ...]:
+    if family == "inkling_mm_model":
+        return _INKLING
     later = family in ("bailing_hybrid", "hy_v3")
     beside = {"deepseek_v4": _STREAMS, "nemotron_h": _BLOCKS}.get(family, _BESIDE)
     return beside if is_beside(family) else _LATER if later else _IN_DECODER
@@ -54,6 +57,9 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
         more["layer_types"][layers:] = ["sliding_attention"] * added
     if has_streams := recipe.config == "DeepseekV4Config":
         more["layer_types"] = [*recipe.build().config.layer_types, "sliding_attention"]
+    if is_inkling := recipe.config == "InklingConfig":
+        more["layer_types"][layers:] = ["hybrid", "hybrid_sliding"][:depth]
+        more["mlp_layer_types"][layers:] = ["dense"] * depth
     more["num_hidden_layers"] = layers + added
     more = {"text_config": sizes | more} if "text_config" in recipe.sizes else more
     save_random(recipe.build(**more), folder, seed, one_file=True)
@@ -62,6 +68,10 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
     text, beside = config.get("text_config", config), is_beside(config["model_type"])
     if "qwen3_5" in config["model_type"]:
         text["mtp_num_hidden_layers"] = depth
+    elif is_inkling:
+        config["mtp_config"] = {"num_nextn_predict_layers": depth, "local_layer_ids": [1]}
+        for name in ("num_mtp_layers", "mtp_local_layer_ids"):
+            del text[name]
     elif config["model_type"] != "qwen3_next":  # its published configs have no number
         text["num_nextn_predict_layers"] = depth
     lists = {name: of for name, of in text.items() if isinstance(of, list) and len(of) == layers + added}
@@ -74,15 +84,18 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
     decoder = next(name.partition("layers.")[0] for name in tensors if f"layers.{layers}." in name)
     for index in range(layers, layers + added):
         own, new = f"{decoder}layers.{index}.", f"mtp.layers.{index - layers}."
-        if beside:
+        if is_inkling:
+            new = f"model.{new}transformer_block."
+        if beside or is_inkling:
             tensors = {re.sub(f"^{re.escape(own)}", new, name): tensor for name, tensor in tensors.items()}
     for index in range(depth):
         own = "mtp" if beside else f"{decoder}layers.{layers + index}"
-        if not beside and "model.embed_tokens.weight" in tensors:
+        own = f"model.mtp.layers.{index}" if is_inkling else own
+        if not beside and not is_inkling and "model.embed_tokens.weight" in tensors:
             tensors[f"{own}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
             tensors[f"{own}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-        first, second, projection, last = _around(config["model_type"])
-        tensors |= {f"{own}.{name}.weight": torch.rand(width) + 0.5 for name in (first, second, last)}
+        first, second, projection, *last = _around(config["model_type"])
+        tensors |= {f"{own}.{name}.weight": torch.rand(width) + 0.5 for name in (first, second, *last)}
         tensors[f"{own}.{projection}.weight"] = torch.randn(width, width if has_streams else 2 * width) * 0.1
     if has_streams:
         tensors["mtp.layers.0.h_proj.weight"] = torch.randn(width, width) * 0.1
@@ -99,13 +112,14 @@ class PlainDrafts:
 
     def __init__(self, folder: Path):
         self.policy: Any = reference_model(folder, "eager")  # GlmMoeDsa of 5.9 is not causal by sdpa
-        config, tensors = self.policy.config, load_file(folder / "model.safetensors")
+        config, tensors = self.policy.config.get_text_config(), load_file(folder / "model.safetensors")
         self.layers, self.beside = config.num_hidden_layers, is_beside(config.model_type)
-        decoder = reference_model(folder / "longer", "eager").model
+        self.is_inkling = self.policy.config.model_type == "inkling_mm_model"
+        decoder = reference_model(folder / "longer", "eager").get_decoder()
         added, blocks = decoder.layers[self.layers :], 2 if config.model_type == "nemotron_h" else 1
         self.own = [added[i : i + blocks] for i in range(0, len(added), blocks)]
-        self.window = getattr(getattr(added[0], "self_attn", None), "sliding_window", None)
-        self.names = _around(config.model_type)
+        self.windows = [getattr(getattr(blocks[0], "self_attn", None), "sliding_window", None) for blocks in self.own]
+        self.names = _around(self.policy.config.model_type)
         self.streams = {}
         if config.model_type == "deepseek_v4":
             tensors = {
@@ -124,10 +138,12 @@ class PlainDrafts:
         return len(self.own)
 
     def _prefix(self, index: int) -> str:
+        if self.is_inkling:
+            return f"model.mtp.layers.{index}"
         return "mtp" if self.beside else f"model.layers.{self.layers + index}"
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        model = self.policy.model
+        model = self.policy.get_decoder()
         return torch.func.functional_call(getattr(model, "norm", None) or model.norm_f, {"weight": weight}, x)
 
     def named_gradients(self) -> dict[str, torch.Tensor | None]:
@@ -143,7 +159,8 @@ class PlainDrafts:
 
     def __call__(self, ids: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cross-entropies ``[depth, T]`` of the drafts from each token, and whether the modes are equal."""
-        model, head = self.policy.model, self.policy.lm_head.weight.detach()
+        model, config = self.policy.get_decoder(), self.policy.config.get_text_config()
+        head = self.policy.lm_head.weight.detach()[: getattr(config, "unpadded_vocab_size", None)]
         with torch.no_grad():
             embeddings = model.get_input_embeddings()(ids[None])
             positions = torch.arange(len(ids))[None]
@@ -155,29 +172,31 @@ class PlainDrafts:
                 hook.remove()
                 state, rotary = seen[0], {"main": model.rotary_emb(hidden, positions, "main")}
             else:
-                kind = ("sliding_attention",) if self.window else ()
+                kind = ("sliding_attention",) if self.windows[0] else ()
                 state = hidden
                 rotary = model.rotary_emb(hidden, positions, *kind) if hasattr(model, "rotary_emb") else None
         losses, agrees = [], []
         unseen = torch.full((len(ids), len(ids)), float("-inf"))
-        mask = (unseen.triu(1) + unseen.tril(-(self.window or len(ids))))[None, None]
-        for i, (layer, (first, second, projection, last)) in enumerate(zip(self.own, self.around, strict=True)):
+        divisor = getattr(config, "logits_mup_width_multiplier", 1)
+        for i, (layer, (first, second, projection, *last)) in enumerate(zip(self.own, self.around, strict=True)):
+            mask = (unseen.triu(1) + unseen.tril(-(self.windows[i] or len(ids))))[None, None]
             ahead = embeddings.roll(-1 - i, 1).clone()
-            if not self.beside or self.streams:
+            if self.streams or not (self.beside or self.is_inkling):
                 ahead[:, 0] = 0
             ahead, state = self._norm(ahead, first), self._norm(state, second)
             if self.streams:
                 state = (ahead @ projection.t())[:, :, None] + state @ self.streams["mtp.layers.0.h_proj.weight"].t()
             else:
-                state = torch.cat([ahead, state], -1) @ projection.t()
+                state = torch.cat([state, ahead] if self.is_inkling else [ahead, state], -1) @ projection.t()
             for block in layer:
                 found = block(state, attention_mask=mask, position_embeddings=rotary, position_ids=positions)
                 state = found[0] if isinstance(found, tuple) else found
             if self.streams:
                 own = {name: self.streams[f"mtp.layers.0.hc_head.{name}"] for name in ("hc_fn", "hc_base", "hc_scale")}
                 state = torch.func.functional_call(model.hc_head, own, state)
-            state = self._norm(state, last)
-            p, q = ((x[0] @ head.t() / temperature).log_softmax(-1) for x in (hidden.roll(-1 - i, 1), state))
+            state = self._norm(state, *last) if last else state
+            logits = (x[0] / divisor @ head.t() / temperature for x in (hidden.roll(-1 - i, 1), state))
+            p, q = (each.log_softmax(-1) for each in logits)
             losses.append(-(p.exp() * q).sum(-1))
             agrees.append(p.argmax(-1) == q.argmax(-1))
         return torch.stack(losses), torch.stack(agrees)

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Qwen3Config,
@@ -148,9 +149,8 @@ def publish(folder: Path) -> None:
 def reference_model(folder: Path, attention: str = "sdpa") -> nn.Module:
     """The plain Hugging Face model, float32, its experts computed by its own loop (sizes may be odd)."""
     config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=torch.float32, experts_implementation="eager"
-    )
+    kind = AutoModelForImageTextToText if config.model_type == "inkling_mm_model" else AutoModelForCausalLM
+    return kind.from_pretrained(folder, config=config, dtype=torch.float32, experts_implementation="eager")
 
 
 def token_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

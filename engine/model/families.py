@@ -18,6 +18,7 @@ __all__ = [
     "SCALED_BY_LENGTH",
     "SHORT_CONVOLUTIONS",
     "SPREAD_OVER_HEADS",
+    "TIMES_OF_FRAMES",
     "TRANSPOSED_WHEN_PUBLISHED",
     "UNPACKED_WITH_FLASH",
 ]
@@ -56,6 +57,9 @@ NOT_CAUSAL = {"diffusion_gemma": "its logits are of a canvas of tokens that is d
 
 ONE_TOKEN_FOR_BOTH = frozenset({"glm4v", "glm4v_moe"})
 """Families whose videos have the token of images, so that transformers can't tell them apart in a packed row."""
+
+TIMES_OF_FRAMES = frozenset({"glm4v", "glm4v_moe", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
+"""Families whose processors write into a prompt when the frames of a video are shown."""
 
 PLACES_AS_POSITIONS = {"Llama4TextAttention": {"attn_temperature_tuning": True, "use_rope": 0}}
 """Class of an attention that scales queries by their place in its input, whatever their position -> its

@@ -13,6 +13,7 @@ from typing import Any
 from pyarrow import parquet
 
 from ...rollout.layout.rollout_config import BLOCK
+from ...rollout.servers import server_of
 from ..compat import versions
 from ..config.settings import param_dtype
 from ..config.values import ACTOR_MODEL, DEFAULT_ATTENTION, DTYPES, attention_of, get_setting, plain
@@ -23,7 +24,7 @@ from ..head.causal_head import why_more_than_the_head
 from ..lora.adapters import Lora
 from ..lora.peft_files import check_dora, read_adapter
 from ..lora.settings import LoraSettings
-from ..model.families import LOOPING_INDEXERS, PADDED_BY_EAGER_ALONE
+from ..model.families import LOOPING_INDEXERS, PADDED_BY_EAGER_ALONE, TIMES_OF_FRAMES
 from ..model.value_head import as_critic, value_head
 from ..model.vision import images_error, tower_parameters, why_not_images
 from ..moe.deepep import check_deepep
@@ -273,18 +274,23 @@ def check_routers(engine: Any, facts: ModelFacts) -> None:
 
 
 def check_images(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, Any], facts: ModelFacts | None) -> None:
-    """Check that a model with a vision tower can be trained on images if the data have a column of images.
+    """Check that a model with a vision tower can be trained on the data's columns of images and videos.
 
     Args:
-        rollout: also has ``image_key`` and ``train_files``; only local Parquet files are read.
+        rollout: also has their names and ``train_files``; only local Parquet files are read.
     """
     if facts is None or not hasattr(facts.model.config, "vision_config"):
         return
-    why = why_not_images(facts.model, engine.batch_invariant, bool(model.get("use_fused_kernels")))
     files = plain(rollout.get("train_files") or ())
-    for file in [files] if isinstance(files, str) else files:
-        if why and Path(file).is_file() and rollout.get("image_key") in parquet.read_schema(file).names:
-            raise images_error(facts.name, why)
+    local = [file for file in ([files] if isinstance(files, str) else files) if Path(file).is_file()]
+    columns = {name for file in local for name in parquet.read_schema(file).names}
+    why = why_not_images(facts.model, engine.batch_invariant, bool(model.get("use_fused_kernels")))
+    if why and rollout.get("image_key") in columns:
+        raise images_error(facts.name, why)
+    twice = rollout.get("name") and server_of(rollout).writes_times_of_frames
+    if twice and facts.model.config.model_type in TIMES_OF_FRAMES and (key := rollout.get("video_key")) in columns:
+        rule = "verl and the rollout both write the times of a video's frames into its prompt (verl issue 5024)."
+        raise SettingError("data.video_key", key, rule, "images in place of frames")
 
 
 def check_tower(engine: Any, facts: ModelFacts) -> None:

@@ -42,6 +42,7 @@ def _check_run(tmp_path, family, **program):
         run.wait()
     steps = [step for step in run.steps() if "actor/grad_norm" in step]
     assert len(steps) == 3, run.text()[-3000:] + (run.output / "logs/grpo.log").read_text(errors="replace")[-6000:]
+    assert all(step["prompt_length/max"] > 6 for step in steps)  # verl goes on without prompts that fail
     assert max(mean := [step["training/rollout_probs_diff_mean"] for step in steps]) < SAME[served.dtype], mean
     assert all(step["actor/grad_norm"] > 0 for step in steps)
 

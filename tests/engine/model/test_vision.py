@@ -1,5 +1,6 @@
 """Updates of models that see images, through verl's TrainingWorker, against the plain model in one process."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pandas as pd
@@ -184,6 +185,16 @@ def test_vision_update_of_unsuitable_images_is_refused_on_all_ranks_and_on_the_d
     facts = SimpleNamespace(model=FAMILIES["glm4v_moe"].build(), name="glm4v_moe")
     with pytest.raises(SettingError, match="verl's fused kernels would leave them out"):
         check_images(engine(), FUSED, {"train_files": str(data), "image_key": "images"}, facts)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_videos_of_a_run_with_vllm_are_refused_whose_times_it_would_write_twice(tmp_path, name):
+    data = tmp_path / "train.parquet"
+    pd.DataFrame({"prompt": ["?"], "videos": [[b""]]}).to_parquet(data)
+    rollout = {"name": name, "train_files": str(data), "image_key": "images", "video_key": "videos"}
+    facts = SimpleNamespace(model=FAMILIES["qwen3_vl_moe"].build(), name="qwen3_vl_moe")
+    with pytest.raises(SettingError, match="video_key=videos") if name == "vllm" else contextlib.nullcontext():
+        check_images(engine(), {}, rollout, facts)
 
 
 def _refuses_videos_on_all_ranks():

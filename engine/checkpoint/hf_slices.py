@@ -118,6 +118,7 @@ class SliceFinder:
     def __init__(self, model: Any):
         self._model = model
         self._probed: dict[Hashable, tuple[list[str], list[CheckpointSlice] | None]] = {}
+        self._keeps: dict[Hashable, bool] = {}
 
     def find(
         self, name: str, shape: Sequence[int], is_stack: bool, converter: Hashable = None
@@ -146,6 +147,19 @@ class SliceFinder:
         names, slices = self._probed[key]
         moved = dict(zip(names, parts, strict=True))
         return None if slices is None else [replace(piece, name=moved[piece.name]) for piece in slices]
+
+    def keeps_experts(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether the first dim of a stack's tensors counts experts: a converter makes single ones from single ones."""
+        if len(converted_together(self._model, name)) > 1:
+            return False
+        key = _unnumbered(name), tuple(shape)
+        if key not in self._keeps:
+            experts = min(2, shape[0])
+            places = torch.arange(experts, dtype=_PLACES).view(-1, *[1] * (len(shape) - 1))
+            found = revert(self._model, name, places.expand(experts, *shape[1:]))
+            lines = [_as_line(values, experts, 1) for values in found.values()]
+            self._keeps[key] = all(line and (line.dim, line.at, line.step) == (0, 0, 1) for line in lines)
+        return self._keeps[key]
 
 
 def _unnumbered(name: str) -> str:

@@ -40,13 +40,14 @@ class _Target:
 
     Args:
         slices: the checkpoint's slices of it, each with its keys (one per expert, or one). None if a converter has to
-            compute it from whole tensors.
+            compute it, from whole tensors or, if it is ``by_experts``, from those of the wanted experts.
         copies: other tensors of the checkpoint that the model ties to this one.
     """
 
     name: str
     source: Source
     slices: list[tuple[CheckpointSlice, list[str]]] | None
+    by_experts: bool = False
     copies: tuple["_Target", ...] = ()
 
 
@@ -118,7 +119,7 @@ def match_weights(
             if rivals:
                 wrong += [f"{_named(a, files)} and {_named(b, files)} are both {name} of the model" for a, b in rivals]
                 continue
-            found = [_Target(n, sources[n], _slices_of(n, target, sources[n], finder, files)) for n in stored]
+            found = [_target(n, target, sources[n], finder, files) for n in stored]
             wrong += [fault for of in found for fault in _faults(of, target, files)]
             wanted.append(replace(found[0], copies=tuple(found[1:])))
         if wrong:
@@ -231,6 +232,12 @@ def _check_tied(matched: Matched, reads: bool, model: nn.Module, device: torch.d
             raise SettingError(f"{ACTOR_MODEL}.path", files.folder, rule, works)
 
 
+def _target(name: str, target: torch.Tensor, source: Source, finder: SliceFinder, files: CheckpointFiles) -> _Target:
+    slices = _slices_of(name, target, source, finder, files)
+    is_stack = is_expert_parameter(target) and all(len(keys) == 1 for keys in source.by_pattern().values())
+    return _Target(name, source, slices, slices is None and is_stack and finder.keeps_experts(name, target.shape))
+
+
 def _slices_of(
     name: str, target: torch.Tensor, source: Source, finder: SliceFinder, files: CheckpointFiles
 ) -> list[tuple[CheckpointSlice, list[str]]] | None:
@@ -292,7 +299,7 @@ def _fill(target: _Target, tensor: torch.Tensor, model: nn.Module, files: Checkp
     held_pieces = list(local_pieces(tensor))
     if target.slices is None:
         whole = bounding_range([held for held, _ in held_pieces])
-        values = _convert(target.name, tensor, target.source, whole.slices, model, files)
+        values = _convert(target.name, tensor, target.source, whole.slices, model, files, target.by_experts)
         for held, local in held_pieces:
             local.copy_(values[held.slices_in(whole)])
         return
@@ -319,29 +326,39 @@ def _parts_in(
 
 
 def _convert(
-    name: str, target: torch.Tensor, source: Source, index: tuple[slice, ...], model: nn.Module, files: CheckpointFiles
+    name: str,
+    target: torch.Tensor,
+    source: Source,
+    index: tuple[slice, ...],
+    model: nn.Module,
+    files: CheckpointFiles,
+    by_experts: bool = False,
 ) -> torch.Tensor:
-    """Read a part of a tensor, by transformers' converter if it has one, and no single experts outside ``index``."""
+    """Read a part of a tensor, by transformers' converter if it has one.
+
+    No experts outside ``index`` are read, if they are stored one by one or the converter makes it ``by_experts``.
+    """
     if source.converter is None:
         return files.read(source.keys[-1][1], index)
     by_pattern, converter = source.by_pattern(), copy.deepcopy(source.converter)
     first = converter_targets(name, converter)[0]  # by its name transformers finds the other targets' sizes (Split)
     one_by_one = any(len(keys) > 1 for keys in by_pattern.values())
-    owned = index[0] if one_by_one else slice(None)
+    apart = one_by_one or by_experts
+    owned = index[0] if apart else slice(None)
     for pattern, keys in by_pattern.items():
         if one_by_one:
             # A converter with several targets gives each an equal part of the experts.
             parts = range(len(converter.target_patterns))
             keys = [key for i in parts for key in keys[i * target.shape[0] : (i + 1) * target.shape[0]][owned]]
         for key in keys:
-            converter.add_tensor(first, key, pattern, partial(files.read, key))
+            converter.add_tensor(first, key, pattern, partial(files.read, key, (owned,) if by_experts else None))
     made = converter.convert(first, model=model, config=model.config)
     value = made[name]
     value = value[0] if isinstance(value, list) else value
-    experts = owned.stop - owned.start if one_by_one else target.shape[0]
+    experts = owned.stop - owned.start if apart else target.shape[0]
     if tuple(value.shape) != (experts, *target.shape[1:]):
         raise ValueError(
             f"{files.folder}: {name} of the model has the shape {tuple(target.shape)}, but {source.keys[0][1]} and "
             f"tensors like it give {tuple(value.shape)}."
         )
-    return value[(slice(None), *index[1:])] if one_by_one else value[index]
+    return value[(slice(None), *index[1:])] if apart else value[index]

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 __all__ = ["attention_modules", "decoder_layers", "has_mtp", "is_mtp", "layer_names", "mtp_layers", "set_mtp"]
+__all__ += ["tower_names"]
 
 _MTP = "_epfsdp2_mtp"
 
@@ -28,9 +29,14 @@ def decoder_layers(model: Any) -> list[str]:
     """Return the FQNs of the layers that tokens pass: those of no vision or audio tower, whose config is another."""
     if not isinstance(model, PreTrainedModel):
         return layer_names(model)
-    own = {type(model.config), type(model.config.get_text_config())}
-    towers = [fqn for fqn, m in model.named_modules() if isinstance(m, PreTrainedModel) and type(m.config) not in own]
+    towers = tower_names(model)
     return [layer for layer in layer_names(model) if not any(layer.startswith(f"{tower}.") for tower in towers)]
+
+
+def tower_names(model: Any) -> list[str]:
+    """Return the FQNs of the vision and audio towers of a transformers model, and of models in them."""
+    own = {type(model.config), type(model.config.get_text_config())}
+    return [fqn for fqn, m in model.named_modules() if isinstance(m, PreTrainedModel) and type(m.config) not in own]
 
 
 def set_mtp(model: nn.Module, names: Iterable[str]) -> None:

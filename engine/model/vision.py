@@ -81,7 +81,8 @@ class VisionTowerSync:
         self._model = model
         self._refused = why_not_images(model, batch_invariant, use_fused_kernels)
         self._rows = any(hasattr(part, "get_rope_index") for part in (model, model.base_model))
-        self._has_places = _PLACES in signature(getattr(model, "get_image_features", str)).parameters
+        features = getattr(model, "get_image_features", None)
+        self._has_places = features is not None and _PLACES in signature(features).parameters
         self._widths = dict.fromkeys(_KINDS, 0)  # of a row of patches, by kind; 0 if no rank has any in this batch
         self._missing: list[str] = []  # kinds that this micro-batch lacks and another rank may have
         # Runs after FSDP's own hooks, and before the model computes its images.

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ..compat.transformers_names import DECODER, NESTED, NUMBERED
-from ..model.layers import decoder_layers, is_mtp, mtp_layers, set_mtp
+from ..model.layers import decoder_layers, is_mtp, mtp_layers, set_mtp, tower_names
 from ..moe.find import ExpertsInfo, find_experts
 from ..wrap_forward import wrap_forward
 
@@ -157,8 +157,9 @@ def add_stored_mtp_layers(model: nn.Module, names: Iterable[str], dtype: torch.d
 
 
 def policy_experts(model: nn.Module, plan: Mapping[str, int] | None = None) -> list[ExpertsInfo]:
-    """Find the experts modules that the policy's forward runs (``moe/find.py``)."""
-    return [info for info in find_experts(model, plan) if not is_mtp(model, info.fqn)]
+    """Find the experts modules that the policy's decoder runs (``moe/find.py``)."""
+    others = tuple(f"{tower}." for tower in tower_names(model))
+    return [info for info in find_experts(model, plan) if not (is_mtp(model, info.fqn) or info.fqn.startswith(others))]
 
 
 def mtp_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -83,6 +83,17 @@ def test_no_slices_are_found_of_what_is_no_rearrangement(kind, is_stack):
     assert _found(lambda name, values: {"t": NO_SLICES[kind](values)}, is_stack=is_stack) is None
 
 
+@pytest.mark.parametrize("kind", [*NO_SLICES, "experts last"])
+def test_experts_are_converted_alone_where_a_converter_keeps_each_apart(kind):
+    change = (NO_SLICES | {"experts last": lambda values: values.movedim(0, -1)})[kind]
+    with (
+        mock.patch.object(hf_slices, "converted_together", lambda model, name: (name,)),
+        mock.patch.object(hf_slices, "revert", lambda model, name, values: {"t": change(values), "u": values}),
+    ):
+        kept = SliceFinder(None).keeps_experts("a.0.w", (8, 6, 4))
+    assert kept == (kind not in ("computed", "scaled", "of another dtype", "repeated", "experts last"))
+
+
 def test_slices_found_are_those_of_rearranged_elements():
     cut = _found(lambda name, values: {"t": values[:, ::2].mT.contiguous(), "u": values[:, 1::2]})
     assert cut == [

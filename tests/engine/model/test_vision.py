@@ -1,6 +1,7 @@
 """Updates of models that see images, through verl's TrainingWorker, against the plain model in one process."""
 
 import contextlib
+import copy
 from types import SimpleNamespace
 
 import pandas as pd
@@ -13,6 +14,8 @@ from epfsdp2.engine.compat.versions import is_older
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model import vision
 from epfsdp2.engine.model.vision import VisionTowerSync, preserve_forward, why_not_images
+from epfsdp2.engine.moe.find import find_experts
+from epfsdp2.engine.mtp.layers import policy_experts
 from epfsdp2.engine.preflight.features import check_images
 from tests.parity.families import FAMILIES
 from tests.parity.float64 import float64
@@ -185,6 +188,19 @@ def test_vision_update_of_unsuitable_images_is_refused_on_all_ranks_and_on_the_d
     facts = SimpleNamespace(model=FAMILIES["glm4v_moe"].build(), name="glm4v_moe")
     with pytest.raises(SettingError, match="verl's fused kernels would leave them out"):
         check_images(engine(), FUSED, {"train_files": str(data), "image_key": "images"}, facts)
+
+
+def test_towers_without_features_at_the_top_or_with_experts_are_no_part_of_the_text(monkeypatch):
+    """As Dots3-Note's of transformers 5.24."""
+    model = FAMILIES["qwen3_vl_moe"].build()
+    model.model.visual.mlp = copy.deepcopy(model.get_decoder().layers[1].mlp)
+    assert [info.fqn for info in find_experts(model)][0] == "model.visual.mlp.experts"
+    assert [info.fqn for info in policy_experts(model)] == [
+        f"model.language_model.layers.{layer}.mlp.experts" for layer in range(3)
+    ]
+    monkeypatch.delattr(type(model), "get_image_features")
+    VisionTowerSync(model)
+    assert why_not_images(model) == "it has no vision tower"
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])

@@ -54,6 +54,7 @@ IN_FLOAT64 = (
     "glm5_next",
     "hy_v4",
     "hy_v4_vl",
+    "inkling",
     "inkling2",
     "inkling2_loop",
     "mistral_large4",

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from epfsdp2.engine.errors import SettingError
-from epfsdp2.engine.moe.find import UnsupportedModelError, find_experts
+from epfsdp2.engine.moe.find import UnsupportedModelError
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.engine.moe.router.replay import ReplayError, RouterReplay
+from epfsdp2.engine.mtp.layers import policy_experts
 from tests.parity.families import FAMILIES, NEWER
 from tests.support.engine.sharded import sharded_model, whole_gradients
 from tests.support.models.tiny import VOCAB, reference_model, save_qwen3_moe, token_loss
@@ -26,7 +27,7 @@ REPLAYED = [name for name in MODELS if name not in NOT_REPLAYED]
 
 
 def _with_replay(model: nn.Module) -> RouterReplay:
-    return RouterReplay(model, find_experts(model), model.config.get_text_config().num_hidden_layers)
+    return RouterReplay(model, policy_experts(model), model.config.get_text_config().num_hidden_layers)
 
 
 def _family(family: str):
@@ -50,7 +51,7 @@ def _shifted(routes: torch.Tensor, layers: Sequence[int], num_experts: int) -> t
 def _arriving(model: nn.Module) -> list[torch.Tensor]:
     """Collect the ids of every call of experts."""
     ids: list[torch.Tensor] = []
-    for info in find_experts(model):
+    for info in policy_experts(model):
         info.module.register_forward_pre_hook(lambda module, args: ids.append(args[1].clone()))
     return ids
 
@@ -80,7 +81,7 @@ def test_replay_of_every_family_takes_the_recorded_routes(name):
 
     chosen = [layer for layer in layers if replay._layers[layer].is_replayed]
     assert chosen == (layers[1:] if name == "deepseek_v4" else layers)  # its first layer's experts go by the token
-    shifted = _shifted(routes, chosen, find_experts(model)[0].num_experts)
+    shifted = _shifted(routes, chosen, policy_experts(model)[0].num_experts)
     replay.replay(shifted)
     other = logits()
     assert other.isfinite().all() and not torch.equal(other, native)

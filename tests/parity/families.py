@@ -32,31 +32,13 @@ from tests.parity.family import (
 )
 from tests.parity.newer_families import NEWER
 from tests.parity.plain_names import own_values, plain_name, plain_values
+from tests.parity.wrapped_families import WRAPPED
 from tests.support.models.published import save_published
 from tests.support.models.tiny import VOCAB
 
-__all__ = [
-    "ALL",
-    "DENSE",
-    "EVERY",
-    "FAMILIES",
-    "NEWER",
-    "OUTSIDE",
-    "BY_SEQUENCES",
-    "CHOOSING",
-    "STATEFUL",
-    "STATES",
-    "AsAuto",
-    "Family",
-    "load",
-    "logits",
-    "loss",
-    "own_values",
-    "packed_logits",
-    "plain_name",
-    "plain_values",
-    "save",
-]
+__all__ = ["ALL", "BY_SEQUENCES", "CHOOSING", "DENSE", "EVERY", "FAMILIES", "NEWER", "OUTSIDE", "STATEFUL", "STATES"]
+__all__ += ["AsAuto", "Family", "load", "logits", "loss", "own_values", "packed_logits", "plain_name", "plain_values"]
+__all__ += ["save"]
 
 _CLASSIFIER = {"num_labels": VOCAB, "dtype": "float64"}  # it magnifies float32's rounding
 _DENSE = {"intermediate_size": 40, "note": "dense"}
@@ -300,6 +282,7 @@ DENSE: dict[str, Family] = {
     ),
     "mistral": of("Mistral", **_DENSE, sliding_window=8),
 }
+FAMILIES |= WRAPPED
 EVERY = {**FAMILIES, **DENSE}
 ALL = {name: f for name, f in {**EVERY, **NEWER}.items() if name != "llama4" or fault_of_family(name) is None}
 # Families with experts outside transformers' interface in 5.9 or, DBRX and Step3p7, in 5.24.

@@ -19,6 +19,7 @@ __all__ = [
     "MLA",
     "QWEN",
     "SCALED",
+    "SMALL_TOWER",
     "SPARSE_LAYERS",
     "VISION",
     "AsAuto",
@@ -176,6 +177,14 @@ SCALED = (
     *("inkling2", "inkling2_loop", "mistral_large4"),
 )
 """Families that scale or cap their logits."""
+SMALL_TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 HEADS = [
     ("phimoe", "lm_head_bias", True),
     ("ernie4_5_moe", "use_bias", True),

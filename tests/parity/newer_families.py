@@ -2,7 +2,20 @@
 
 import importlib
 
-from tests.parity.family import DEEPSEEK, GRANITE, LINEAR, LOCAL, MLA, QWEN, SPARSE_LAYERS, VISION, Family, of, sizes
+from tests.parity.family import (
+    DEEPSEEK,
+    GRANITE,
+    LINEAR,
+    LOCAL,
+    MLA,
+    QWEN,
+    SMALL_TOWER,
+    SPARSE_LAYERS,
+    VISION,
+    Family,
+    of,
+    sizes,
+)
 from tests.support.models.tiny import VOCAB
 
 __all__ = ["KNOWN", "NEWER"]
@@ -10,14 +23,6 @@ __all__ = ["KNOWN", "NEWER"]
 _WINDOW = ["sliding_attention", "full_attention", "sliding_attention"]
 _HYBRID = ["linear_attention", "full_attention", "linear_attention"]
 _INDEX = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
-_SMALL_TOWER = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
 _OCR_VISION = {
     "sam_config": {
         "hidden_size": 16,
@@ -61,7 +66,7 @@ _INKLING2 = {
     "num_experts_per_tok": 2,
     "unpadded_vocab_size": VOCAB,
 }
-_INKLING2_VISION = {**_SMALL_TOWER, "posemb_grid_size": 4, "projection_hidden_dim": 16, "text_hidden_size": 48}
+_INKLING2_VISION = {**SMALL_TOWER, "posemb_grid_size": 4, "projection_hidden_dim": 16, "text_hidden_size": 48}
 # In float64: on 13 tokens, linear attention, hyper-connections, a router of three layers and layers that run several
 # times (Inkling2-Loop: 1.9e-5 in float32) magnify float32's rounding beyond 1e-5.
 _MAGNIFIES = {"dtype": "float64"}
@@ -114,7 +119,7 @@ KNOWN: dict[str, Family] = {
             index_block_size=4,
             index_topk_blocks=2,
         ),
-        vision_config=_SMALL_TOWER,
+        vision_config=SMALL_TOWER,
         projector_hidden_size=16,
         note="text alone",
     ),
@@ -151,7 +156,7 @@ KNOWN: dict[str, Family] = {
             indexer_types=["full", "full", "shared"],
             no_rope_layers=[1, 1, 0],
         ),
-        vision_config={**_SMALL_TOWER, "model_type": "pixtral", "head_dim": 8},
+        vision_config={**SMALL_TOWER, "model_type": "pixtral", "head_dim": 8},
         note="text alone",
     ),
     "qwen4_exp": of(
@@ -180,7 +185,7 @@ KNOWN: dict[str, Family] = {
             indexer_compress_ratio=2,
         ),
         vision_config={
-            **_SMALL_TOWER,
+            **SMALL_TOWER,
             "depth": 1,
             "num_heads": 2,
             "out_hidden_size": 48,
@@ -198,7 +203,7 @@ KNOWN: dict[str, Family] = {
             moe_topk=2,
             moe_num_shared_experts=1,
         ),
-        vision_config={**_SMALL_TOWER, "model_type": "idefics3_vision"},
+        vision_config={**SMALL_TOWER, "model_type": "idefics3_vision"},
         projector_patch_to_query_dict={4: 2},
         note="text alone",
     ),
@@ -238,12 +243,12 @@ KNOWN: dict[str, Family] = {
             swa_v_head_dim=10,
         ),
         vision_config={  # with experts too
-            **_SMALL_TOWER,
+            **SMALL_TOWER,
             **{"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "adapter_in_dim": 16},
             **{"moe_intermediate_size": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "adapter_out_dim": 48},
         },
         audio_config={
-            **_SMALL_TOWER,
+            **SMALL_TOWER,
             **{"feature_size": 8, "downsample_hidden_size": 8, "adapter_input_size": 16, "adapter_out_dim": 48},
         },
         note="text alone",
@@ -306,7 +311,7 @@ KNOWN: dict[str, Family] = {
             **_HY_V4, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
         ),
         **_MAGNIFIES,
-        vision_config={**_SMALL_TOWER, "out_hidden_size": 48, "max_image_size": 28},
+        vision_config={**SMALL_TOWER, "out_hidden_size": 48, "max_image_size": 28},
         note="text alone",
     ),
     "inkling2_loop": of(
@@ -347,14 +352,14 @@ KNOWN: dict[str, Family] = {
             swiglu_limits=[None, None, 0.1],
             swiglu_limits_shared=[None, 0.2, 0.1],
         ),
-        vision_config=_SMALL_TOWER,
+        vision_config=SMALL_TOWER,
         note="text alone",
     ),
     "kimi_k25": of(
         "Kimi_K25",
         "ForConditionalGeneration",
         text_config=sizes(model_type="deepseek_v3", **{**DEEPSEEK, **MLA}),
-        vision_config={**_SMALL_TOWER, "pos_emb_height": 4, "pos_emb_width": 4},
+        vision_config={**SMALL_TOWER, "pos_emb_height": 4, "pos_emb_width": 4},
         projection_hidden_size=16,
         tie_word_embeddings=False,
         note="text alone",

@@ -119,6 +119,23 @@ SERVED: dict[str, Served] = {
         settings=TEXT_ALONE,
         environment=TORCHVISION,
     ),
+    "internvl": Served(
+        Family(
+            "InternVLForConditionalGeneration",
+            "InternVLConfig",
+            {
+                "text_config": text_sizes(model_type="qwen3_moe", **QWEN, norm_topk_prob=True),
+                "vision_config": {
+                    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2},
+                    **{"image_size": [28, 28], "patch_size": [14, 14]},
+                },
+                "image_token_id": 94,
+                "tie_word_embeddings": False,
+            },
+        ),
+        settings=TEXT_ALONE,
+        environment=TORCHVISION,
+    ),
     **SINCE,
     "gpt_oss": Served(
         of("GptOss", **LOCAL, layer_types=["sliding_attention", "full_attention"]),

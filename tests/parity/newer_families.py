@@ -106,6 +106,7 @@ KNOWN: dict[str, Family] = {
     "minimax_m3_vl": of(
         "MiniMaxM3Sparse",
         "ForConditionalGeneration",
+        **_MAGNIFIES,
         config="MiniMaxM3VLConfig",
         text_config=sizes(
             **LOCAL,
@@ -282,6 +283,7 @@ KNOWN: dict[str, Family] = {
     "inkling2": of(
         "Inkling2",
         "ForConditionalGeneration",
+        **_MAGNIFIES,
         text_config=sizes(**_INKLING2, n_layers_per_attn_res_block=2),
         vision_config=_INKLING2_VISION,
         note="text alone",
@@ -338,6 +340,7 @@ KNOWN: dict[str, Family] = {
     "step3p7": of(
         "Step3p7",
         "ForConditionalGeneration",
+        **_MAGNIFIES,
         text_config=sizes(
             intermediate_size=40,
             moe_intermediate_size=20,

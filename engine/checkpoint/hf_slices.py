@@ -149,7 +149,7 @@ class SliceFinder:
         return None if slices is None else [replace(piece, name=moved[piece.name]) for piece in slices]
 
     def keeps_experts(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether the first dim of a stack's tensors counts experts: a converter makes single ones from single ones."""
+        """Whether the tensors of a stack count experts by their first dim, so that some can be converted alone."""
         if len(converted_together(self._model, name)) > 1:
             return False
         key = _unnumbered(name), tuple(shape)

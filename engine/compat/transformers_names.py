@@ -67,8 +67,8 @@ NUMBERED = "_epfsdp2_numbered"
 do in a decoder layer."""
 
 NESTED = "_epfsdp2_nested"
-"""Attribute of a model, true if the layers ``mtp.layers.N`` are ``mtp.layers.N.transformer_block`` in checkpoints, and
-norms and projection before them beside that."""
+"""Attribute of a model, true if checkpoints have what is in a layer ``mtp.layers.N`` in
+``mtp.layers.N.transformer_block``, without the two norms and the projection of its inputs."""
 
 _NESTED = r"(\.mtp\.layers\.\d+)\."
 _SUBMODELS: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()

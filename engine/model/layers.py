@@ -29,8 +29,8 @@ def decoder_layers(model: Any) -> list[str]:
     """Return the FQNs of the layers that tokens pass: those of no vision or audio tower, whose config is another."""
     if not isinstance(model, PreTrainedModel):
         return layer_names(model)
-    towers = tower_names(model)
-    return [layer for layer in layer_names(model) if not any(layer.startswith(f"{tower}.") for tower in towers)]
+    towers = tuple(f"{tower}." for tower in tower_names(model))
+    return [layer for layer in layer_names(model) if not layer.startswith(towers)]
 
 
 def tower_names(model: Any) -> list[str]:

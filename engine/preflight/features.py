@@ -197,7 +197,7 @@ def check_fused_kernels(
     if setting == _CRITIC:
         rule = "they compute log-probs, and a critic has none."
     elif facts is not None:
-        # Once an engine of this process has them, the class has verl's forward, and has passed.
+        # A process that has built an engine with these kernels has verl's forward in the class, checked before that.
         is_stock = not type(facts.model).forward.__module__.startswith("verl.")
         if is_stock and (besides := why_more_than_the_head(facts.model)):
             rule = f"they compute log-probs by the head's weight alone; in {facts.name}, {besides}."
@@ -281,14 +281,17 @@ def check_images(engine: Any, model: Mapping[str, Any], rollout: Mapping[str, An
     """
     if facts is None or not hasattr(facts.model.config, "vision_config"):
         return
+    why = why_not_images(facts.model, engine.batch_invariant, bool(model.get("use_fused_kernels")))
+    has_times = rollout.get("name") and facts.model.config.model_type in TIMES_OF_FRAMES
+    twice = has_times and server_of(rollout).writes_times_of_frames
+    if not (why or twice):
+        return
     files = plain(rollout.get("train_files") or ())
     local = [file for file in ([files] if isinstance(files, str) else files) if Path(file).is_file()]
     columns = {name for file in local for name in parquet.read_schema(file).names}
-    why = why_not_images(facts.model, engine.batch_invariant, bool(model.get("use_fused_kernels")))
     if why and rollout.get("image_key") in columns:
         raise images_error(facts.name, why)
-    twice = rollout.get("name") and server_of(rollout).writes_times_of_frames
-    if twice and facts.model.config.model_type in TIMES_OF_FRAMES and (key := rollout.get("video_key")) in columns:
+    if twice and (key := rollout.get("video_key")) in columns:
         rule = "verl and the rollout both write the times of a video's frames into its prompt (verl issue 5024)."
         raise SettingError("data.video_key", key, rule, "images in place of frames")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.layers import is_mtp, layer_names
+from ..model.layers import is_mtp, layer_names, mtp_heads
 from ..model.vision import tower_parameters
 from ..moe.find import ExpertsInfo, find_experts
 from ..topology.dtensor import is_adapter
@@ -60,6 +60,8 @@ def wrap_plan(model: Any, options: ShardingOptions) -> list[Unit]:
                 casts_inputs=found.casts_inputs,
                 casts_outputs=not found.casts_inputs,
             )
+    for own_head in mtp_heads(model):
+        units.add("head", [model.get_submodule(own_head)], False, casts_inputs=False)
     for layer in units.layers:
         units.add("layer", [model.get_submodule(layer)], reshard)
     if embeddings is not None:

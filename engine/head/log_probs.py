@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from ..moe.gemm.backends import ROWS
-from .tiles import LABEL, MOST, TOTAL, WEIGHTED, add_product, gradient_of, reduce_tile
+from .tiles import LABEL, MOST, TOTAL, WEIGHTED, WeightGradient, add_product, gradient_of, reduce_tile
 
 __all__ = [
     "log_probs_and_entropy",
@@ -157,7 +157,7 @@ class _LogProbs(torch.autograd.Function):
             common = common + of_entropy * entropy
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         to_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if for_hidden else None
-        to_weight = torch.empty_like(weight) if for_weight else None
+        to_weight = WeightGradient(weight, lse.dtype) if for_weight else None
         to_bias = torch.zeros_like(bias, dtype=lse.dtype) if for_bias else None
         for rows, columns, logits in _tiles(hidden, weight, bias):
             entropies = None if of_entropy is None else of_entropy[rows]
@@ -168,11 +168,6 @@ class _LogProbs(torch.autograd.Function):
             if to_bias is not None:
                 to_bias[columns] += grads.sum(dim=0, dtype=lse.dtype)
             if to_weight is not None:
-                if rows.start == 0:
-                    own = to_weight[columns]
-                    part = own.zero_() if own.dtype == lse.dtype else torch.zeros_like(own, dtype=lse.dtype)
-                add_product(part, grads.t(), hidden[rows])
-                if rows.stop == len(hidden) and part.dtype != to_weight.dtype:
-                    to_weight[columns] = part
+                to_weight.add(grads, hidden, rows, columns)
         to_hidden, to_bias = (None if sums is None else sums.to(weight.dtype) for sums in (to_hidden, to_bias))
-        return to_hidden, to_weight, to_bias, None, None, None
+        return to_hidden, None if to_weight is None else to_weight.total, to_bias, None, None, None

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["LABEL", "MOST", "TOTAL", "WEIGHTED", "add_product", "gradient_of", "reduce_tile"]
+__all__ = ["LABEL", "MOST", "TOTAL", "WEIGHTED", "WeightGradient", "add_product", "gradient_of", "reduce_tile"]
 
 # The rows of ``sums`` for a token with logits z and maximum m: m, sum e^(z - m), sum e^(z - m) (z - m), the label's z.
 MOST, TOTAL, WEIGHTED, LABEL = range(4)
@@ -85,6 +85,26 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
+
+
+class WeightGradient:
+    """The gradient ``[V, D]`` of a head's weight, from tiles in the order of ``tile_slices``.
+
+    Args:
+        dtype: of the sums over tokens.
+    """
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype):
+        self.total, self._dtype, self._part = torch.empty_like(weight), dtype, weight
+
+    def add(self, gradient: torch.Tensor, hidden: torch.Tensor, rows: slice, columns: slice) -> None:
+        """Add a tile's, from the gradient of its logits and all hidden states ``[T, D]``."""
+        own = self.total[columns]
+        if rows.start == 0:
+            self._part = own.zero_() if own.dtype == self._dtype else torch.zeros_like(own, dtype=self._dtype)
+        add_product(self._part, gradient.t(), hidden[rows])
+        if rows.stop == len(hidden) and own.dtype != self._dtype:
+            own.copy_(self._part)
 
 
 def _scaled(logits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["attention_modules", "decoder_layers", "has_mtp", "is_mtp", "layer_names", "mtp_layers", "set_mtp"]
-__all__ += ["tower_names"]
+__all__ = ["attention_modules", "decoder_layers", "has_mtp", "is_mtp", "layer_names", "mtp_heads", "mtp_layers"]
+__all__ += ["set_mtp", "tower_names"]
 
-_MTP = "_epfsdp2_mtp"
+_MTP, _MTP_HEADS = "_epfsdp2_mtp", "_epfsdp2_mtp_heads"
 
 
 def layer_names(model: nn.Module) -> list[str]:
@@ -39,9 +39,10 @@ def tower_names(model: Any) -> list[str]:
     return [fqn for fqn, m in model.named_modules() if isinstance(m, PreTrainedModel) and type(m.config) not in own]
 
 
-def set_mtp(model: nn.Module, names: Iterable[str]) -> None:
-    """Mark modules as those of multi-token prediction (``mtp/layers.py``)."""
+def set_mtp(model: nn.Module, names: Iterable[str], heads: Iterable[str] = ()) -> None:
+    """Mark modules as those of multi-token prediction (``mtp/layers.py``), and ``heads`` in them."""
     setattr(model, _MTP, tuple(f"{name}." for name in names))
+    setattr(model, _MTP_HEADS, tuple(heads))
 
 
 def is_mtp(model: nn.Module, name: str) -> bool:
@@ -51,6 +52,11 @@ def is_mtp(model: nn.Module, name: str) -> bool:
 
 def has_mtp(model: nn.Module) -> bool:
     return hasattr(model, _MTP)
+
+
+def mtp_heads(model: nn.Module) -> tuple[str, ...]:
+    """Return the FQNs of the heads that multi-token prediction layers have of their own."""
+    return getattr(model, _MTP_HEADS, ())
 
 
 def mtp_layers(model: nn.Module) -> list[str]:

@@ -3,7 +3,7 @@
 The first layer sees the hidden states of token ``t`` and the embedding of ``t + 1``, and drafts ``t + 2``. Its target
 is the policy's distribution of that token, from the hidden states of ``t + 1``. Each further layer sees the output of
 the one before, and drafts one token later. Hidden states, embeddings and head are detached, so the policy's gradients
-are those without these layers.
+are those without these layers. A head of a layer's own is an FSDP unit, whose forward computes the loss.
 
 The layers run inside the head's forward, where FSDP has gathered the head's weight. Attention masks, rotary embeddings
 and other arguments are those of a decoder layer, so packed rows and sequence parallelism need no code here.
@@ -11,6 +11,7 @@ and other arguments are those of a decoder layer, so packed rows and sequence pa
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch import nn
 from ..fsdp.ulysses import gather_parts
 from ..head.causal_head import CausalHead
 from ..head.soft_cross_entropy import soft_cross_entropy
-from ..model.layers import decoder_layers
+from ..model.layers import decoder_layers, mtp_heads
 from ..wrap_forward import wrap_forward
-from .layers import IN_DECODER, draft_layers, install_forward, logits_divisor, policy_layer
+from .layers import draft_layers, install_forward, layout_of, logits_divisor, policy_layer
 
 __all__ = ["DraftLoss"]
 
@@ -36,7 +37,7 @@ class _Forward:
     wanted: Sequence[torch.Tensor]
     starts: torch.Tensor
     embeddings: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    state: torch.Tensor | None = None  # in place of the head's input: DeepSeek-V4's streams, Inkling's final norm
+    state: torch.Tensor | None = None  # in place of the head's input: DeepSeek-V4's streams, Step-3.7's before the norm
     arguments: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     found: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -54,7 +55,8 @@ class DraftLoss:
         layers = draft_layers(model)
         self._layers = [[model.get_submodule(name) for name in names] for names in layers]
         self._now: _Forward | None = None
-        self._masks_starts = model.config.model_type in (*IN_DECODER, "deepseek_v4")
+        self._heads = [model.get_submodule(name) for name in mtp_heads(model)] or [None] * len(layers)
+        self._layout = layout_of(model)
         first = model.get_submodule(decoder_layers(model)[0])
         first.register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
         self._like = [policy_layer(model, names[0]) for names in layers]
@@ -62,13 +64,17 @@ class DraftLoss:
             layer.register_forward_pre_hook(self._see_arguments, with_kwargs=True)
         decoder, self._divisor = model.get_decoder(), logits_divisor(model)
         if hasattr(decoder, "hc_head"):
-            decoder.hc_head.register_forward_pre_hook(self._see_streams)
+            decoder.hc_head.register_forward_pre_hook(self._see_input)
+        elif self._layout.reads_raw:
+            decoder.norm.register_forward_pre_hook(self._see_input)
         elif self._divisor != 1:
             decoder.norm.register_forward_hook(self._see_norm)
         output = model.get_output_embeddings()
         wrap_forward(output, "mtp", self._forward)
         for names in layers:
             install_forward(model, names)
+        for own in filter(None, self._heads):
+            wrap_forward(own, "mtp", partial(_with_own_head, own))
 
     @property
     def depth(self) -> int:
@@ -80,8 +86,7 @@ class DraftLoss:
 
         Args:
             wanted: for each layer, bool ``[s]``: whether its draft from this rank's position counts.
-            starts: bool ``[s]``: whether a position is its sequence's first. vLLM's drafters of ``IN_DECODER`` and of
-                DeepSeek-V4 get no embedding there.
+            starts: bool ``[s]``: whether a position is its sequence's first (``MtpLayout.masks_first``).
         """
         self._now = _Forward(wanted, starts)
 
@@ -100,7 +105,7 @@ class DraftLoss:
             named = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED}
             self._now.arguments[module] = args[1:], named
 
-    def _see_streams(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _see_input(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._now is not None:
             self._now.state = args[0].detach()
 
@@ -120,16 +125,19 @@ class DraftLoss:
         asked, state = self._head.wanted, hidden if now.state is None else now.state
         temperature = hidden.new_ones(hidden.shape[1]) if asked is None else asked.temperature.reshape(-1)
         losses, agreed = [], []
-        for ahead, (layer, like, wanted) in enumerate(zip(self._layers, self._like, now.wanted, strict=True), start=1):
+        layers = zip(self._layers, self._like, self._heads, now.wanted, strict=True)
+        for ahead, (layer, like, own_head, wanted) in enumerate(layers, start=1):
             embeddings = self._ahead(now.embeddings, ahead).to(state.dtype)
-            if self._masks_starts:
+            if self._layout.masks_first:
                 embeddings = embeddings.masked_fill(now.starts[None, :, None], 0)
             args, kwargs = now.arguments[like]
             for block in layer:
                 state = block(state, embeddings, *args, **kwargs)
-            draft = state if self._divisor == 1 else state / self._divisor
+            state, draft = state
+            draft = draft if self._divisor == 1 else draft / self._divisor
             target = self._ahead(hidden, ahead)
-            each, agrees = soft_cross_entropy(draft[0], target[0], weight, bias, temperature)
+            compared = soft_cross_entropy if own_head is None else own_head
+            each, agrees = compared(draft[0], target[0], weight, bias, temperature)
             losses.append(torch.where(wanted, each, 0).sum())
             agreed.append((agrees & wanted).sum())
         return torch.stack(losses).sum(), torch.stack(agreed).sum()
@@ -141,3 +149,16 @@ class DraftLoss:
         size, rank = dist.get_world_size(self._sp_group), dist.get_rank(self._sp_group)
         firsts = gather_parts(row[0, :count], self._sp_group).view(size, count, -1)
         return torch.cat([row[:, count:], firsts[(rank + 1) % size][None]], dim=1)
+
+
+def _with_own_head(
+    head: Any,
+    forward: Callable[..., Any],
+    draft: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take a head's forward: the soft cross-entropy of drafts that have this head."""
+    return soft_cross_entropy(draft, target, weight, bias, temperature, draft_weight=head.weight)

@@ -10,15 +10,17 @@ beside the decoder. So it is an FSDP unit with experts of its own, and is loaded
 Nemotron-H's blocks have attention or experts alone, so its layer is two of them. DeepSeek-V4's hidden states are
 streams ``[B, S, hc_mult, D]``, which its layer reads as the last decoder layer returns them. Inkling's layers have no
 experts and no last norm, and read hidden states first, as in vLLM's ``models/inkling/nvidia/mtp.py``. Embeddings have
-the model's own norm there, which transformers 5.24 leaves out.
-Embeddings and head are the model's; the copies of them that checkpoints have are not read.
+the model's own norm there, which transformers 5.24 leaves out. Step-3.7's layers read hidden states before the last
+norm, and each has a head of its own, as in vLLM's ``models/step3p5_mtp.py``.
+Other embeddings and heads are the model's; the copies of them that checkpoints have are not read.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,37 +31,63 @@ from ..moe.find import ExpertsInfo, find_experts
 from ..wrap_forward import wrap_forward
 
 __all__ = [
-    "BESIDE",
-    "INKLING",
-    "IN_DECODER",
+    "MTP_LAYOUTS",
+    "MtpLayout",
     "add_mtp_layers",
     "add_stored_mtp_layers",
     "draft_layers",
     "install_forward",
+    "layout_of",
     "logits_divisor",
     "mtp_parameters",
     "policy_experts",
     "policy_layer",
 ]
 
-IN_DECODER = {
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), "shared_head.norm"),
-    **dict.fromkeys(("bailing_hybrid", "hy_v3"), "final_layernorm"),
-}
-"""Families whose MTP layers follow the decoder's layers, and whose forward stops at ``num_hidden_layers`` -> the name
-of the norm after the layer."""
 
-_QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-BESIDE = {
+@dataclass(frozen=True)
+class MtpLayout:
+    """Where a family's MTP layers are, and the names of what is in them besides decoder layers.
+
+    Args:
+        place: ``decoder``, after the decoder's layers, where the model's own forward stops; ``beside``, one layer
+            ``mtp`` of the decoder layers ``mtp.layers.0`` and up; ``base``, as ``mtp.layers.N`` of the base model.
+        embedding_norm, hidden_norm, projection: in the layer, of its inputs.
+        last_norm: in the layer, after its decoder layers; empty if there is none.
+        head: in the layer, of a head of its own; empty if drafts have the model's.
+        masks_first: whether vLLM's drafter gets no embedding at a sequence's first token.
+        reads_raw: whether the first layer reads the model's hidden states before the last norm. Each further one then
+            reads those of the layer before, also before their norm.
+    """
+
+    place: Literal["decoder", "beside", "base"]
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    last_norm: str = ""
+    head: str = ""
+    masks_first: bool = False
+    reads_raw: bool = False
+
+
+_DEEPSEEK = MtpLayout("decoder", "enorm", "hnorm", "eh_proj", "shared_head.norm", masks_first=True)
+_QWEN = MtpLayout("beside", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_INKLING = MtpLayout("base", "embed_norm", "hidden_norm", "input_proj")
+_IN_FIRST = replace(_QWEN, embedding_norm="layers.0.enorm", hidden_norm="layers.0.hnorm")
+
+MTP_LAYOUTS = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _DEEPSEEK),
+    **dict.fromkeys(("bailing_hybrid", "hy_v3"), replace(_DEEPSEEK, last_norm="final_layernorm")),
+    "step3p7": MtpLayout(
+        *("decoder", "enorm", "hnorm", "eh_proj", "transformer.shared_head.norm", "transformer.shared_head.output"),
+        reads_raw=True,
+    ),
     **dict.fromkeys(("mellum", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _QWEN),
-    "deepseek_v4": ("layers.0.enorm", "layers.0.hnorm", "layers.0.e_proj", "layers.0.norm"),
-    "nemotron_h": ("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm"),
+    "deepseek_v4": replace(_IN_FIRST, projection="layers.0.e_proj", last_norm="layers.0.norm", masks_first=True),
+    "nemotron_h": replace(_IN_FIRST, projection="layers.0.eh_proj", last_norm="layers.1.final_layernorm"),
+    **dict.fromkeys(("inkling_mm_model", "inkling_text"), _INKLING),
 }
-"""Families with one MTP layer, of the decoder layers ``mtp.layers.0`` and up -> names in ``mtp`` of the norms before
-the projection, the projection, and the last norm."""
-
-INKLING = ("inkling_mm_model", "inkling_text")
-"""Families whose MTP layers are ``mtp.layers.N`` of the base model, without experts."""
+"""The layout of each family, by ``model_type``."""
 
 _FULL = ("full_attention", "full")  # of MTP layers, in lists of kinds of attention and of indexers
 _KINDS = ("layer_types", "layers_block_type")
@@ -71,29 +99,37 @@ def add_mtp_layers(model: Any, count: int, dtype: torch.dtype) -> None:
 
     The layers have the class of the last decoder layer and the dtype of the model.
     """
+    place = layout_of(model).place
     with _default_dtype(dtype):
-        if model.config.model_type in IN_DECODER:
+        if place == "decoder":
             _add_in_decoder(model, count)
-        elif model.config.model_type in INKLING:
-            _add_inkling(model, count)
+        elif place == "base":
+            _add_in_base(model, count)
         else:
             _add_beside(model)
 
 
+def layout_of(model: Any) -> MtpLayout:
+    return MTP_LAYOUTS[model.config.model_type]
+
+
 def _add_in_decoder(model: Any, count: int) -> None:
     decoder, config = model.get_decoder(), model.config.get_text_config()
-    kind, own = type(decoder.layers[-1]), len(decoder.layers)
-    with _more_entries(config, own, count, {}):
+    kind, own, kinds = type(decoder.layers[-1]), len(decoder.layers), {}
+    if getattr(config, "mtp_mlp_layer_types", None):  # Step-3.7's, whose limits are of the decoder's layers alone
+        kinds = {"layer_types": config.mtp_layer_types, "mlp_layer_types": config.mtp_mlp_layer_types}
+        kinds |= dict.fromkeys(("swiglu_limits", "swiglu_limits_shared"), [None] * count)
+    with _more_entries(config, own, count, kinds):
         for index in range(own, own + count):
             layer = kind(config, index)
-            if IN_DECODER[config.model_type] == "shared_head.norm":
-                layer.shared_head = nn.Module()
             decoder.layers.append(layer)
             _add_parts(model, layer)
-    set_mtp(model, [f"{_decoder_fqn(model)}.layers.{index}" for index in range(own, own + count)])
+    names = [f"{_decoder_fqn(model)}.layers.{index}" for index in range(own, own + count)]
+    head = layout_of(model).head
+    set_mtp(model, names, heads=[f"{name}.{head}" for name in names if head])
 
 
-def _add_inkling(model: Any, count: int) -> None:
+def _add_in_base(model: Any, count: int) -> None:
     decoder, config = model.get_decoder(), model.config.get_text_config()
     kind, own, local = type(decoder.layers[-1]), len(decoder.layers), config.mtp_local_layer_ids or ()
     kinds = {
@@ -128,26 +164,29 @@ def _decoder_fqn(model: Any) -> str:
     return next(name for name, module in model.named_modules() if module is model.get_decoder())
 
 
-def _part_names(model: Any) -> tuple[str, ...]:
-    """Return the names in a layer, or in ``mtp``, of two norms, the projection and the last norm (not Inkling's)."""
-    family = model.config.model_type
-    if family in INKLING:
-        return "embed_norm", "hidden_norm", "input_proj"
-    return BESIDE[family] if family in BESIDE else ("enorm", "hnorm", "eh_proj", IN_DECODER[family])
-
-
 def _add_parts(model: Any, layer: nn.Module) -> None:
-    config, decoder = model.config.get_text_config(), model.get_decoder()
+    config, decoder, layout = model.config.get_text_config(), model.get_decoder(), layout_of(model)
     kind = type(decoder.norm if hasattr(decoder, "norm") else decoder.norm_f)
     eps = config.rms_norm_eps if hasattr(config, "rms_norm_eps") else config.layer_norm_epsilon
-    embedding_norm, hidden_norm, projection, *norm = _part_names(model)
-    for name in (embedding_norm, hidden_norm, *norm):
-        layer.set_submodule(name, kind(config.hidden_size, eps=eps))
+    for name in filter(None, (layout.embedding_norm, layout.hidden_norm, layout.last_norm)):
+        _put(layer, name, kind(config.hidden_size, eps=eps))
     has_streams, width = hasattr(decoder, "hc_head"), config.hidden_size
-    layer.set_submodule(projection, nn.Linear(width if has_streams else 2 * width, width, bias=False))
+    _put(layer, layout.projection, nn.Linear(width if has_streams else 2 * width, width, bias=False))
+    if layout.head:
+        _put(layer, layout.head, nn.Linear(width, config.vocab_size, bias=False))
     if has_streams:
-        layer.set_submodule("layers.0.h_proj", nn.Linear(width, width, bias=False))
-        layer.set_submodule("layers.0.hc_head", type(decoder.hc_head)(config))
+        _put(layer, "layers.0.h_proj", nn.Linear(width, width, bias=False))
+        _put(layer, "layers.0.hc_head", type(decoder.hc_head)(config))
+
+
+def _put(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """Add a module under a name with dots, and the modules between."""
+    *between, own = name.split(".")
+    for part in between:
+        if not hasattr(parent, part):
+            parent.add_module(part, nn.Module())
+        parent = getattr(parent, part)
+    parent.add_module(own, module)
 
 
 def add_stored_mtp_layers(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
@@ -187,34 +226,41 @@ def logits_divisor(model: Any) -> float:
 def draft_layers(model: Any) -> list[list[str]]:
     """Return the FQNs of the decoder layers of each MTP layer: one, or Nemotron-H's blocks."""
     names = mtp_layers(model)
-    return [names] if model.config.model_type in BESIDE else [[name] for name in names]
+    return [names] if layout_of(model).place == "beside" else [[name] for name in names]
 
 
 def install_forward(model: Any, names: Sequence[str]) -> None:
     """Give the decoder layers ``names`` of an MTP layer their forward of ``(hidden, embeddings, *args, **kwargs)``.
 
-    The first one gets the model's hidden states or streams, or the result of the MTP layer before, and embeddings
-    ``[B, S, D]``. Each further one gets the output of the one before. The last one returns the input of the head,
-    ``[B, S, D]``, before its division by ``logits_divisor``. The other arguments are a decoder layer's.
+    The first one gets the model's hidden states or streams, or those of the MTP layer before, and embeddings
+    ``[B, S, D]``. Each further one gets the output of the one before. The last one returns the hidden states of the
+    next MTP layer, and the input of the head, both ``[B, S, D]``. The other arguments are a decoder layer's.
     """
-    parts = model.mtp if model.config.model_type in BESIDE else model.get_submodule(names[0])
-    embedding_norm, hidden_norm, projection, *norms = (parts.get_submodule(name) for name in _part_names(model))
-    reads_hidden_first = model.config.model_type in INKLING
+    layout = layout_of(model)
+    parts = model.mtp if layout.place == "beside" else model.get_submodule(names[0])
+    of_embeddings, of_hidden, projection = map(
+        parts.get_submodule, (layout.embedding_norm, layout.hidden_norm, layout.projection)
+    )
+    last_norm = parts.get_submodule(layout.last_norm) if layout.last_norm else nn.Identity()
+    reads_hidden_first = layout.place == "base"
     streams: Any = model.get_submodule(names[0]) if hasattr(model.get_decoder(), "hc_head") else None
 
     def forward(
         name: str, decode: Callable[..., Any], hidden: torch.Tensor, embeddings: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if name == names[0] and streams is None:
-            both = [embedding_norm(embeddings), hidden_norm(hidden)]
+            both = [of_embeddings(embeddings), of_hidden(hidden)]
             hidden = projection(torch.cat(both[::-1] if reads_hidden_first else both, dim=-1))
         elif name == names[0]:
-            hidden = projection(embedding_norm(embeddings))[:, :, None] + streams.h_proj(hidden_norm(hidden))
+            hidden = projection(of_embeddings(embeddings))[:, :, None] + streams.h_proj(of_hidden(hidden))
         found = decode(hidden, *args, **kwargs)
         hidden = found[0] if isinstance(found, tuple) else found
         if streams is not None:
             hidden = streams.hc_head(hidden)
-        return norms[0](hidden) if norms and name == names[-1] else hidden
+        if name != names[-1]:
+            return hidden
+        draft = last_norm(hidden)
+        return hidden if layout.reads_raw else draft, draft
 
     for name in names:
         wrap_forward(model.get_submodule(name), "mtp", partial(forward, name))
@@ -223,10 +269,15 @@ def install_forward(model: Any, names: Sequence[str]) -> None:
 @contextmanager
 def _more_entries(config: Any, layers: int, count: int, kinds: Mapping[str, Sequence[str]]) -> Iterator[None]:
     """Lengthen the lists of a config by ``count``: by ``kinds``, full attention, an indexer, or the last entry."""
-    before = {k: v for k, v in vars(config).items() if isinstance(v, list) and len(v) == layers}
-    added = {k: [next((kind for kind in _FULL if kind in v), v[-1])] * count for k, v in before.items()}
-    added |= {name: list(kinds[name]) for name in before.keys() & kinds.keys()}
-    vars(config).update({name: values + added[name] for name, values in before.items()})
+    before = dict(vars(config))
+    lists = {k: v for k, v in before.items() if isinstance(v, list) and len(v) == layers}
+    added = {k: [next((kind for kind in _FULL if kind in v), v[-1])] * count for k, v in lists.items()}
+    added |= {name: list(kinds[name]) for name in lists.keys() & kinds.keys()}
+    vars(config).update({name: values + added[name] for name, values in lists.items()})
+    if heads := getattr(config, "num_sliding_attention_heads", None):  # Step-3.7's config gives them to its own layers
+        sliding = [i for i, kind in enumerate(config.layer_types) if kind == "sliding_attention"]
+        config.num_hidden_layers = layers + count
+        config.per_layer_config = {i: {"num_attention_heads": heads} for i in sliding}
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..lora.targets import experts_of
-from ..model.layers import layer_names
+from ..model.layers import layer_names, mtp_heads
 from ..moe.find import is_interleaved
 from ..topology.dtensor import is_adapter, shard_steps
 from ..topology.index_ranges import IndexRange, ShardStep, shard_ranges
@@ -52,7 +52,7 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
 
     AdamW steps everything else:
 
-    * embeddings and head;
+    * embeddings and heads;
     * routers, because each of their rows scores one expert;
     * norms, biases (also stacked ones of experts), convolutions, parameters outside of linears;
     * linears with one output or one input;
@@ -70,9 +70,10 @@ def muon_parameters(model: nn.Module) -> dict[str, Layout]:
                 layout = Layout(2, outputs, is_interleaved(module)) if gated else Layout(1, outputs)
                 found[f"{info.fqn}.{name}"] = layout
     layers = tuple(f"{name}." for name in layer_names(model))
-    routers = _routers(model, {info.fqn: info.num_experts for info in experts} | _planned_experts(model))
+    others = _routers(model, {info.fqn: info.num_experts for info in experts} | _planned_experts(model))
+    others |= {model.get_submodule(head) for head in mtp_heads(model)}
     for fqn, module in model.named_modules():
-        linear = isinstance(module, nn.Linear) and fqn.startswith(layers) and module not in routers
+        linear = isinstance(module, nn.Linear) and fqn.startswith(layers) and module not in others
         for name, param in module.named_parameters(recurse=False) if linear else ():
             if name.startswith("weight") and param.dim() == 2 and min(param.shape) > 1:
                 found[f"{fqn}.{name}"] = Layout()

@@ -11,7 +11,7 @@ from ..errors import SettingError
 from ..head.causal_head import why_whole_logits
 from ..lora.settings import LoraSettings
 from ..model_files import CONFIG, folder_of, predicted_layers
-from ..mtp.layers import BESIDE, IN_DECODER, INKLING
+from ..mtp.layers import MTP_LAYOUTS
 
 __all__ = ["COEF", "check_drafter", "check_mtp"]
 
@@ -42,14 +42,14 @@ def check_mtp(engine: Any, model: Any, built: Any, setting: str = ACTOR_MODEL) -
     if built is None:
         return 0
     family, kind = built.config.model_type, type(built).__name__
-    if family not in (known := (*IN_DECODER, *BESIDE, *INKLING)):
-        rule = f"the layers that draft of {kind} are not known; those of {', '.join(known)} are."
+    if family not in MTP_LAYOUTS:
+        rule = f"the layers that draft of {kind} are not known; those of {', '.join(MTP_LAYOUTS)} are."
         raise SettingError(name, value, rule, off)
     path = get_setting(model, "local_hf_config_path") or get_setting(model, "hf_config_path")
     count = predicted_layers(folder_of(path or get_setting(model, "path")) / CONFIG)
     if count == 0:
         raise SettingError(name, value, f"the {CONFIG} of {get_setting(model, 'path')} has no such layers.", off)
-    if count > 1 and family in BESIDE:
+    if count > 1 and MTP_LAYOUTS[family].place == "beside":
         raise SettingError(name, value, f"of {count} layers that draft of {kind}, only one is known.", off)
     if getattr(built.config.get_text_config(), "chain_hidden_post_norm", False):
         rule = f"the norm between layers that draft of {kind} (chain_hidden_post_norm) is in no published checkpoint."

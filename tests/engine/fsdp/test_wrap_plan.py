@@ -10,7 +10,7 @@ from epfsdp2.engine.fsdp import single_rank
 from epfsdp2.engine.fsdp.options import ShardingOptions
 from epfsdp2.engine.fsdp.unit import stages_of
 from epfsdp2.engine.fsdp.wrap_plan import compute_dtypes, wrap_plan
-from epfsdp2.engine.model.layers import layer_names
+from epfsdp2.engine.model.layers import layer_names, set_mtp
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.parallelize import parallelize
 from epfsdp2.engine.preflight.rollout import tensors_before_sharding
@@ -104,6 +104,15 @@ def test_wrap_plan_of_a_moe_has_experts_then_layers_then_ends_then_the_root():
         _layer(1): _gathered(0),
     }
     assert not any(unit.forward_prefetch for unit in wrap_plan(model, ShardingOptions(prefetch_depth=0)))
+
+
+def test_wrap_plan_of_a_layer_that_drafts_with_a_head_of_its_own_has_it_as_a_unit_that_stays_gathered():
+    model, own = _family(), _layer(1, ".transformer.output")
+    model.get_submodule(_layer(1)).transformer = nn.ModuleDict({"output": nn.Linear(48, 96, device="meta")})
+    set_mtp(model, [_layer(1)], heads=[own])
+    unit = next(unit for unit in wrap_plan(model, ShardingOptions()) if unit.modules == (own,))
+    assert unit.shapes.keys() == {f"{own}.weight", f"{own}.bias"} and unit.stage == _layer(1)
+    assert unit.reshard_after_forward is False and not unit.casts_inputs  # temperatures stay float32
 
 
 def test_wrap_plan_gathers_embeddings_with_a_norm_in_backward():

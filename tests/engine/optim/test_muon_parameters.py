@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from epfsdp2.engine.model.layers import set_mtp
 from epfsdp2.engine.optim.muon_partition import Layout, muon_parameters
 from tests.parity.families import FAMILIES
 from tests.support.engine.muon import CONFIGS, muon_model
@@ -51,6 +52,14 @@ def test_muon_parameters_leave_routers_that_are_linears_out(family, router):
     assert routers and not found.keys() & set(routers)
     assert any("experts.gate_up_proj" in name for name in found)
     assert any(name.endswith(("q_proj.weight", "q_b_proj.weight")) for name in found)
+
+
+def test_muon_parameters_leave_heads_of_layers_that_draft_out():
+    model = FAMILIES["qwen2_moe"].build()
+    own = "model.layers.0.self_attn.o_proj"
+    assert f"{own}.weight" in muon_parameters(model)
+    set_mtp(model, ["model.layers.0"], heads=[own])
+    assert f"{own}.weight" not in muon_parameters(model)
 
 
 class _PlannedExperts(nn.Module):

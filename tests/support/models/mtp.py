@@ -23,9 +23,15 @@ DRAFTS = pytest.mark.skipif(
 _IN_DECODER = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _LATER = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 _BESIDE = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-_STREAMS = ("layers.0.enorm", "layers.0.hnorm", "layers.0.e_proj", "layers.0.norm")
-_BLOCKS = ("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm")
-_INKLING = ("embed_norm", "hidden_norm", "input_proj")
+_OTHERS = {
+    "bailing_hybrid": _LATER,
+    "deepseek_v4": ("layers.0.enorm", "layers.0.hnorm", "layers.0.e_proj", "layers.0.norm"),
+    "hy_v3": _LATER,
+    "inkling_mm_model": ("embed_norm", "hidden_norm", "input_proj"),
+    "nemotron_h": ("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm"),
+    "step3p7": ("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"),
+}
+_OWN_HEAD = "transformer.shared_head.output.weight"  # Step-3.7's
 
 # Entries of an MTP layer in a config's lists.
 _KINDS = {"layer_types": ["full_attention"], "indexer_types": ["full"], "layers_block_type": ["attention", "moe"]}
@@ -37,11 +43,7 @@ def is_beside(family: str) -> bool:
 
 
 def _around(family: str) -> tuple[str, ...]:
-    if family == "inkling_mm_model":
-        return _INKLING
-    later = family in ("bailing_hybrid", "hy_v3")
-    beside = {"deepseek_v4": _STREAMS, "nemotron_h": _BLOCKS}.get(family, _BESIDE)
-    return beside if is_beside(family) else _LATER if later else _IN_DECODER
+    return _OTHERS.get(family, _BESIDE if is_beside(family) else _IN_DECODER)
 
 
 def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Path:
@@ -60,6 +62,10 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
     if is_inkling := recipe.config == "InklingConfig":
         more["layer_types"][layers:] = ["hybrid", "hybrid_sliding"][:depth]
         more["mlp_layer_types"][layers:] = ["dense"] * depth
+    if has_head := recipe.config == "Step3p7Config":
+        more["mlp_layer_types"][layers:] = ["dense"] * depth
+        for name in ("swiglu_limits", "swiglu_limits_shared"):
+            more[name][layers:] = [None] * depth
     more["num_hidden_layers"] = layers + added
     more = {"text_config": sizes | more} if "text_config" in recipe.sizes else more
     save_random(recipe.build(**more), folder, seed, one_file=True)
@@ -75,7 +81,11 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
     elif config["model_type"] != "qwen3_next":  # its published configs have no number
         text["num_nextn_predict_layers"] = depth
     lists = {name: of for name, of in text.items() if isinstance(of, list) and len(of) == layers + added}
-    text |= {"num_hidden_layers": layers} | {name: of[:layers] for name, of in lists.items()}
+    text |= {"num_hidden_layers": layers}
+    if has_head:  # its published lists have entries of these layers
+        del text["per_layer_config"]
+    else:
+        text |= {name: of[:layers] for name, of in lists.items()}
     (folder / "config.json").write_text(json.dumps(config))
     tensors, width = load_file(folder / "model.safetensors"), text["hidden_size"]
     (folder / "longer").mkdir()  # the same as decoder layers of transformers' model, for ``PlainDrafts``
@@ -91,7 +101,9 @@ def save_with_mtp(folder: Path, recipe: Family, depth: int, seed: int = 0) -> Pa
     for index in range(depth):
         own = "mtp" if beside else f"{decoder}layers.{layers + index}"
         own = f"model.mtp.layers.{index}" if is_inkling else own
-        if not beside and not is_inkling and "model.embed_tokens.weight" in tensors:
+        if has_head:
+            tensors[f"{own}.{_OWN_HEAD}"] = torch.randn(tensors["lm_head.weight"].shape) * 0.1
+        elif not beside and not is_inkling and "model.embed_tokens.weight" in tensors:
             tensors[f"{own}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
             tensors[f"{own}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
         first, second, projection, *last = _around(config["model_type"])
@@ -120,6 +132,7 @@ class PlainDrafts:
         self.own = [added[i : i + blocks] for i in range(0, len(added), blocks)]
         self.windows = [getattr(getattr(blocks[0], "self_attn", None), "sliding_window", None) for blocks in self.own]
         self.names = _around(self.policy.config.model_type)
+        self.decoder = next(n for n, m in self.policy.named_modules() if m is self.policy.get_decoder())
         self.streams = {}
         if config.model_type == "deepseek_v4":
             tensors = {
@@ -132,6 +145,8 @@ class PlainDrafts:
             [tensors[f"{self._prefix(i)}.{name}.weight"].requires_grad_() for name in self.names]
             for i in range(self.depth)
         ]
+        heads = [tensors.get(f"{self._prefix(i)}.{_OWN_HEAD}") for i in range(self.depth)]
+        self.heads = [head.requires_grad_() for head in heads if head is not None]
 
     @property
     def depth(self) -> int:
@@ -155,7 +170,9 @@ class PlainDrafts:
             for k, block in enumerate(layer):
                 inner = f"{prefix}.layers.{k}" if self.beside else prefix
                 found |= {f"{inner}.{name}": p.grad for name, p in block.named_parameters()}
-        return found
+        found |= {f"{self._prefix(i)}.{_OWN_HEAD}": head.grad for i, head in enumerate(self.heads)}
+        own = f"{self.decoder}.layers."
+        return {re.sub(r"^model\.layers\.", own, name): gradient for name, gradient in found.items()}
 
     def __call__(self, ids: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cross-entropies ``[depth, T]`` of the drafts from each token, and whether the modes are equal."""
@@ -164,16 +181,16 @@ class PlainDrafts:
         with torch.no_grad():
             embeddings = model.get_input_embeddings()(ids[None])
             positions = torch.arange(len(ids))[None]
-            if self.streams:
-                seen: list[torch.Tensor] = []
-                hook = model.hc_head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+            seen: list[torch.Tensor] = []
+            watched = model.hc_head if self.streams else model.norm if self.heads else torch.nn.Identity()
+            hook = watched.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
             hidden = model(input_ids=ids[None], use_cache=False).last_hidden_state
+            hook.remove()
+            state = seen[0] if seen else hidden
             if self.streams:
-                hook.remove()
-                state, rotary = seen[0], {"main": model.rotary_emb(hidden, positions, "main")}
+                rotary = {"main": model.rotary_emb(hidden, positions, "main")}
             else:
                 kind = ("sliding_attention",) if self.windows[0] else ()
-                state = hidden
                 rotary = model.rotary_emb(hidden, positions, *kind) if hasattr(model, "rotary_emb") else None
         losses, agrees = [], []
         unseen = torch.full((len(ids), len(ids)), float("-inf"))
@@ -181,7 +198,7 @@ class PlainDrafts:
         for i, (layer, (first, second, projection, *last)) in enumerate(zip(self.own, self.around, strict=True)):
             mask = (unseen.triu(1) + unseen.tril(-(self.windows[i] or len(ids))))[None, None]
             ahead = embeddings.roll(-1 - i, 1).clone()
-            if self.streams or not (self.beside or self.is_inkling):
+            if self.streams or not (self.beside or self.is_inkling or self.heads):
                 ahead[:, 0] = 0
             ahead, state = self._norm(ahead, first), self._norm(state, second)
             if self.streams:
@@ -194,8 +211,9 @@ class PlainDrafts:
             if self.streams:
                 own = {name: self.streams[f"mtp.layers.0.hc_head.{name}"] for name in ("hc_fn", "hc_base", "hc_scale")}
                 state = torch.func.functional_call(model.hc_head, own, state)
-            state = self._norm(state, *last) if last else state
-            logits = (x[0] / divisor @ head.t() / temperature for x in (hidden.roll(-1 - i, 1), state))
+            draft = self._norm(state, *last) if last else state
+            state, own = (state, self.heads[i]) if self.heads else (draft, head)
+            logits = (x[0] / divisor @ of.t() / temperature for x, of in ((hidden.roll(-1 - i, 1), head), (draft, own)))
             p, q = (each.log_softmax(-1) for each in logits)
             losses.append(-(p.exp() * q).sum(-1))
             agrees.append(p.argmax(-1) == q.argmax(-1))

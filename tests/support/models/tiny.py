@@ -149,7 +149,8 @@ def publish(folder: Path) -> None:
 def reference_model(folder: Path, attention: str = "sdpa") -> nn.Module:
     """The plain Hugging Face model, float32, its experts computed by its own loop (sizes may be odd)."""
     config = AutoConfig.from_pretrained(folder, attn_implementation=attention)
-    kind = AutoModelForImageTextToText if config.model_type == "inkling_mm_model" else AutoModelForCausalLM
+    has_tower = config.model_type in ("inkling_mm_model", "step3p7")
+    kind = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
     return kind.from_pretrained(folder, config=config, dtype=torch.float32, experts_implementation="eager")
 
 

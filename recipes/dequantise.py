@@ -4,7 +4,8 @@
 
 The conversion runs in one process without a GPU, with one tensor in memory at a time. Plain tensors are copied
 unchanged, like the folder's small files, tokenizer and generation config among them. The config loses its entries about
-quantisation. ``quantised_weights.py`` has the formats.
+quantisation, and names transformers' class, if there is one, in place of code that the checkpoint brings, which keeps
+experts in a list. ``quantised_weights.py`` has the formats.
 """
 
 import argparse
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from tqdm import tqdm
+from transformers import CONFIG_MAPPING
 
 from ..engine.checkpoint.atomic_folder import CheckpointError, atomic_dir
 from ..engine.checkpoint.export_hf import FILE_BYTES
 from ..engine.checkpoint.safetensors_reader import check_files, open_checkpoint
 from ..engine.checkpoint.safetensors_writer import Entry, write_safetensors
 from ..engine.errors import listed
+from ..engine.model.families import SAME_AS
 from ..engine.model.meta import DEQUANTISED, quantisation_of
 from ..engine.model_files import CONFIG, json_bytes, read_small_files, write_files
 from .quantised_weights import OF_ACTIVATIONS, QuantisationError, find_quantised
@@ -85,7 +88,7 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tup
     if twice := [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]:
         raise QuantisationError(f"{checkpoint} has weights twice, quantised and plain: {listed(twice)}.")
     with atomic_dir(out) as partial:
-        write_files(partial, {**read_small_files(checkpoint), CONFIG: json_bytes(_plain(config))})
+        write_files(partial, {**read_small_files(checkpoint), CONFIG: json_bytes(_of_transformers(_plain(config)))})
         values = (
             (weight.name, weight.dequantised(files, torch.bfloat16)) if weight else (key, files.read(key))
             for key, weight in tqdm(tensors, desc="Dequantising")
@@ -93,6 +96,15 @@ def dequantise(checkpoint: Path, out: Path, file_bytes: int = FILE_BYTES) -> tup
         write_safetensors(partial, entries, values, file_bytes)
     of_activations = {re.sub(r"\d+", "*", key) for key in scales if OF_ACTIVATIONS.search(key)}
     return len(weights), [*files.unread, *sorted(of_activations)]
+
+
+def _of_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config of transformers' own class of the family, if it has one."""
+    family = config.get("model_type", "")
+    family = SAME_AS.get(family, family)
+    if family not in CONFIG_MAPPING:
+        return config
+    return {**{name: value for name, value in config.items() if name != "auto_map"}, "model_type": family}
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ __all__ = [
     "PLACES_AS_POSITIONS",
     "READ_WITHOUT_A_CALL",
     "RENAMED_WHEN_PUBLISHED",
+    "SAME_AS",
     "SCALED_BY_LENGTH",
     "SHORT_CONVOLUTIONS",
     "SPREAD_OVER_HEADS",
@@ -45,9 +46,13 @@ indexers choose by a mask, or by the positions of queries."""
 LOOPING_INDEXERS = frozenset({"Qwen4ExpTextQSAIndexer"})
 """Indexers of sparse attention that choose keys for one query after the other."""
 
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""``model_type`` of checkpoints that bring code of their own -> transformers' class of the same architecture."""
+
 _BAILING = "a module of your own (docs/new_family.md): of Ling's families transformers has bailing_hybrid alone"
 KNOWN_AS = {
-    "kimi_k2": 'a copy of the folder whose config.json says "model_type": "deepseek_v3", the same architecture',
+    "kimi_k2": "what epfsdp2.recipes.dequantise writes, or another copy of the folder whose config.json says "
+    '"model_type": "deepseek_v3", the same architecture, and has no auto_map',
     **dict.fromkeys(("bailing_moe", "bailing_moe_linear", "bailing_moe_v2"), _BAILING),
 }
 """``model_type`` of checkpoints that bring code of their own, for which transformers has no class -> what works."""

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 from epfsdp2.engine.errors import SettingError
 from epfsdp2.engine.model.meta import build_on_meta
 from epfsdp2.engine.preflight.model import inspect_model
+from epfsdp2.recipes.dequantise import dequantise
 from tests.parity import families
 
 
@@ -38,7 +40,7 @@ class Published(NamedTuple):
 
 
 _SINCE = "as it is, with transformers 5.23"
-_COPY = 'a copy of the folder whose config.json says `"model_type": "deepseek_v3"`, the same architecture'
+_COPY = 'what `recipes.dequantise` writes, or a copy whose config.json says `"model_type": "deepseek_v3"`'
 _ALONE = "a module of your own"
 PUBLISHED = {
     "Moonlight, DeepSeek-V3": Published("deepseek_v3", DEEPSEEK, "as it is, or without `auto_map`"),
@@ -85,6 +87,23 @@ def _checkpoint(folder: Path, model_type: str, auto_map: dict[str, str]) -> Path
     (folder / "configuration_deepseek.py").write_text(CONFIGURATION)
     (folder / "modeling_deepseek.py").write_text(MODELING)
     return folder
+
+
+def test_dequantised_kimi_k2_is_built_of_transformers_class_with_code_trusted_for_its_tokenizer(tmp_path):
+    folder = _checkpoint(tmp_path / "kimi", "kimi_k2", DEEPSEEK)
+    tensors, name = {}, "model.layers.0.self_attn.o_proj.weight"
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    dequantise(folder, tmp_path / "plain")
+    facts = inspect_model({"path": str(tmp_path / "plain"), "trust_remote_code": True})
+    assert facts is not None and type(facts.model) is DeepseekV3ForCausalLM and set(facts.experts) == {8}
 
 
 def test_remote_code_of_a_family_that_transformers_has_is_not_run(tmp_path):

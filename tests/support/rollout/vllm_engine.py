@@ -7,6 +7,7 @@ import functools
 import glob
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,15 +124,16 @@ class Engine:
         self.job = f"test{os.getpid()}x{id(self)}"
         self.tp_size = tp_size
         self._buckets_before = set(glob.glob("/dev/shm/verl_weights_*"))  # other jobs'
-        folder = tempfile.mkdtemp()
-        self._log = Path(f"{folder}/log")
+        self._folder = Path(tempfile.mkdtemp())
+        self._log, socket = self._folder / "log", str(self._folder / "socket")
         self._log.touch()
-        self._listener = Listener(f"{folder}/socket")
+        self._listener = Listener(socket)
         settings |= {"model": model, "tensor_parallel_size": tp_size, "worker_extension_cls": extension}
         paths = os.pathsep.join(filter(None, [str(FOLDER), str(ROOT), (environment or {}).get("PYTHONPATH")]))
         environment = {**_ENVIRONMENT, **(environment or {}), "PYTHONPATH": paths}
-        request = {"socket": f"{folder}/socket", "settings": settings, "log": str(self._log)}
-        request["environment"] = {**os.environ, **environment, "VERL_RAY_JOB_ID": self.job}
+        request = {"socket": socket, "settings": settings, "log": str(self._log)}
+        own = {"VERL_RAY_JOB_ID": self.job, "VLLM_RPC_BASE_PATH": str(self._folder)}
+        request["environment"] = {**os.environ, **environment, **own}
         self.process = _forked(request, environment)
         # One thread, so that calls come one after the other; the first waits for the engine.
         self._calls = concurrent.futures.ThreadPoolExecutor(1)
@@ -269,6 +271,7 @@ class Engine:
         remove_unused(held)
         self._calls.shutdown(wait=False)
         self._listener.close()
+        shutil.rmtree(self._folder)
 
 
 @functools.cache

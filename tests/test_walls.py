@@ -40,6 +40,7 @@ THIRD_PARTIES: dict[str, frozenset[str]] = {
     "engine/build.py": TORCH,
     "engine/invariance.py": TORCH,
     "engine/planner": MODEL,
+    "engine/planner/flops.py": frozenset({"verl"}),
     "engine/checkpoint": MODEL | {"huggingface_hub", "safetensors", "tqdm"},
     "engine/survivors.py": TORCH | {"safetensors"},
     "engine/mtp": TORCH,

@@ -42,6 +42,7 @@ from ..optim.lr_scheduler import MultiLRScheduler
 from ..optim.multi_optimizer import optimizer_from_config
 from ..packing.positions import embed_apart, positions_line
 from ..packing.sequences import PackedSequences
+from ..planner.flops import count_flops
 from ..planner.run import StepEstimate, configured_batch, estimate_step, format_mesh
 from ..preflight.model import check_alone, not_applied, without_experts
 from ..preflight.run import check_training
@@ -235,6 +236,8 @@ class BuildsModel(FSDPEngineWithLMHead):
             settings = config, self.model_config, self.optimizer_config, self.checkpoint_config
             self.run_plan = estimate_step(*settings, build, topology, options, memory, device)
             del self._plain
+            if self.run_plan is not None:
+                count_flops(self.model_config.hf_config, self.run_plan.sizes)
         mesh = f"mesh: {format_mesh(topology, self.ulysses_sequence_parallel_size)}"
         print_lines(self.rank, *lines, *([mesh] if self.run_plan is None else self.run_plan.lines()))
 

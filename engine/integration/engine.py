@@ -20,6 +20,7 @@ from ..fsdp.after_gather import reshard_all
 from ..fsdp.single_rank import keeping_casts
 from ..invariance import check_invariance
 from ..moe.gemm.backends import ROWS
+from ..planner.flops import count_flops
 from ..topology.mesh import Topology, build_meshes, build_sequence_mesh
 from . import shims
 from .building import BuildsModel, print_lines
@@ -79,6 +80,7 @@ class EPFSDP2Engine(BuildsModel, WritesCheckpoints):
         if engine_config.offload_policy:
             # FSDP moves parameters itself, so verl must not.
             self._is_offload_param = self._is_offload_optimizer = False
+        count_flops(model_config.hf_config)  # verl asks next whether it can
         self._saves = CheckpointSaver(get_device_name(), self._save_hf_config)
         if not engine_config.forward_only:
             servers.install(engine_config.sync_timeout_seconds)

@@ -4,8 +4,8 @@
 
 The conversion runs in one process without a GPU, with one tensor in memory at a time. Plain tensors are copied
 unchanged, like the folder's small files, tokenizer and generation config among them. The config loses its entries about
-quantisation, and about code of the checkpoint's own if transformers has a class: such code keeps experts in a list.
-``quantised_weights.py`` has the formats.
+quantisation. It also loses those about code of the checkpoint's own, which keeps experts in a list, if transformers has
+a class. ``quantised_weights.py`` has the formats.
 """
 
 import argparse

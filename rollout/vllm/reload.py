@@ -215,6 +215,7 @@ class Reload:
     def _finalize(self) -> None:
         for model, config in self._models:
             compat.finalize_layerwise_reload(model, config)
+            reload_shims.end_loading(model)
         for method, kernel in self._kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
@@ -263,6 +264,7 @@ class Reload:
         return (
             # Loaded without the counting wrappers (as LFM2's correction bias, by its checkpoints' name), or computed.
             own in {*SKIP_LOAD_TENSORS, "expert_bias", "inv_freq"}
+            or name.endswith(".ffn.gate.bias")  # DeepSeek-V4's correction bias
             or (name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False))
             # Other ranks' experts are ignored once this rank's are complete.
             or (self._parallel.enable_expert_parallel and ".experts." in name)

@@ -12,13 +12,17 @@ from vllm.platforms import current_platform
 from ...engine.compat.wrap_function import wrap
 from .compat import get_layerwise_info
 
-__all__ = ["finish_model", "install", "prepare_layer", "prepare_model"]
+__all__ = ["end_loading", "finish_model", "install", "prepare_layer", "prepare_model"]
 
 # Models whose loader copies into these parameters directly instead of calling their weight loaders. vLLM 0.33 loads
 # sinks by a loader of their own, which cuts them for the worker.
-_DIRECT_COPIES = {"GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks")}
+_DIRECT_COPIES = {
+    "DeepseekV4Model": ("attn_sink",),
+    "GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks"),
+}
 _BIAS = "e_score_correction_bias"
 _NESTED = "routed_experts"
+_DERIVE = "process_weights_after_loading"
 
 _Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -104,8 +108,13 @@ def prepare_layer(layer: Any) -> Any:
 
 
 def prepare_model(model: torch.nn.Module) -> None:
-    """Let a reload count direct copies into parameters; gpt-oss copies to the meta device, which loses the values."""
+    """Let a reload count direct copies into parameters; they go to the meta device, which loses the values.
+
+    DeepSeek-V4's class for NVIDIA GPUs also derives tensors whenever it has loaded some. It waits for ``end_loading``.
+    """
     for part in model.modules():
+        if getattr(part, "finalizes_weights_during_load", False) and hasattr(part, _DERIVE):
+            setattr(part, _DERIVE, lambda: None)
         names = _DIRECT_COPIES.get(type(part).__name__, ())
         for layer in part.modules() if names else ():
             recorded, _ = get_layerwise_info(layer).restore_metadata
@@ -114,6 +123,14 @@ def prepare_model(model: torch.nn.Module) -> None:
                 if type(own) is torch.nn.Parameter and not (name == "sinks" and hasattr(own, "weight_loader")):
                     own.__class__ = _DirectlyCopiedParameter
                     setattr(own, "weight_loader", _copy_values)  # noqa: B010
+
+
+def end_loading(model: torch.nn.Module) -> None:
+    """Derive the tensors that waited since ``prepare_model``: the model's parameters have their values again."""
+    for part in model.modules():
+        if _DERIVE in vars(part):
+            delattr(part, _DERIVE)
+            getattr(part, _DERIVE)()
 
 
 def finish_model(model: torch.nn.Module) -> None:
@@ -149,6 +166,20 @@ class _DirectlyCopiedParameter(torch.nn.Parameter):
             return super().copy_(values, non_blocking)
         self.weight_loader(self, values)  # type: ignore[attr-defined]
         return self
+
+    def __getitem__(self, index: Any) -> Any:
+        return _FirstRows(self) if self.is_meta and isinstance(index, slice) else super().__getitem__(index)
+
+
+class _FirstRows:
+    """The first rows of a parameter on meta; the others are ``-inf``, as sinks of DeepSeek-V4's heads that pad."""
+
+    def __init__(self, whole: _DirectlyCopiedParameter):
+        self._whole = whole
+
+    def copy_(self, values: torch.Tensor) -> None:
+        missing = len(self._whole) - len(values)
+        self._whole.copy_(torch.nn.functional.pad(values, (0, missing), value=-torch.inf))
 
 
 def _copy_values(param: torch.Tensor, values: torch.Tensor) -> None:

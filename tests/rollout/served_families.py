@@ -1,8 +1,10 @@
 """A tiny random model of every family that vLLM's CPU build runs and of dense ones, with vLLM's settings."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -202,12 +204,18 @@ def randomise(model: Any, seed: int) -> None:
         for tensor in (*model.parameters(), *persistent_buffers(model).values()):
             is_matrix = tensor.dim() > 1
             tensor.copy_(torch.empty(tensor.shape).normal_(0.0 if is_matrix else 1.0, 0.2, generator=generator))
+            if not tensor.is_floating_point():  # experts by token id
+                tensor.random_(0, 8, generator=generator)
 
 
-def export(model: Any, dtype: torch.dtype, folder: Path) -> str:
+def export(model: Any, dtype: torch.dtype, folder: Path, published: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Write the model in the dtype that a trainer computes in, as vLLM can load it; return ``folder`` as a string."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
+    if published:
+        config = json.loads((folder / "config.json").read_text()) | published
+        present = {name: value for name, value in config.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(present))
     weights = {n: t.contiguous() for n, t in hf_names.as_published(model, sent(model, dtype))}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)

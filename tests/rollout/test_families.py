@@ -31,7 +31,7 @@ def test_vllm_after_three_syncs_of_full_tensors_equals_a_fresh_engine(name, star
     folders = []
     for seed in range(4):
         randomise(model, seed)
-        folders.append(export(model, dtype, tmp_path / str(seed)))
+        folders.append(export(model, dtype, tmp_path / str(seed), served.published))
     engine = start_engine(
         folders[1],
         again=True,
@@ -76,7 +76,7 @@ def test_vllm_in_float32_computes_the_plain_models_log_probs(name, start_engine,
     randomise(model, 1)
     settings = {**({"extension": PLAIN} if name in IN_BFLOAT16 else {}), **served.settings}
     engine = start_engine(
-        export(model, torch.float32, tmp_path),
+        export(model, torch.float32, tmp_path, served.published),
         environment=served.environment,
         distributed_executor_backend="uni",
         max_model_len=112,

@@ -13,7 +13,19 @@ from epfsdp2.engine.compat import versions
 from tests.parity.families import Family
 from tests.support.models.vlm import IMAGE_TOKENS
 
-__all__ = ["DEEPSEEK", "DENSE", "GEMMA", "HALF_MROPE", "LINEAR", "LOCAL", "MAMBA2", "MAMBA2_LAYER", "MLA", "MROPE"]
+__all__ = [
+    "DEEPSEEK",
+    "DENSE",
+    "EXPERTS",
+    "GEMMA",
+    "HALF_MROPE",
+    "LINEAR",
+    "LOCAL",
+    "MAMBA2",
+    "MAMBA2_LAYER",
+    "MLA",
+    "MROPE",
+]
 __all__ += ["PLAIN_ROTARY", "QUARTER_MROPE", "QWEN", "STATE", "Served", "TEXT_ALONE", "THREE_HEADS", "TORCHVISION"]
 __all__ += ["TWO_HEADS", "VOCAB", "of", "seeing", "text_sizes"]
 
@@ -26,6 +38,8 @@ class Served:
     experts are multiples of 32, the CPU kernel's rows.
 
     Args:
+        published: entries of the published config.json, which vLLM reads, in place of transformers'; None for those
+            that it lacks.
         broken: release of vLLM -> why it can't run this family by itself, without any sync.
         mute: release of vLLM whose CPU build loads the family and can't compute with it -> why. Parameters alone are
             compared then, and in every release with the engine that never computes.
@@ -35,6 +49,7 @@ class Served:
     dtype: str = "float32"
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    published: dict[str, Any] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
     mute: dict[str, str] = field(default_factory=dict)
 
@@ -87,17 +102,14 @@ def seeing(name: str, text: dict[str, Any], **tower: Any) -> Family:
 
 
 QWEN = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
-DEEPSEEK = {
-    "intermediate_size": 128,
+EXPERTS = {
     "moe_intermediate_size": 64,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
     "norm_topk_prob": True,
 }
+DEEPSEEK = {**EXPERTS, "intermediate_size": 128, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 MLA = {
     "num_key_value_heads": 4,
     "q_lora_rank": 64,

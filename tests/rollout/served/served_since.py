@@ -6,6 +6,7 @@ from tests.parity.families import Family
 from tests.rollout.served.served_family import (
     DEEPSEEK,
     DENSE,
+    EXPERTS,
     LOCAL,
     MAMBA2,
     MAMBA2_LAYER,
@@ -247,8 +248,32 @@ SINCE: dict[str, Served] = {
     },
 }
 
-# Families that only newer transformers has; first traced in vLLM 0.32.
+# Families that only newer transformers or vLLM has; first traced in vLLM 0.32.
 _NEWER = {
+    "deepseek_v4": Served(
+        of(
+            "DeepseekV4",
+            **{**EXPERTS, "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 64, "o_lora_rank": 64},
+            o_groups=2,
+            index_n_heads=2,
+            index_head_dim=128,
+            index_topk=64,
+            hc_mult=4,
+            layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+            mlp_layer_types=["hash_moe", "moe"],
+        ),
+        dtype="bfloat16",
+        settings={"extension": "idle_extension.NeverComputes"},
+        published={
+            **dict.fromkeys(("compress_rates", "layer_types", "mlp_layer_types", "partial_rotary_factor")),
+            "compress_ratios": [4, 128],
+            "num_hash_layers": 1,
+            "qk_rope_head_dim": 64,
+            "topk_method": "noaux_tc",
+        },
+        broken=dict.fromkeys(("0.24", "0.27", "0.29"), "its CPU build has no DeepSeek-V4"),
+        mute={"0.32": "its CPU build computes compressed keys with Triton, which has no backend for CPUs"},
+    ),
     "deepseek_v32": Served(
         of(
             "DeepseekV32",

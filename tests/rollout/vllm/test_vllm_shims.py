@@ -137,14 +137,15 @@ def test_install_lets_dbrx_find_the_parameters_of_its_experts(shims, experts):
     assert seen == [f"blocks.0.ffn.{experts}.mlp.w1", "norm_f.weight"]
 
 
+def _reloading():
+    from vllm.model_executor.model_loader import reload
+
+    return reload
+
+
 @pytest.mark.parametrize("name", ["GptOssModel", "AnotherModel"])
 def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
     """vLLM's own reload loses such tensors, which is why gpt-oss needs it; other models are left as they are."""
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-        record_metadata_for_reloading,
-    )
 
     def load(model, value):
         params = dict(model.named_parameters())
@@ -157,26 +158,56 @@ def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
     model.experts.w13_weight = torch.nn.Parameter(torch.empty(2, 3), requires_grad=False)
     model.experts.sinks = torch.nn.Parameter(torch.empty(4), requires_grad=False)
     kernels = list(model.parameters())
-    record_metadata_for_reloading(model)
+    _reloading().record_metadata_for_reloading(model)
     load(model, 1.0)
     for value in (2.0, 3.0):
         shims.prepare_model(model)
-        initialize_layerwise_reload(model)
+        _reloading().initialize_layerwise_reload(model)
         load(model, value)
-        finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+        _reloading().finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
         assert [id(p) for p in model.parameters()] == [id(p) for p in kernels]
         assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
         expected = value if name == "GptOssModel" else 1.0
         assert all(torch.equal(p, torch.full_like(p, expected)) for p in kernels)
 
 
+def test_prepare_model_loads_the_first_sinks_of_deepseek_v4_and_pads_them(shims):
+    """vLLM copies a worker's sinks into the first rows, and heads that only pad have -inf."""
+    model = type("DeepseekV4Model", (torch.nn.Module,), {})()
+    model.attn = torch.nn.Module()
+    model.attn.attn_sink = kept = torch.nn.Parameter(torch.full((4,), -torch.inf), requires_grad=False)
+    _reloading().record_metadata_for_reloading(model)
+    shims.prepare_model(model)
+    _reloading().initialize_layerwise_reload(model)
+    dict(model.named_parameters())["attn.attn_sink"][:3].copy_(torch.arange(3.0))
+    _reloading().finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+    assert model.attn.attn_sink is kept and kept.tolist() == [0, 1, 2, -torch.inf]
+
+
+def test_prepare_model_lets_deepseek_v4_derive_tensors_once_all_are_loaded(shims):
+    """Its class for NVIDIA GPUs does it after each bucket, from parameters on meta."""
+
+    class Model(torch.nn.Linear):
+        finalizes_weights_during_load = True
+
+        def process_weights_after_loading(self):
+            self.sums.copy_(self.weight.detach().sum(dim=1))
+
+    model = Model(3, 2, bias=False)
+    model.sums = sums = torch.zeros(2)
+    _reloading().record_metadata_for_reloading(model)
+    shims.prepare_model(model)
+    _reloading().initialize_layerwise_reload(model)
+    model.process_weights_after_loading()
+    model.weight.weight_loader(model.weight, torch.ones(2, 3))
+    _reloading().finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+    shims.end_loading(model)
+    assert model.sums is sums and sums.tolist() == [3, 3]
+    assert "process_weights_after_loading" not in vars(model)
+
+
 def test_prepare_model_keeps_the_loader_of_sinks(shims):
     """vLLM 0.33 has one, which cuts them for the worker."""
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-        record_metadata_for_reloading,
-    )
 
     def second_half(param, loaded):
         param.data.copy_(loaded[2:])
@@ -184,9 +215,9 @@ def test_prepare_model_keeps_the_loader_of_sinks(shims):
     model = type("GptOssModel", (torch.nn.Module,), {})()
     model.sinks = kept = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     kept.weight_loader = second_half
-    record_metadata_for_reloading(model)
+    _reloading().record_metadata_for_reloading(model)
     shims.prepare_model(model)
-    initialize_layerwise_reload(model)
+    _reloading().initialize_layerwise_reload(model)
     model.sinks.weight_loader(model.sinks, torch.arange(4.0))
-    finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+    _reloading().finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
     assert model.sinks is kept and kept.tolist() == [2, 3]

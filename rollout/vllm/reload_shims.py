@@ -17,8 +17,10 @@ __all__ = ["end_loading", "finish_model", "install", "prepare_layer", "prepare_m
 # Models whose loader copies into these parameters directly instead of calling their weight loaders. vLLM 0.33 loads
 # sinks by a loader of their own, which cuts them for the worker.
 _DIRECT_COPIES = {
-    "DeepseekV4Model": ("attn_sink",),
+    **dict.fromkeys(("DeepSeekV4MTP", "DeepseekV4Model"), ("attn_sink",)),
     "GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks"),
+    "HYV4Model": ("learnable_sink_param",),
+    "MiMoV2Model": ("attention_sink_bias",),
 }
 _BIAS = "e_score_correction_bias"
 _NESTED = "routed_experts"

@@ -45,7 +45,15 @@ SIZES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vl", "qwen3_5_vl"), _FOUR_KEYS),
     "hunyuan_v1_moe": _BY_LAYER,
 }
-NOT_SLICED = ("deepseek_v4", "glm4_moe_bf16", "internvl", "mistral4", "qwen3_moe_tied")
+NOT_SLICED = (
+    "deepseek_v4",
+    "glm4_moe_bf16",
+    "granitemoe_swa",
+    "internvl",
+    "mimo_v2_flash",
+    "mistral4",
+    "qwen3_moe_tied",
+)
 FAMILIES = tuple(name for name in SERVED if name not in NOT_SLICED)
 DENSE = ("qwen3", "qwen3_5_vl", "qwen3_vl", "qwen2", "llama", "gemma3", "mistral")
 # Families whose class in vLLM supports a tied head: only that, or that too.

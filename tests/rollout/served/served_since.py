@@ -286,6 +286,42 @@ _NEWER = {
         ),
         settings={"extension": "idle_extension.NeverComputes"},
     ),
+    "granitemoe_swa": Served(
+        of(
+            "GraniteMoeSWA",
+            **LOCAL,
+            **THREE_HEADS,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=8,
+        )
+    ),
     "mellum": Served(of("Mellum", **QWEN, norm_topk_prob=True)),
+    "mimo_v2_flash": Served(
+        of(
+            "MiMoV2Flash",
+            **{**DEEPSEEK, "n_group": 1},
+            v_head_dim=32,
+            layer_types=["full_attention", "sliding_attention"],
+            sliding_window=8,
+            mlp_layer_types=["dense", "sparse"],
+        ),
+        published={
+            **dict.fromkeys(("layer_types", "mlp_layer_types")),
+            "add_swa_attention_sink_bias": True,
+            "hybrid_layer_pattern": [0, 1],
+            "layernorm_epsilon": 1e-5,
+            "moe_layer_freq": [0, 1],
+            "partial_rotary_factor": 0.334,
+            "rope_theta": 5e6,
+            "scoring_func": "sigmoid",
+            "sliding_window_size": 8,
+            "swa_head_dim": 32,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_rope_theta": 1e4,
+            "swa_v_head_dim": 32,
+            "topk_method": "noaux_tc",
+        },
+    ),
 }
 SINCE |= {name: served for name, served in _NEWER.items() if hasattr(transformers, served.family.model)}

@@ -16,6 +16,8 @@ from tests.engine.packing import test_packing
 from tests.parity import families, page
 from tests.parity.newer_families import KNOWN
 from tests.rollout import test_families as test_served
+from tests.rollout.families import NOT_SLICED
+from tests.rollout.served.served_since import LATEST
 from tests.rollout.served_families import SERVED
 from tests.rollout.vllm_workers import test_vllm_families
 from tests.support.models.vlm import VLMS
@@ -46,10 +48,10 @@ transformers, small and random.
   *full*: full tensors ([test_families.py](../tests/rollout/test_families.py)). *TP*: slices for TP 1 and 2. *EP*: those
   of expert parallelism ([test_vllm_families.py](../tests/rollout/vllm_workers/test_vllm_families.py)). With EP, and
   where vLLM's CPU build can't compute a family, parameters alone are compared ([limits](weight_sync.md#families)).
+  Newer families and DeepSeek-V4 are synced in the stack `latest`.
 * **end to end**: verl's trainer, Ray and vLLM ([tests/e2e](../tests/e2e)).
 
-Empty: no test has it. Refused: the driver ends the run with the reason. See [new_family.md](new_family.md) to add a
-family.
+Empty: no test has it. Refused: the driver ends the run with the reason. [How to add a family](new_family.md).
 
 """
 _OTHERS = """
@@ -143,17 +145,18 @@ def _sequence_parallel(name: str) -> str:
 
 def _weight_sync(model: str) -> str:
     """A family is served under the class of its model; variants of one class count for it."""
-    served = {name: served.family.model for name, served in SERVED.items()}
-    experts = {served[name] for name in test_vllm_families.BY_EXPERTS}
+    served = {name: served.family.model for name, served in {**SERVED, **LATEST}.items()}
+    sliced = {served[name] for name in LATEST.keys() - set(NOT_SLICED)}
+    experts = {served[name] for name in test_vllm_families.BY_EXPERTS} | sliced
     slices = {
         served[name]
         for name in _names(
             test_vllm_families.test_vllm_of_every_family_after_three_syncs_of_slices_equals_a_fresh_engine
         )
-    }
+    } | sliced
     full = {
         served[name] for name in _names(test_served.test_vllm_after_three_syncs_of_full_tensors_equals_a_fresh_engine)
-    }
+    } | {served[name] for name in LATEST}
     words = ["full"] * (model in full) + ["TP"] * (model in slices) + ["EP"] * (model in experts)
     return ", ".join(words)
 

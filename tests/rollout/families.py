@@ -12,7 +12,7 @@ from tests.rollout.served_families import SERVED
 from tests.support.models.dbrx import plain_dbrx
 from tests.support.models.tiny import publish, save_random
 
-__all__ = ["ALWAYS_TIED", "DENSE", "FAMILIES", "MAY_BE_TIED", "SIZES"]
+__all__ = ["ALWAYS_TIED", "DENSE", "FAMILIES", "MAY_BE_TIED", "NOT_SLICED", "SIZES"]
 __all__ += ["config_of", "known", "model_of", "model_on_meta", "save"]
 
 

@@ -21,7 +21,7 @@ from tests.rollout.served.served_family import (
     text_sizes,
 )
 
-__all__ = ["SINCE"]
+__all__ = ["LATEST", "SINCE"]
 
 # A dense layer with rotary embeddings, and one with experts and without them.
 _LLAMA4 = text_sizes(
@@ -248,8 +248,7 @@ SINCE: dict[str, Served] = {
     },
 }
 
-# Families that only newer transformers or vLLM has; first traced in vLLM 0.32.
-_NEWER = {
+LATEST = {
     "deepseek_v4": Served(
         of(
             "DeepseekV4",
@@ -324,4 +323,6 @@ _NEWER = {
         },
     ),
 }
-SINCE |= {name: served for name, served in _NEWER.items() if hasattr(transformers, served.family.model)}
+"""Families that only the stack ``latest`` serves."""
+
+SINCE |= {name: served for name, served in LATEST.items() if hasattr(transformers, served.family.model)}

@@ -122,7 +122,7 @@ def prepare_model(model: torch.nn.Module) -> None:
             recorded, _ = get_layerwise_info(layer).restore_metadata
             for name in names:
                 own: Any = recorded.get(name)
-                if type(own) is torch.nn.Parameter and not (name == "sinks" and hasattr(own, "weight_loader")):
+                if type(own) is torch.nn.Parameter and not ("sink" in name and hasattr(own, "weight_loader")):
                     own.__class__ = _DirectlyCopiedParameter
                     setattr(own, "weight_loader", _copy_values)  # noqa: B010
 

@@ -132,10 +132,12 @@ def test_actual_layout_omits_a_vocabulary_part_of_padding_only():
         assert (table.name in held) == (rows > 0)
 
 
-def test_unpadded_shape_excludes_padding_of_vocabularies_and_experts():
+def test_unpadded_shape_excludes_padding_of_vocabularies_sinks_and_experts():
     shards = SimpleNamespace(num_org_elements=50)
     embedding = SimpleNamespace(shard_indices=shards, num_embeddings_per_partition=64)
     assert unpadded_shape(embedding, "weight", torch.empty(64, 6, device="meta")) == [50, 6]
+    attention = SimpleNamespace(n_local_heads=8)  # DeepSeek-V4's kernels take 64 heads
+    assert unpadded_shape(attention, "attn_sink", torch.empty(64, device="meta")) == [8]
     sizes = {"hidden_dim": 8, "hidden_dim_unpadded": 6, "intermediate_size_per_partition": 32}
     experts = SimpleNamespace(moe_config=SimpleNamespace(**sizes, intermediate_size_per_partition_unpadded=24))
     for name, padded, shape in (

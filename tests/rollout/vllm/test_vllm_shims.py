@@ -206,18 +206,29 @@ def test_prepare_model_lets_deepseek_v4_derive_tensors_once_all_are_loaded(shims
     assert "process_weights_after_loading" not in vars(model)
 
 
-def test_prepare_model_keeps_the_loader_of_sinks(shims):
+@pytest.mark.parametrize(
+    ("name", "sinks"),
+    [
+        ("DeepseekV4Model", "attn_sink"),
+        ("GptOssModel", "sinks"),
+        ("HYV4Model", "learnable_sink_param"),
+        ("MiMoV2Model", "attention_sink_bias"),
+    ],
+)
+def test_prepare_model_keeps_the_loader_of_sinks(shims, name, sinks):
     """vLLM 0.33 has one, which cuts them for the worker."""
 
     def second_half(param, loaded):
         param.data.copy_(loaded[2:])
 
-    model = type("GptOssModel", (torch.nn.Module,), {})()
-    model.sinks = kept = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    model = type(name, (torch.nn.Module,), {})()
+    kept = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    model.register_parameter(sinks, kept)
     kept.weight_loader = second_half
     _reloading().record_metadata_for_reloading(model)
     shims.prepare_model(model)
     _reloading().initialize_layerwise_reload(model)
-    model.sinks.weight_loader(model.sinks, torch.arange(4.0))
+    loading = getattr(model, sinks)
+    loading.weight_loader(loading, torch.arange(4.0))
     _reloading().finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
-    assert model.sinks is kept and kept.tolist() == [2, 3]
+    assert getattr(model, sinks) is kept and kept.tolist() == [2, 3]

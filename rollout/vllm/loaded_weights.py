@@ -34,11 +34,12 @@ def running_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     for name, layer in named_layers(model):
         is_packed = any(hasattr(layer, mark) for mark in _PACKED)
         for own, tensor in _experts(layer).items() if hasattr(layer, "w13_weight") else _own_tensors(layer):
-            if tensor.dtype != torch.float8_e4m3fn:
-                if not (is_packed and own == "weight"):
-                    yield prefix_of(name) + own, tensor
-            elif tensor.device.type != "cpu":
+            if tensor.device.type == "cpu" and tensor.dtype in (torch.float8_e4m3fn, torch.int8):
+                continue  # packed; INT8 by vLLM 0.32, where a processor has AMX
+            if tensor.dtype == torch.float8_e4m3fn:
                 _warn_of("FP8")
+            elif not (is_packed and own == "weight"):
+                yield prefix_of(name) + own, tensor
 
 
 def _own_tensors(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -152,10 +152,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_updates_without_the_pass_for_old_log_probs_have_the_same_bits_and_metrics(tmp_path, world):
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, [CASES[i] for i in (1, 3, 4)]),
+        *(pytest.param(world, CASES, marks=pytest.mark.long) for world in (1, 2)),
+    ],
+    ids=["few", "one rank", "two ranks"],
+)
+def test_updates_without_the_pass_for_old_log_probs_have_the_same_bits_and_metrics(tmp_path, world, cases):
     folder = save_qwen3_moe(tmp_path)
-    cases = [(folder, actor, {**engine, "ep": world}, nested) for actor, engine, nested in CASES]
+    cases = [(folder, actor, {**engine, "ep": world}, nested) for actor, engine, nested in cases]
     run_ranks(each_case, world, cases, _compare, timeout=400)
 
 

@@ -137,14 +137,30 @@ def test_install_lets_dbrx_find_the_parameters_of_its_experts(shims, experts):
     assert seen == [f"blocks.0.ffn.{experts}.mlp.w1", "norm_f.weight"]
 
 
-def _reloading():
+@pytest.fixture
+def record(shims):
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    return record_metadata_for_reloading
+
+
+@pytest.fixture
+def reloading(shims):
+    """Prepare a model as a worker does, let the block load its weights, and end vLLM's reload."""
     from vllm.model_executor.model_loader import reload
 
-    return reload
+    @contextlib.contextmanager
+    def reloading(model):
+        shims.prepare_model(model)
+        reload.initialize_layerwise_reload(model)
+        yield
+        reload.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+
+    return reloading
 
 
 @pytest.mark.parametrize("name", ["GptOssModel", "AnotherModel"])
-def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
+def test_prepare_model_counts_direct_copies_of_gpt_oss(record, reloading, name):
     """vLLM's own reload loses such tensors, which is why gpt-oss needs it; other models are left as they are."""
 
     def load(model, value):
@@ -158,33 +174,29 @@ def test_prepare_model_counts_direct_copies_of_gpt_oss(shims, name):
     model.experts.w13_weight = torch.nn.Parameter(torch.empty(2, 3), requires_grad=False)
     model.experts.sinks = torch.nn.Parameter(torch.empty(4), requires_grad=False)
     kernels = list(model.parameters())
-    _reloading().record_metadata_for_reloading(model)
+    record(model)
     load(model, 1.0)
     for value in (2.0, 3.0):
-        shims.prepare_model(model)
-        _reloading().initialize_layerwise_reload(model)
-        load(model, value)
-        _reloading().finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+        with reloading(model):
+            load(model, value)
         assert [id(p) for p in model.parameters()] == [id(p) for p in kernels]
         assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
         expected = value if name == "GptOssModel" else 1.0
         assert all(torch.equal(p, torch.full_like(p, expected)) for p in kernels)
 
 
-def test_prepare_model_loads_the_first_sinks_of_deepseek_v4_and_pads_them(shims):
+def test_prepare_model_loads_the_first_sinks_of_deepseek_v4_and_pads_them(record, reloading):
     """vLLM copies a worker's sinks into the first rows, and heads that only pad have -inf."""
     model = type("DeepseekV4Model", (torch.nn.Module,), {})()
     model.attn = torch.nn.Module()
     model.attn.attn_sink = kept = torch.nn.Parameter(torch.full((4,), -torch.inf), requires_grad=False)
-    _reloading().record_metadata_for_reloading(model)
-    shims.prepare_model(model)
-    _reloading().initialize_layerwise_reload(model)
-    dict(model.named_parameters())["attn.attn_sink"][:3].copy_(torch.arange(3.0))
-    _reloading().finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+    record(model)
+    with reloading(model):
+        dict(model.named_parameters())["attn.attn_sink"][:3].copy_(torch.arange(3.0))
     assert model.attn.attn_sink is kept and kept.tolist() == [0, 1, 2, -torch.inf]
 
 
-def test_prepare_model_lets_deepseek_v4_derive_tensors_once_all_are_loaded(shims):
+def test_prepare_model_lets_deepseek_v4_derive_tensors_once_all_are_loaded(shims, record, reloading):
     """Its class for NVIDIA GPUs does it after each bucket, from parameters on meta."""
 
     class Model(torch.nn.Linear):
@@ -195,12 +207,10 @@ def test_prepare_model_lets_deepseek_v4_derive_tensors_once_all_are_loaded(shims
 
     model = Model(3, 2, bias=False)
     model.sums = sums = torch.zeros(2)
-    _reloading().record_metadata_for_reloading(model)
-    shims.prepare_model(model)
-    _reloading().initialize_layerwise_reload(model)
-    model.process_weights_after_loading()
-    model.weight.weight_loader(model.weight, torch.ones(2, 3))
-    _reloading().finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+    record(model)
+    with reloading(model):
+        model.process_weights_after_loading()
+        model.weight.weight_loader(model.weight, torch.ones(2, 3))
     shims.end_loading(model)
     assert model.sums is sums and sums.tolist() == [3, 3]
     assert "process_weights_after_loading" not in vars(model)
@@ -215,7 +225,7 @@ def test_prepare_model_lets_deepseek_v4_derive_tensors_once_all_are_loaded(shims
         ("MiMoV2Model", "attention_sink_bias"),
     ],
 )
-def test_prepare_model_keeps_the_loader_of_sinks(shims, name, sinks):
+def test_prepare_model_keeps_the_loader_of_sinks(record, reloading, name, sinks):
     """vLLM 0.33 has one, which cuts them for the worker."""
 
     def second_half(param, loaded):
@@ -225,10 +235,8 @@ def test_prepare_model_keeps_the_loader_of_sinks(shims, name, sinks):
     kept = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     model.register_parameter(sinks, kept)
     kept.weight_loader = second_half
-    _reloading().record_metadata_for_reloading(model)
-    shims.prepare_model(model)
-    _reloading().initialize_layerwise_reload(model)
-    loading = getattr(model, sinks)
-    loading.weight_loader(loading, torch.arange(4.0))
-    _reloading().finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+    record(model)
+    with reloading(model):
+        loading = getattr(model, sinks)
+        loading.weight_loader(loading, torch.arange(4.0))
     assert getattr(model, sinks) is kept and kept.tolist() == [2, 3]

@@ -141,10 +141,11 @@ def without_first_dim(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind
 def _parts_of_heads(tensor: TensorSpec, tp: int, rank: int, heads: Heads) -> dict[str, tuple[int, int, int]]:
     """Return the ``parts`` of ``_cut`` for queries, keys and values; with fewer heads than ranks, ranks share heads."""
     found = {}
-    for kind, count in (("q", heads.queries), ("k", heads.keys), ("v", heads.keys)):
+    values = heads.value_dim or heads.dim
+    for kind, count, dim in (("q", heads.queries, heads.dim), ("k", heads.keys, heads.dim), ("v", heads.keys, values)):
         if count % tp and tp % count:
             raise ValueError(f"{tensor.name} has {count} heads, which tensor parallelism {tp} does not divide.")
-        found[kind] = (count * heads.dim, min(count, tp), rank * min(count, tp) // tp)
+        found[kind] = (count * dim, min(count, tp), rank * min(count, tp) // tp)
     return found
 
 
@@ -172,6 +173,12 @@ def compressions(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str
     """Replicate latent attention's compressions; with a query rank, vLLM fuses them, queries first."""
     name = tensor.name.replace(kind, "fused_qkv_a_proj") if heads.query_rank else tensor.name
     return [whole_slice(tensor, heads.query_rank if kind.startswith("kv") else 0, name)]
+
+
+def compressed_keys(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:
+    """Replicate a compressor's keys and their gates, concatenated in one parameter."""
+    at, name = tensor.shape[0] if kind == "gate" else 0, tensor.name.replace(f".{kind}_proj.", ".fused_wkv_wgate.")
+    return [whole_slice(tensor, at, name)]
 
 
 def indexer(tensor: TensorSpec, tp: int, rank: int, heads: Heads, kind: str) -> Iterable[TargetSlice]:

@@ -70,6 +70,7 @@ class Heads:
     family: str = ""
     values_are_keys: bool = False  # whether servers store the keys' weights as the values' weights too
     layers: tuple[tuple[int, int, bool], ...] = ()  # ``(keys, dim, values_are_keys)`` of each, where layers differ
+    value_dim: int = 0  # rows of a head's values, if not ``dim``
     query_rank: int = 0  # rows of the queries' compression in latent attention, above the keys' in the worker
     index_rows: int = 0  # key rows of the indexer of sparse attention
     linear_keys: int = 0  # key rows of linear attention
@@ -107,9 +108,12 @@ class Heads:
             own, whole = (heads.keys, heads.dim, False), (keys or heads.keys, dim or heads.dim, shares)
             layers = (whole if kind == "full_attention" else own for kind in config.layer_types)
             return replace(heads, layers=tuple(layers))
+        if family == "mimo_v2_flash":
+            layers = ((heads.keys * (1 + kind.startswith("sliding")), dim, False) for kind in config.layer_types)
+            return replace(heads, value_dim=config.v_head_dim, layers=tuple(layers))
         if size("index_topk"):
             heads = replace(heads, index_rows=config.index_head_dim)
-        return replace(heads, query_rank=size("q_lora_rank") if size("kv_lora_rank") else 0)
+        return replace(heads, query_rank=size("q_lora_rank") if size("kv_lora_rank") or size("o_lora_rank") else 0)
 
     def is_draft(self, name: str) -> bool:
         """Return whether a tensor is of a multi-token prediction layer that follows the decoder's."""

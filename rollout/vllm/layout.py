@@ -21,7 +21,7 @@ from ..layout.rules import Family, named_rules, padded_vocabulary
 from ..layout.slices import TOWER
 from ..layout.specs import Heads, Rollout
 
-__all__ = ["CLASSES", "CLASS_OF_SLICES", "FP8_FAMILIES", "NOT_SERVED", "NOT_SPREAD", "WHOLE"]
+__all__ = ["CLASSES", "CLASS_OF_SLICES", "FP8_FAMILIES", "NOT_SERVED", "NOT_SPREAD", "ONLY_READ", "WHOLE"]
 __all__ += ["check_sizes", "families", "known_families"]
 
 _TP, _EP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_size"
@@ -48,7 +48,7 @@ _RULES = named_rules(
     (r"\.conv\.(in_proj)\.(?:weight|bias)", rules.stacked_thirds),
     (r"\.feed_forward\.(w1|w3)\.weight", rules.w1_or_w3),
     (r"\.attn\.(Wqkv)\.weight", rules.by_heads),
-    (r"\.self_attn\.(g|gate)_proj\.weight", rules.columns),
+    (r"\.self_attn\.(?:sinks|(g|gate)_proj\.weight)", rules.columns),
     (r"\.self_attn\.indexer\.(wk|weights_proj)\.weight", rules.indexer),
     (r"\.moe_statics\.(e_score_correction_bias)", rules.without_first_dim),
 )
@@ -68,6 +68,30 @@ _MAMBA1 = named_rules(
     (r"\.mamba\.(in_proj)\.(?:weight|bias)", rules.stacked_halves),
     (r"\.mamba\.(conv1d)\.(?:weight|bias)", rules.columns),
 )
+_DEEPSEEK_V4 = named_rules(
+    (r"\.self_attn\.(q_a_proj|kv_proj)\.weight", rules.compressions),
+    (r"\.self_attn\.(q_b|o_a)_proj\.weight", rules.columns),
+    (r"\.self_attn\.(o_b)_proj\.weight", rules.row_parallel),
+    (r"\.compressor\.(?:indexer\.)?(kv|gate)_proj\.weight", rules.compressed_keys),
+)
+_DEEPSEEK_V4_NAMES = (
+    (".fused_qkv_a_proj.", ".fused_wqa_wkv."),
+    *((f".{own}_proj.", f".w{own}.") for own in ("q_b", "o_a", "o_b")),
+    (".q_a_norm.", ".q_norm."),
+    (".compressor.kv_norm.", ".compressor.norm."),
+    (".compressor.indexer.kv_norm.", ".indexer.compressor.norm."),
+    *((f".compressor.indexer.{own}", f".indexer.compressor.{own}") for own in ("fused_wkv_wgate", "position_bias")),
+    (".compressor.indexer.scorer.", ".indexer."),  # since transformers 5.19
+    (".compressor.indexer.", ".indexer."),
+    (".position_bias", ".ape"),
+    (".sinks", ".attn_sink"),
+    (".self_attn.", ".attn."),
+    (".mlp.", ".ffn."),
+    (".input_layernorm.", ".attn_norm."),
+    (".post_attention_layernorm.", ".ffn_norm."),
+    *((f".{own}.", f".hc_{own.removesuffix('_hc')}_") for own in ("attn_hc", "ffn_hc")),
+    (".hc_head.hc_", ".hc_head_"),
+)
 _LAGUNA = named_rules((r"\.(?:mlp|shared_experts)\.(gate|up)_proj\.weight", rules.columns))
 _MINIMAX = named_rules((r"\.self_attn\.(q|k)_norm\.weight", rules.by_heads))
 _FAMILIES = {
@@ -79,6 +103,7 @@ _FAMILIES = {
         Family(rules=rules.LATENT_ATTENTION),
     ),
     "afmoe": Family(((".router.gate.", ".gate."),)),
+    "deepseek_v4": Family(_DEEPSEEK_V4_NAMES, _DEEPSEEK_V4),
     "ernie4_5_moe": Family(((".gate.moe_statics.", ".gate."),)),
     "exaone_moe": Family(((".gate.e_score_correction_bias", ".e_score_correction_bias"),)),
     "gpt_oss": Family(
@@ -86,13 +111,14 @@ _FAMILIES = {
         rules.TRANSPOSED_EXPERTS,
         is_transposed=True,
     ),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), Family(_GRANITE)),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared", "granitemoe_swa"), Family(_GRANITE)),
     "hy_v3": Family(((".shared_experts.", ".shared_mlp."), (".e_score_correction_bias", ".expert_bias"))),
     "hunyuan_v1_moe": Family(((".mlp.gate.wg.", ".mlp.gate."),)),
     "jamba": Family(((".self_attn.", "."),), _MAMBA1),
     "laguna": Family(((".mlp.gate.e_score", ".mlp.experts.e_score"), (".shared_experts.", ".shared_expert.")), _LAGUNA),
     "lfm2_moe": Family(((".conv.", ".short_conv."), (".expert_bias", ".gate.e_score_correction_bias"))),
     **dict.fromkeys(("llama4", "llama4_text"), Family(rules=_LLAMA4, is_transposed=True)),
+    "mimo_v2_flash": Family(((".sinks", ".attention_sink_bias"),)),
     "minimax_m2": Family(((".mlp.", ".block_sparse_moe."),), _MINIMAX),
     "mixtral": Family(((".mlp.", ".block_sparse_moe."),)),
     "nemotron_h": Family((("model.embeddings.", "model.embed_tokens."),)),
@@ -144,9 +170,18 @@ FP8_FAMILIES: dict[str, re.Pattern[str]] = {
 # an unquantised gpt_oss. It can't load Qwen3.5 without its vision tower, and its CPU build can't run the tower.
 # The CPU build of 0.29 has no experts without a gate (nemotron_h).
 _SINCE_0_27 = ("gpt_oss", "granitemoeshared", "laguna", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
-_SINCE_0_32 = ("deepseek_v32", "mellum")  # first traced there, with transformers 5.19
+_SINCE_0_32 = (
+    "deepseek_v32",
+    "deepseek_v4",
+    "granitemoe_swa",
+    "mellum",
+    "mimo_v2_flash",
+)  # first traced there, with transformers 5.19
 _RELEASES = {"hunyuan_v1_moe": "<0.29", "nemotron_h": "<0.28", **dict.fromkeys(_SINCE_0_27, ">=0.27")}
 _RELEASES |= dict.fromkeys(_SINCE_0_32, ">=0.32")
+
+ONLY_READ = frozenset({"deepseek_v4"})
+"""Families with a class for GPUs alone, whose layout was read and not traced: their first slices there are on trial."""
 
 CLASSES = {"phimoe": "PhiMoEForCausalLM"}
 """Families that vLLM implements only under the class name of published checkpoints. Under transformers' class name it
@@ -196,7 +231,7 @@ def check_sizes(rollout: Rollout, model: Any) -> None:
     """Check the tensor-parallel size by vLLM's own assertions.
 
     Sources: ``ModelConfig.verify_with_parallel_config``, ``FusedMoEConfig.__post_init__``, the attention and experts
-    of ``models/qwen3_moe.py``, ``VocabParallelEmbedding``.
+    of ``models/qwen3_moe.py`` and ``models/deepseek_v4``, ``VocabParallelEmbedding``.
     """
     vocabulary = padded_vocabulary(model.vocab_size)
     heads = getattr(model, "num_attention_heads", 0)
@@ -212,11 +247,13 @@ def check_sizes(rollout: Rollout, model: Any) -> None:
     dp, whose = (rollout.dp, " of an expert") if experts else (1, "")
     size = _first(sizes, "moe_intermediate_size", "ffn_hidden_size", "intermediate_size")
     size = 0 if rollout.expert_parallel else size
+    groups = _first(model, "o_groups")  # DeepSeek-V4
 
     def reasons(tp: int) -> list[str]:
         found = {
             f"{heads} attention heads": heads % tp == 0,
             f"{keys} key-value heads": keys % tp == 0 or (keys > 0 and tp % keys == 0),
+            f"{groups} groups of attention outputs": groups % tp == 0,
             f"the intermediate size {size}{whose}, in {tp * dp} parts": size % (tp * dp) == 0,
             f"{experts} experts (at least as many as ranks)": not experts or tp <= experts,
             f"a vocabulary of {model.vocab_size}, padded to {vocabulary}": vocabulary % tp == 0,

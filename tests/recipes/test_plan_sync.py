@@ -1,7 +1,7 @@
 """The sync planner's command line, on published sizes."""
 
 import pytest
-from transformers import DeepseekV4Config, Qwen3Config, Qwen3MoeConfig
+from transformers import MiniMaxConfig, Qwen3Config, Qwen3MoeConfig
 
 from epfsdp2.recipes.plan_sync import main
 
@@ -72,10 +72,10 @@ def test_plan_sync_of_kimi_k2_on_1024_ranks_says_what_bounds_it(capsys):
 
 
 def test_plan_sync_of_an_unknown_layout_has_mode_full_alone(tmp_path, capsys):
-    DeepseekV4Config(num_hidden_layers=4).save_pretrained(tmp_path)
+    MiniMaxConfig(num_hidden_layers=4).save_pretrained(tmp_path)
     assert main(["--model", str(tmp_path), "--world", "8", "--ep", "8"]) == 0
     text = capsys.readouterr().out
-    assert "How vLLM cuts a deepseek_v4 is not known" in text
+    assert "How vLLM cuts a minimax is not known" in text
     assert set(_rows(text)) == {"full"}
 
 

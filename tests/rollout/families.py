@@ -8,7 +8,7 @@ import transformers
 
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.rollout.vllm.layout import known_families
-from tests.rollout.served_families import SERVED
+from tests.rollout.served_families import SERVED, publish_config
 from tests.support.models.dbrx import plain_dbrx
 from tests.support.models.tiny import publish, save_random
 
@@ -32,28 +32,23 @@ _FOUR_KEYS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 # Changes of the sizes in ``served_families.py``.
 SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_WIDE, "moe_intermediate_size": 96},
-    **dict.fromkeys(("olmoe", "flex_olmo", "granitemoe", "granitemoeshared"), {**_WIDE, "intermediate_size": 96}),
+    **dict.fromkeys(
+        ("olmoe", "flex_olmo", "granitemoe", "granitemoeshared", "granitemoe_swa"), {**_WIDE, "intermediate_size": 96}
+    ),
     "granitemoehybrid": {**_WIDE, "intermediate_size": 96, "mamba_d_head": 64},
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
     "glm4v_moe": {"attention_bias": True},
     **dict.fromkeys(("gemma4", "gemma4_vl"), _SHARED_KEYS),
     "dbrx": {**_WIDE, **_DBRX},
     **dict.fromkeys(("lfm2_moe", "jamba", "qwen2"), _WIDE),
+    "deepseek_v4": {"o_groups": 4},
     "nemotron_h": {"mamba_head_dim": 64, "n_groups": 4},
     # vLLM 0.29 does not pad experts whose gate and up are interleaved: four workers have 32 rows each.
     "gpt_oss": {"num_key_value_heads": 4, "intermediate_size": 128},
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vl", "qwen3_5_vl"), _FOUR_KEYS),
     "hunyuan_v1_moe": _BY_LAYER,
 }
-NOT_SLICED = (
-    "deepseek_v4",
-    "glm4_moe_bf16",
-    "granitemoe_swa",
-    "internvl",
-    "mimo_v2_flash",
-    "mistral4",
-    "qwen3_moe_tied",
-)
+NOT_SLICED = ("glm4_moe_bf16", "internvl", "mistral4", "qwen3_moe_tied")
 FAMILIES = tuple(name for name in SERVED if name not in NOT_SLICED)
 DENSE = ("qwen3", "qwen3_5_vl", "qwen3_vl", "qwen2", "llama", "gemma3", "mistral")
 # Families whose class in vLLM supports a tied head: only that, or that too.
@@ -97,6 +92,7 @@ def save(family: str, folder: Path, seed: int, **overrides: Any) -> Path:
     """Save a family's tiny model with random weights, as vLLM can load it."""
     save_random(_plain(config_of(family, **overrides)), folder, seed)
     publish(folder)
+    publish_config(folder, SERVED[family].published)
     return folder
 
 

@@ -41,7 +41,7 @@ from tests.rollout.served.served_family import (
 )
 from tests.rollout.served.served_since import SINCE
 
-__all__ = ["SERVED", "build", "export", "randomise", "sent"]
+__all__ = ["SERVED", "build", "export", "publish_config", "randomise", "sent"]
 
 SERVED: dict[str, Served] = {
     "qwen3_moe": Served(of("Qwen3Moe", **QWEN, norm_topk_prob=True, mlp_only_layers=[1])),
@@ -212,13 +212,18 @@ def export(model: Any, dtype: torch.dtype, folder: Path, published: Mapping[str,
     """Write the model in the dtype that a trainer computes in, as vLLM can load it; return ``folder`` as a string."""
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
+    publish_config(folder, published)
+    weights = {n: t.contiguous() for n, t in hf_names.as_published(model, sent(model, dtype))}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def publish_config(folder: Path, published: Mapping[str, Any]) -> None:
+    """Give a saved config the entries of the published one."""
     if published:
         config = json.loads((folder / "config.json").read_text()) | published
         present = {name: value for name, value in config.items() if value is not None}
         (folder / "config.json").write_text(json.dumps(present))
-    weights = {n: t.contiguous() for n, t in hf_names.as_published(model, sent(model, dtype))}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
 
 
 def sent(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

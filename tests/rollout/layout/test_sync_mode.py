@@ -131,14 +131,30 @@ def test_rollout_parallelism_of_dbrx_is_checked_by_its_sizes_and_spreads_no_expe
         check_parallelism({**TP2, "tensor_model_parallel_size": 4}, 4, config)
 
 
+def test_rollout_parallelism_of_deepseek_v4_is_checked_by_its_groups_of_outputs():
+    config = families.FAMILIES["deepseek_v4"].build().config
+    check_parallelism(TP2, 4, config)
+    with pytest.raises(SettingError, match="can't cut 2 groups of attention outputs"):
+        check_parallelism({**TP2, "tensor_model_parallel_size": 4}, 4, config)
+
+
 @pytest.mark.parametrize("requested", ["auto", "sliced"])
 @pytest.mark.parametrize(("name", "config"), [("vllm", OURS), ("sglang", SGLANG)])
 def test_choose_mode_for_an_untested_release_is_sliced(name, config, requested, monkeypatch):
     installed = versions.installed
     monkeypatch.setattr(versions, "installed", lambda asked: "9.9" if asked == name else installed(asked))
     assert choose_mode(requested, config, "qwen3_moe") == ("sliced", "")
-    assert untested({"name": name}) == f"{name} 9.9 was not tested with (tested: {', '.join(versions.tested(name))})"
-    assert untested({"name": "trtllm"}) == ""
+    tested = ", ".join(versions.tested(name))
+    assert untested({"name": name}, "qwen3_moe") == f"{name} 9.9 was not tested with (tested: {tested})"
+    assert untested({"name": "trtllm"}, "qwen3_moe") == ""
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_slices_of_a_family_whose_class_for_gpus_was_read_alone_are_on_trial_on_a_gpu(has_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    found = untested({"name": "vllm"}, "deepseek_v4")
+    assert found == ("vLLM's class of deepseek_v4 for GPUs was read and not run" if has_gpu else "")
+    assert untested({"name": "vllm"}, "qwen3_moe") == ""
 
 
 def test_choose_mode_reads_verls_dataclass_like_a_mapping():

@@ -16,7 +16,7 @@ from epfsdp2.rollout.servers import target_slices
 from epfsdp2.rollout.vllm import layout as vllm_layout
 from epfsdp2.rollout.vllm.layout import known_families
 from tests.rollout.families import DENSE, FAMILIES, SIZES, config_of, known, model_on_meta
-from tests.rollout.served_families import SERVED
+from tests.rollout.served_families import SERVED, publish_config
 from tests.support.ranks import run_ranks
 from tests.support.rollout.loader_trace import differing_layouts, held_tensors
 from tests.support.rollout.vllm_engine import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
@@ -66,6 +66,7 @@ def _compare(folder, cases, data_parallel=(), tower="sharded"):
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
         where = Path(folder) / f"{rank}-{index}"
         model.config.save_pretrained(where)
+        publish_config(where, SERVED[family].published)
         engine = EngineArgs(
             model=str(where),
             dtype=SERVED[family].dtype,
@@ -78,7 +79,11 @@ def _compare(folder, cases, data_parallel=(), tower="sharded"):
             limit_mm_per_prompt={"image": 0, "video": 0} if tower == "none" else {},
             distributed_executor_backend="external_launcher" if dp > 1 else "mp",
         ).create_engine_config()
-        with set_current_vllm_config(engine), mock.patch(_LATENT_ATTENTION, lambda *a, **k: torch.nn.Module()):
+        with (
+            set_current_vllm_config(engine),
+            mock.patch(_LATENT_ATTENTION, lambda *a, **k: torch.nn.Module()),
+            mock.patch("torch.cuda.Event", mock.Mock),  # as vLLM's runner on CPUs does; DeepSeek-V4 makes one
+        ):
             init_distributed_environment(world, rank, "env://", rank, "gloo")
             ensure_model_parallel_initialized(tp, 1)
             rollout, heads = Rollout(tp, dp, expert_parallel, tower), Heads.of(model.config)
@@ -108,6 +113,10 @@ def _edge(family: str) -> tuple:
         return family, {"attn_config": attention, "num_key_value_heads": 1}, False
     if family == "gpt_oss":  # vLLM's class refuses one key-value head and nine experts
         return family, {"tie_word_embeddings": True}, True
+    if family == "deepseek_v4":  # has one key-value head, and vLLM's class refuses the others
+        return family, {}, True
+    if family == "mimo_v2_flash":  # vLLM's config has the key-value heads of both kinds of layers
+        other = {}
     sizes = SERVED[family].family.sizes
     counts = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     experts = next(name for name in counts if name in sizes.get("text_config", sizes))
@@ -115,8 +124,9 @@ def _edge(family: str) -> tuple:
 
 
 def _plain(families, whole=False):
-    # As in DeepSeek-V2-Lite and in Nemotron 3 Super.
+    # As in DeepSeek-V2-Lite, in Nemotron 3 Super and in MiMo-V2-Flash, whose values are narrower than its keys.
     others = {"deepseek_v2": {"q_lora_rank": None}, "nemotron_h": {"moe_latent_size": 64}}
+    others["mimo_v2_flash"] = {"v_head_dim": 16, "swa_v_head_dim": 16}
     published = [(family, others[family], False) for family in families if family in others and not whole]
     return [*((family, {}, whole) for family in families), *published]
 

@@ -318,7 +318,6 @@ LATEST = {
             "swa_num_attention_heads": 4,
             "swa_num_key_value_heads": 4,
             "swa_rope_theta": 1e4,
-            "swa_v_head_dim": 32,
             "topk_method": "noaux_tc",
         },
     ),

@@ -126,6 +126,8 @@ def save_random(model: nn.Module, folder: Path, seed: int, one_file: bool = Fals
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
                 buffer.uniform_(-0.1, 0.1)
+            elif name.endswith("tid2eid"):  # experts by token id
+                buffer.random_(0, model.config.n_routed_experts)
     return save_published(model, folder, seed, one_file)
 
 

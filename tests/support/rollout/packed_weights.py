@@ -27,6 +27,8 @@ def packed_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         if hasattr(layer, "w13_weight"):
             yield from ((prefix + own, tensor) for own, tensor in expert_tensors(layer, *_experts(layer)).items())
             continue
+        if (outputs := getattr(layer, "_wo_a_packed", None)) is not None:  # DeepSeek-V4's, whose parameter is emptied
+            yield f"{prefix}wo_a.packed", outputs
         for own, tensor in layer._parameters.items():
             if tensor is not None and tensor.dtype == torch.float8_e4m3fn:
                 yield prefix + own, unpack_by_index(tensor.detach(), torch.ops._C.convert_weight_packed)

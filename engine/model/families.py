@@ -100,7 +100,26 @@ _DEEPSEEK_V4 = (
     (r"\.q_a_norm\.", ".q_norm."),
     (r"\.(q_a|q_b|kv|gate|o_a|o_b)_proj\.", r".w\1."),
 )
-RENAMED_WHEN_PUBLISHED = {"deepseek_v4": _DEEPSEEK_V4, "nemotron_h": ((r"\.embedding\.", ".embeddings."),)}
+RENAMED_WHEN_PUBLISHED = {
+    "deepseek_v4": _DEEPSEEK_V4,
+    # transformers renames whole models, and published checkpoints have these names in some modules alone: of sparse
+    # layers, of the tower, of attention.
+    **dict.fromkeys(("kimi_linear", "minimax_m3_vl"), ((r"\.block_sparse_moe\.(\w+_proj|fc\d)\.", r".mlp.\1."),)),
+    "kimi_k25": (
+        (r"^language_model\.model\.blocks\.", "language_model.model.layers."),
+        (r"^vision_tower\.encoder\.patch_embed\.", "vision_tower.patch_embed."),
+        (r"^model\.mm_projector\.", "mm_projector."),
+    ),
+    **dict.fromkeys(
+        ("hy_v4", "hy_v4_vl"),
+        (
+            (r"\.hc_pre\.(hc_\w+_layer)\.", r".\1.hc_pre."),
+            (r"(?:\.hc_pre)?\.hc_head(?:\.hc_pre)?\.", ".hc_head."),
+            (r"\.(mlp|shared_experts)\.linear_gate\.", r".\1.gate_proj."),
+        ),
+    ),
+    "nemotron_h": ((r"\.embedding\.", ".embeddings."),),
+}
 """Family -> patterns of what transformers writes and vLLM does not know, and what both of them read, in order."""
 
 SCALED_BY_LENGTH = frozenset({"PhimoeRotaryEmbedding"})

@@ -102,7 +102,8 @@ def as_checkpoint(
             continue
         kept[name] = tensor.clone()  # the caller may use its memory again
         if all(other in kept for other in together):
-            yield from revert_weight_conversion(model, {other: kept.pop(other) for other in together}).items()
+            found = revert_weight_conversion(model, {other: kept.pop(other) for other in together})
+            yield from ((published_name(model.config.model_type, part), values) for part, values in found.items())
     if waiting is None and kept:
         raise ValueError(f"{', '.join(kept)}: only a part of the parameters that a checkpoint's tensor is made of.")
 

@@ -183,9 +183,9 @@ _RELEASES |= dict.fromkeys(_SINCE_0_32, ">=0.32")
 ONLY_READ = frozenset({"deepseek_v4"})
 """Families with a class for GPUs alone, whose layout was read and not traced: their first slices there are on trial."""
 
-CLASSES = {"phimoe": "PhiMoEForCausalLM"}
+CLASSES = {"kimi_k25": "KimiK25ForConditionalGeneration", "phimoe": "PhiMoEForCausalLM"}
 """Families that vLLM implements only under the class name of published checkpoints. Under transformers' class name it
-starts transformers' code and fails: 0.24 finds no bias of the head, later ones stop at the first token."""
+starts transformers' code, and for phimoe fails: 0.24 finds no bias of the head, later ones stop at the first token."""
 
 CLASS_OF_SLICES = {"exaone_moe": ("<0.27", "ExaoneMoeForCausalLM")}
 """Families that these vLLM releases implement twice -> the releases, and the class name with the known layout."""

@@ -265,6 +265,7 @@ class Reload:
             # Loaded without the counting wrappers (as LFM2's correction bias, by its checkpoints' name), or computed.
             own in {*SKIP_LOAD_TENSORS, "expert_bias", "inv_freq"}
             or name.endswith(".ffn.gate.bias")  # DeepSeek-V4's correction bias
+            or ".vision_tower.post_layernorm." in f".{name}"  # Aria's, which has no effect
             or (name.endswith("lm_head.weight") and getattr(config, "tie_word_embeddings", False))
             # Other ranks' experts are ignored once this rank's are complete.
             or (self._parallel.enable_expert_parallel and ".experts." in name)

@@ -113,8 +113,11 @@ def prepare_model(model: torch.nn.Module) -> None:
     """Let a reload count direct copies into parameters; they go to the meta device, which loses the values.
 
     DeepSeek-V4's class for NVIDIA GPUs also derives tensors whenever it has loaded some. It waits for ``end_loading``.
+    Norms that vLLM's A.X-K1 has in dense layers and never calls are removed: the trainer's model has none.
     """
     for part in model.modules():
+        if type(part).__name__ == "AXK1DecoderLayer" and not part.is_layer_sparse:
+            part.post_mlp_layernorm = torch.nn.Identity()
         if getattr(part, "finalizes_weights_during_load", False) and hasattr(part, _DERIVE):
             setattr(part, _DERIVE, lambda: None)
         names = _DIRECT_COPIES.get(type(part).__name__, ())

@@ -5,9 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from epfsdp2.engine.model import hf_names
-from epfsdp2.engine.model.families import TRANSPOSED_WHEN_PUBLISHED
+from epfsdp2.engine.model.families import RENAMED_WHEN_PUBLISHED, TRANSPOSED_WHEN_PUBLISHED
+from epfsdp2.engine.topology.dtensor import checkpoint_tensors
 from epfsdp2.rollout.vllm import names
-from tests.parity.families import FAMILIES
+from tests.parity.families import ALL, FAMILIES
 from tests.rollout.served_families import SERVED, build, randomise, sent
 
 LAYER = "model.layers.1"
@@ -110,18 +111,25 @@ def test_as_checkpoint_merges_parameters_that_share_a_tensor(tmp_path):
         list(hf_names.as_checkpoint(model, [(bias, model.state_dict()[bias])]))
 
 
-def test_as_checkpoint_yields_published_names_of_deepseek_v4_which_transformers_loads(tmp_path):
+def test_as_checkpoint_yields_published_names_of_deepseek_v4():
     kinds = ["sliding_attention", "compressed_sparse_attention"]
     model = FAMILIES["deepseek_v4"].build(layer_types=kinds).float()
     tensors = dict(hf_names.as_checkpoint(model, model.state_dict().items()))
     assert {"embed.weight", "norm.weight", "head.weight", "hc_head_fn", "layers.0.ffn.gate.tid2eid"} <= tensors.keys()
     in_layer = {name.removeprefix("layers.1.") for name in tensors if name.startswith("layers.1.")}
     assert {name for name in in_layer if hf_names.expert_of(f".{name}") in (None, 0)} == DEEPSEEK_V4
+
+
+@pytest.mark.parametrize("family", sorted(RENAMED_WHEN_PUBLISHED.keys() & ALL.keys()))
+def test_as_checkpoint_yields_names_that_transformers_reads_though_it_writes_others(family, tmp_path):
+    model = ALL[family].build().float()
+    randomise(model, seed=1)
+    own = checkpoint_tensors(model)
+    tensors = dict(hf_names.as_checkpoint(model, own.items()))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     model.config.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32).state_dict()
-    assert loaded.keys() == model.state_dict().keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in own.items())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])

@@ -321,6 +321,12 @@ LATEST = {
             "topk_method": "noaux_tc",
         },
     ),
+    "axk1": Served(
+        # vLLM starts only with a norm in dense layers that it never calls, and transformers has none.
+        of("AXK1", **{**DEEPSEEK, **MLA, "first_k_dense_replace": 0}, topk_method="noaux_tc", scoring_func="sigmoid"),
+        settings=PLAIN_ROTARY,
+        environment={"VLLM_MLA_DISABLE": "1"},
+    ),
 }
 """Families that only the stack ``latest`` serves."""
 

@@ -216,6 +216,14 @@ def test_prepare_model_lets_deepseek_v4_derive_tensors_once_all_are_loaded(shims
     assert "process_weights_after_loading" not in vars(model)
 
 
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_prepare_model_removes_the_norm_that_dense_layers_of_a_x_k1_do_not_call(shims, is_sparse):
+    layer = type("AXK1DecoderLayer", (torch.nn.Module,), {"is_layer_sparse": is_sparse})()
+    layer.post_mlp_layernorm = norm = torch.nn.LayerNorm(2)
+    shims.prepare_model(layer)
+    assert list(layer.parameters()) == (list(norm.parameters()) if is_sparse else [])
+
+
 @pytest.mark.parametrize(
     ("name", "sinks"),
     [

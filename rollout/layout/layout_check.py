@@ -97,12 +97,14 @@ def difference(planned: Mapping[str, str], actual: Mapping[str, str]) -> str:
 
 
 def unpadded_shape(layer: Any, name: str, parameter: torch.Tensor) -> list[int]:
-    """Return the shape of a worker's parameter without the padding of vLLM's vocabularies, sinks and experts."""
+    """Return the shape of a worker's parameter without the padding of vLLM's vocabularies, sinks, gates and experts."""
     shape = list(parameter.shape)
     if hasattr(layer, "shard_indices") and shape[0] == layer.num_embeddings_per_partition:
         return [layer.shard_indices.num_org_elements, *shape[1:]]
     if name == "attn_sink":
         return [getattr(layer, "n_local_heads", shape[0])]
+    if name == "weight" and hasattr(layer, "n_total_experts"):  # Inkling's gate
+        return [layer.n_total_experts, *shape[1:]]
     moe = getattr(layer, "moe_config", None)
     if moe is None or not name.startswith(("w13_", "w2_")):
         return shape

@@ -20,6 +20,7 @@ _DIRECT_COPIES = {
     **dict.fromkeys(("DeepSeekV4MTP", "DeepseekV4Model"), ("attn_sink",)),
     "GptOssModel": ("w13_weight", "w13_bias", "w2_weight", "w2_bias", "sinks"),
     "HYV4Model": ("learnable_sink_param",),
+    "InklingMoE": ("w13_weight", "w2_weight"),
     "MiMoV2Model": ("attention_sink_bias",),
 }
 _BIAS = "e_score_correction_bias"
@@ -122,12 +123,12 @@ def prepare_model(model: torch.nn.Module) -> None:
             setattr(part, _DERIVE, lambda: None)
         names = _DIRECT_COPIES.get(type(part).__name__, ())
         for layer in part.modules() if names else ():
-            recorded, _ = get_layerwise_info(layer).restore_metadata
+            info = get_layerwise_info(layer)
             for name in names:
-                own: Any = recorded.get(name)
+                own: Any = info.restore_metadata[0].get(name)
                 if type(own) is torch.nn.Parameter and not ("sink" in name and hasattr(own, "weight_loader")):
                     own.__class__ = _DirectlyCopiedParameter
-                    setattr(own, "weight_loader", _copy_values)  # noqa: B010
+                    vars(own).update(weight_loader=_copy_values, loads_on=info.restore_device)
 
 
 def end_loading(model: torch.nn.Module) -> None:
@@ -156,7 +157,13 @@ def finish_model(model: torch.nn.Module) -> None:
 
 
 class _DirectlyCopiedParameter(torch.nn.Parameter):
-    """A parameter that passes ``copy_`` into it or its ``data`` to its weight loader while it is on meta."""
+    """A parameter that passes ``copy_`` into it, its ``data`` or a part to its weight loader while it is on meta."""
+
+    loads_on: torch.device
+
+    @property
+    def device(self):  # type: ignore[override]  # loaders move values there before they copy them
+        return self.loads_on if self.is_meta else super().device
 
     @property
     def data(self):
@@ -173,19 +180,24 @@ class _DirectlyCopiedParameter(torch.nn.Parameter):
         return self
 
     def __getitem__(self, index: Any) -> Any:
-        return _FirstRows(self) if self.is_meta and isinstance(index, slice) else super().__getitem__(index)
+        if not self.is_meta:
+            return super().__getitem__(index)
+        return _Part(self, index if isinstance(index, tuple) else (index,))
 
 
-class _FirstRows:
-    """The first rows of a parameter on meta; the others are ``-inf``, as sinks of DeepSeek-V4's heads that pad."""
+class _Part:
+    """A part of a parameter on meta."""
 
-    def __init__(self, whole: _DirectlyCopiedParameter):
-        self._whole = whole
+    def __init__(self, whole: _DirectlyCopiedParameter, index: tuple[Any, ...]):
+        self._whole, self._index = whole, index
 
     def copy_(self, values: torch.Tensor) -> None:
-        missing = len(self._whole) - len(values)
-        self._whole.copy_(torch.nn.functional.pad(values, (0, missing), value=-torch.inf))
+        if self._whole.dim() == 1:  # DeepSeek-V4's first sinks; the others, of heads that pad, are -inf
+            missing = len(self._whole) - len(values)
+            self._whole.copy_(torch.nn.functional.pad(values, (0, missing), value=-torch.inf))
+        else:
+            self._whole.weight_loader(self._whole, values, *self._index)  # type: ignore[attr-defined]
 
 
-def _copy_values(param: torch.Tensor, values: torch.Tensor) -> None:
-    torch.Tensor.copy_(param.data, values)
+def _copy_values(param: torch.Tensor, values: torch.Tensor, *index: Any) -> None:
+    torch.Tensor.copy_(torch.Tensor.__getitem__(param.data, index), values)

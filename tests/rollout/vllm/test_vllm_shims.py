@@ -196,6 +196,21 @@ def test_prepare_model_loads_the_first_sinks_of_deepseek_v4_and_pads_them(record
     assert model.attn.attn_sink is kept and kept.tolist() == [0, 1, 2, -torch.inf]
 
 
+def test_prepare_model_collects_the_parts_of_inklings_experts(record, reloading):
+    """vLLM moves values to the parameter's device, and copies gate and up of each expert apart."""
+    model = type("InklingMoE", (torch.nn.Module,), {})()
+    model.experts = torch.nn.Module()
+    model.experts.w13_weight = kept = torch.nn.Parameter(torch.zeros(2, 4, 3), requires_grad=False)
+    record(model)
+    rows = torch.arange(24.0).view(2, 4, 3)
+    with reloading(model):
+        loading = model.experts.w13_weight
+        for expert, values in enumerate(rows.to(loading.device)):
+            loading.data[expert, :2].copy_(values[0::2])
+            loading.data[expert, 2:].copy_(values[1::2])
+    assert model.experts.w13_weight is kept and torch.equal(kept, rows[:, [0, 2, 1, 3]])
+
+
 def test_prepare_model_lets_deepseek_v4_derive_tensors_once_all_are_loaded(shims, record, reloading):
     """Its class for NVIDIA GPUs does it after each bucket, from parameters on meta."""
 

@@ -1,4 +1,4 @@
-"""vLLM's loaders know every exported name of families that its CPU build can't run, and fill each parameter."""
+"""Classes of vLLM that its CPU build can't run: they know all exported names, and a reload fills each parameter."""
 
 import importlib
 import json
@@ -19,78 +19,108 @@ from tests.rollout.served_families import randomise, sent
 from tests.support.ranks import run_ranks
 from tests.support.rollout.vllm_engine import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
-# vLLM reads these entries of published configs, which transformers' configs do not have.
+# vLLM reads these entries of published configs, which transformers' configs do not have; None: they lack transformers'.
 _SPARSE = {"sparse_attention_freq": [1, 0, 1], "sparse_num_index_heads": 2, "sparse_index_dim": 12}
 _SPARSE |= {"sparse_block_size": 4, "sparse_topk_blocks": 2, "sparse_local_block": 1, "sparse_init_block": 1}
 _MINIMAX = {"hidden_act": "swigluoai", "moe_layer_freq": [0, 1, 1], "sparse_attention_config": _SPARSE}
 _GLM = {"mhc": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "mla_use_nope": True}
 _TOWER = {"img_token_compression_config": {"spatial_merge_size": 2, "temporal_patch_size": 2}}
+_OF_TEXT = ("head_dim", "hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size")
+_INKLING = {"local_layer_ids": [0, 2], "dense_mlp_idx": 1, "use_embed_norm": True, "use_sconv": True}
+_INKLING |= {"use_gate_bias": True, "use_global_scale": True}
+_SEES = {"decoder_dmodel": 48, "vision_encoder_type": "hmlp", "n_channels": 3, "use_vision_norm": True}
+_HEARS = {"decoder_dmodel": 48, "dmel_min_value": 0.0, "dmel_max_value": 1.0, "use_audio_norm": True}
 PUBLISHED: dict[str, dict] = {
     "aria": {},
     "glm5_next": {"text_config": {**_GLM, "indexer_rope_interleave": True}},
     "hy_v4": {},
+    "inkling": {
+        **dict.fromkeys(_OF_TEXT),
+        **{"text_config": _INKLING, "vision_config": _SEES, "audio_config": {**_HEARS, "audio_mode": "dmel"}},
+    },
     "kimi_k25": {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": {"topk_method": "noaux_tc"}},
     "kimi_linear": {"mla_use_nope": True},
     "minimax_m3_vl": {"text_config": _MINIMAX, "vision_config": _TOWER},
 }
+SIZES = {"inkling": {"vision_config": {"patch_size": 14, "n_layers": 4}}}
 
 
-def _load(family, folder):
+def _reload(family, folder):
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_DIST_IDENT=segments_identity(folder))
     sys.path += TORCHVISION.values()
-    model = ALL[family].build()
+    model = ALL[family].build(**SIZES.get(family, {}))
     prepare(model)
-    randomise(model, seed=1)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     config = json.loads((Path(folder) / "config.json").read_text())
     for name, value in PUBLISHED[family].items():
         config[name] = {**config[name], **value} if isinstance(value, dict) else value
+    config = {name: value for name, value in config.items() if value is not None}
     (Path(folder) / "config.json").write_text(json.dumps(config))
-    theirs = _built(folder, config["architectures"][0])
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.fill_(torch.nan)
-    theirs.load_weights(names.for_vllm(model, sent(model, torch.bfloat16)))
-    rows = model.config.get_text_config().vocab_size  # the others are padding
-    held = {
-        name: p[:rows] if "embed_tokens" in name or "lm_head" in name else p for name, p in theirs.named_parameters()
-    }
-    assert [name for name, parameter in held.items() if parameter.isnan().any()] == []
+    engine = _engine(folder, config["architectures"][0])
 
-
-def _built(folder, architecture):
-    """Return vLLM's model on a CPU, without the kernels that it lacks there."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+
+    from epfsdp2.rollout.vllm.reload import Reload
+
+    def weights(seed):
+        randomise(model, seed)
+        return list(names.for_vllm(model, sent(model, torch.bfloat16)))
+
+    with set_current_vllm_config(engine), torch.no_grad():
+        init_distributed_environment(1, 0, "env://", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        theirs = initialize_model(engine)
+        for parameter in theirs.parameters():
+            parameter.fill_(torch.nan)
+        theirs.load_weights(weights(seed=1))
+        wanted = {name: parameter.clone() for name, parameter in theirs.named_parameters()}
+        theirs.load_weights(weights(seed=2))
+        process_weights_after_loading(theirs, engine.model_config, torch.device("cpu"))
+        reload = Reload([(theirs, engine.model_config)], engine.parallel_config)
+        reload.start()
+        reload.load(weights(seed=1))
+        reload.finish()
+    found = dict(theirs.named_parameters())
+    rows = model.config.get_text_config().vocab_size  # the others are padding
+    for name, values in wanted.items():
+        part = slice(rows if "embed_tokens" in name or "lm_head" in name else None)
+        assert torch.equal(found[name][part], values[part]), name
+
+
+def _engine(folder, architecture):
+    """Return vLLM's config, and leave out the kernels that it lacks on a CPU."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-    from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.models import ModelRegistry
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends import cpu_attn
 
+    def nothing(*args, **settings):
+        return None
+
     backend = f"{cpu_attn.__name__}.CPUAttentionBackend"
     for owner, name, replaced in (
+        (utils, "dispatch_cpu_unquantized_gemm", nothing),
         (experts, "select_unquantized_moe_backend", lambda *a, **k: (UnquantizedMoeBackend.TRITON, None)),
+        (experts.UnquantizedFusedMoEMethod, "process_weights_after_loading", nothing),
         (CpuPlatform, "get_attn_backend_cls", classmethod(lambda *a, **k: backend)),
-        (cpu_attn.CPUAttentionBackendImpl, "__init__", lambda *a, **k: None),
+        (cpu_attn.CPUAttentionBackendImpl, "__init__", nothing),
         (torch.cuda, "Event", mock.Mock),
         (torch.cuda, "Stream", mock.Mock),
-        (importlib.import_module("vllm.models.kimi_k3.nvidia.model"), "maybe_init_gemm_rs_ar", lambda *a, **k: None),
+        (importlib.import_module("vllm.models.kimi_k3.nvidia.model"), "maybe_init_gemm_rs_ar", nothing),
     ):
         setattr(owner, name, replaced)
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
     settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
-    engine = EngineArgs(folder, max_model_len=128, block_size=128, **settings).create_engine_config()
-    with set_current_vllm_config(engine):
-        init_distributed_environment(1, 0, "env://", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
-        return initialize_model(engine)
+    return EngineArgs(folder, max_model_len=128, block_size=128, **settings).create_engine_config()
 
 
 @pytest.mark.skipif(not versions.vllm_in(">=0.32"), reason="vLLM before 0.32 does not have all of them")
 @pytest.mark.parametrize("family", sorted(PUBLISHED.keys() & ALL.keys()))
-def test_vllm_loads_each_parameter_from_exported_names_of(family, tmp_path):
-    run_ranks(_load, 1, family, str(tmp_path), timeout=200)
+def test_reload_of_exported_names_fills_each_parameter_of(family, tmp_path):
+    run_ranks(_reload, 1, family, str(tmp_path), timeout=200)

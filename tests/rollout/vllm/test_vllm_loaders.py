@@ -15,7 +15,7 @@ from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.rollout.vllm import names
 from tests.parity.families import ALL
 from tests.rollout.served.served_family import TORCHVISION
-from tests.rollout.served_families import randomise, sent
+from tests.rollout.served_families import SERVED, randomise, sent
 from tests.support.ranks import run_ranks
 from tests.support.rollout.vllm_engine import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
@@ -32,6 +32,7 @@ _SEES = {"decoder_dmodel": 48, "vision_encoder_type": "hmlp", "n_channels": 3, "
 _HEARS = {"decoder_dmodel": 48, "dmel_min_value": 0.0, "dmel_max_value": 1.0, "use_audio_norm": True}
 PUBLISHED: dict[str, dict] = {
     "aria": {},
+    "deepseek_v4": SERVED["deepseek_v4"].published if "deepseek_v4" in SERVED else {},
     "glm5_next": {"text_config": {**_GLM, "indexer_rope_interleave": True}},
     "hy_v4": {},
     "inkling": {
@@ -43,12 +44,20 @@ PUBLISHED: dict[str, dict] = {
     "minimax_m3_vl": {"text_config": _MINIMAX, "vision_config": _TOWER},
 }
 SIZES = {"inkling": {"vision_config": {"patch_size": 14, "n_layers": 4}}}
+# vLLM has another class for CPUs.
+FOR_GPUS = {"DeepseekV4ForCausalLM": "vllm.models.deepseek_v4.nvidia.model"}
+
+
+def _held(model):
+    """Parameters, and tensors that vLLM derives from them and keeps as attributes."""
+    kept = {f"{n}.{own}": t for n, m in model.named_modules() for own, t in vars(m).items() if torch.is_tensor(t)}
+    return dict(model.named_parameters()) | kept
 
 
 def _reload(family, folder):
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_DIST_IDENT=segments_identity(folder))
     sys.path += TORCHVISION.values()
-    model = ALL[family].build(**SIZES.get(family, {}))
+    model = SERVED[family].family.build() if family in SERVED else ALL[family].build(**SIZES.get(family, {}))
     prepare(model)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -73,20 +82,21 @@ def _reload(family, folder):
         init_distributed_environment(1, 0, "env://", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         theirs = initialize_model(engine)
-        for parameter in theirs.parameters():
-            parameter.fill_(torch.nan)
+        for name, parameter in theirs.named_parameters():
+            if parameter.is_floating_point() and not name.endswith("attn_sink"):  # DeepSeek-V4 pads with -inf
+                parameter.fill_(torch.nan)
         theirs.load_weights(weights(seed=1))
-        wanted = {name: parameter.clone() for name, parameter in theirs.named_parameters()}
+        wanted = {name: tensor.clone() for name, tensor in _held(theirs).items()}
         theirs.load_weights(weights(seed=2))
         process_weights_after_loading(theirs, engine.model_config, torch.device("cpu"))
         reload = Reload([(theirs, engine.model_config)], engine.parallel_config)
         reload.start()
         reload.load(weights(seed=1))
         reload.finish()
-    found = dict(theirs.named_parameters())
+    found = _held(theirs)
     rows = model.config.get_text_config().vocab_size  # the others are padding
     for name, values in wanted.items():
-        part = slice(rows if "embed_tokens" in name or "lm_head" in name else None)
+        part = slice(rows) if "embed_tokens" in name or "lm_head" in name else ...
         assert torch.equal(found[name][part], values[part]), name
 
 
@@ -103,6 +113,9 @@ def _engine(folder, architecture):
     def nothing(*args, **settings):
         return None
 
+    def recipe(*args):
+        return (1, 1, 128), False
+
     backend = f"{cpu_attn.__name__}.CPUAttentionBackend"
     for owner, name, replaced in (
         (utils, "dispatch_cpu_unquantized_gemm", nothing),
@@ -112,10 +125,15 @@ def _engine(folder, architecture):
         (cpu_attn.CPUAttentionBackendImpl, "__init__", nothing),
         (torch.cuda, "Event", mock.Mock),
         (torch.cuda, "Stream", mock.Mock),
+        (importlib.import_module("vllm.models.deepseek_v4.nvidia.flashmla"), "compute_fp8_einsum_recipe", recipe),
         (importlib.import_module("vllm.models.kimi_k3.nvidia.model"), "maybe_init_gemm_rs_ar", nothing),
     ):
         setattr(owner, name, replaced)
-    ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+    if module := FOR_GPUS.get(architecture):
+        own = getattr(importlib.import_module(module), architecture)
+    else:
+        own = ModelRegistry.models[architecture].load_model_cls()
+    ModelRegistry.register_model(architecture, own)
     settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
     return EngineArgs(folder, max_model_len=128, block_size=128, **settings).create_engine_config()
 

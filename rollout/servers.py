@@ -71,10 +71,10 @@ def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> 
     return server.obstacle(config, family)
 
 
-def untested(config: Any, family: str) -> str:
-    """Return why a worker may have another layout than planned: nobody ran this release or class; else empty."""
+def untested(config: Any) -> str:
+    """Return why the layout of a rollout's server may have changed: its release was not tested with; else empty."""
     server = server_of(config)
-    return (versions.untested(server.name) or server.unrun_class(family)) if server.name in SERVERS else ""
+    return versions.untested(server.name) if server.name in SERVERS else ""
 
 
 def target_slices(tensor: TensorSpec, rollout: Rollout, worker: int, heads: Heads) -> list[TargetSlice]:

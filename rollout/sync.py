@@ -243,7 +243,7 @@ class RolloutWeights:
         mode, server = self.sync.choose_mode(config), server_of(config)
         self.for_worker(mode, server.rollout_of(config), bool(server.quantisation_settings(config)))
         self._config, self._worker = config, worker
-        is_new = mode == "sliced" and not self.sync.is_compared and bool(untested(config, self.sync.heads.family))
+        is_new = mode == "sliced" and not self.sync.is_compared and bool(untested(config))
         self.has_checksums |= is_new
         self.is_on_trial = is_new and self.sync.settings.requested == "auto"
         return self
@@ -278,7 +278,7 @@ class RolloutWeights:
         except Exception as error:
             if not self.is_on_trial:
                 raise WeightSyncError(str(error)) from error
-            self.sync.other_layout = " ".join(f"{untested(self._config, self.sync.heads.family)}: {error}".split())
+            self.sync.other_layout = " ".join(f"{untested(self._config)}: {error}".split())
             self.for_rollout(self._config, self._worker)
             server_of(self._config).check_mode(self._config, "full", self.sync.other_layout, "naive")
         self.sync.is_compared = True

@@ -55,10 +55,6 @@ class Server:
         """Return the families whose layout in the installed release is known."""
         return self.families().keys()
 
-    def unrun_class(self, family: str) -> str:
-        """Return what to say of a family whose class on this machine was read and not run; else empty."""
-        return ""
-
     def named(
         self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]], waiting: dict[str, torch.Tensor] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -126,7 +126,6 @@ class ReceivedWeights:
 
     is_quantised_here = is_on_trial = False
     _requests: Sequence[WorkerRequest] = ()
-    _doubt = ""  # why its layout may differ from the plan
 
     def __init__(self, endpoint: Endpoint, layout: TrainerLayout, mode: str = "full"):
         self._endpoint, self._group, self._layout, self.mode = endpoint, endpoint.group, layout, mode
@@ -148,8 +147,7 @@ class ReceivedWeights:
                 logger.warning("epfsdp2: engine.rollout_sync=%s falls back to full: %s", requested, reason)
             with self._group.abort_on_error():
                 server.check_mode(config, mode, reason, BACKEND)
-            self._doubt = untested(config, model.heads.family)
-        is_new = mode == "sliced" and not self._endpoint.is_compared and bool(self._doubt)
+        is_new = mode == "sliced" and not self._endpoint.is_compared and bool(untested(config))
         self.has_checksums |= is_new
         self.is_on_trial, self._config = is_new and requested == "auto", config
         self._request = WorkerRequest(mode, server.rollout_of(config), worker, is_on_trial=self.is_on_trial)
@@ -196,7 +194,7 @@ class ReceivedWeights:
         with self._group.abort_on_error():
             if self.is_on_trial:
                 self._requests = self._requests or self._endpoint.requests(self._request)
-                text = f"{self._doubt}: {failure}" if failure else ""
+                text = f"{untested(self._config)}: {failure}" if failure else ""
                 self._endpoint.compared(self._requests, " ".join(text.split()))
             elif failure is not None:
                 raise failure

@@ -21,7 +21,7 @@ from ..layout.rules import Family, named_rules, padded_vocabulary
 from ..layout.slices import TOWER
 from ..layout.specs import Heads, Rollout
 
-__all__ = ["CLASSES", "CLASS_OF_SLICES", "FP8_FAMILIES", "NOT_SERVED", "NOT_SPREAD", "ONLY_READ", "WHOLE"]
+__all__ = ["CLASSES", "CLASS_OF_SLICES", "FP8_FAMILIES", "NOT_SERVED", "NOT_SPREAD", "WHOLE"]
 __all__ += ["check_sizes", "families", "known_families"]
 
 _TP, _EP = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.expert_parallel_size"
@@ -103,6 +103,7 @@ _FAMILIES = {
         Family(rules=rules.LATENT_ATTENTION),
     ),
     "afmoe": Family(((".router.gate.", ".gate."),)),
+    "axk1": Family(((".mlp.post_mlp_layernorm.", ".post_mlp_layernorm."),), rules.LATENT_ATTENTION),
     "deepseek_v4": Family(_DEEPSEEK_V4_NAMES, _DEEPSEEK_V4),
     "ernie4_5_moe": Family(((".gate.moe_statics.", ".gate."),)),
     "exaone_moe": Family(((".gate.e_score_correction_bias", ".e_score_correction_bias"),)),
@@ -170,18 +171,10 @@ FP8_FAMILIES: dict[str, re.Pattern[str]] = {
 # an unquantised gpt_oss. It can't load Qwen3.5 without its vision tower, and its CPU build can't run the tower.
 # The CPU build of 0.29 has no experts without a gate (nemotron_h).
 _SINCE_0_27 = ("gpt_oss", "granitemoeshared", "laguna", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
-_SINCE_0_32 = (
-    "deepseek_v32",
-    "deepseek_v4",
-    "granitemoe_swa",
-    "mellum",
-    "mimo_v2_flash",
-)  # first traced there, with transformers 5.19
+# First traced there, with transformers 5.19.
+_SINCE_0_32 = ("axk1", "deepseek_v32", "deepseek_v4", "granitemoe_swa", "mellum", "mimo_v2_flash")
 _RELEASES = {"hunyuan_v1_moe": "<0.29", "nemotron_h": "<0.28", **dict.fromkeys(_SINCE_0_27, ">=0.27")}
 _RELEASES |= dict.fromkeys(_SINCE_0_32, ">=0.32")
-
-ONLY_READ = frozenset({"deepseek_v4"})
-"""Families with a class for GPUs alone, whose layout was read and not traced: their first slices there are on trial."""
 
 CLASSES = {"kimi_k25": "KimiK25ForConditionalGeneration", "phimoe": "PhiMoEForCausalLM"}
 """Families that vLLM implements only under the class name of published checkpoints. Under transformers' class name it

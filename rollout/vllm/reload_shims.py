@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from ...engine.compat.wrap_function import wrap
 from .compat import get_layerwise_info
 
-__all__ = ["end_loading", "finish_model", "install", "prepare_layer", "prepare_model"]
+__all__ = ["end_loading", "finish_model", "install", "prepare_layer", "prepare_model", "remove_unused"]
 
 # Models whose loader copies into these parameters directly instead of calling their weight loaders. vLLM 0.33 loads
 # sinks by a loader of their own, which cuts them for the worker.
@@ -114,11 +114,9 @@ def prepare_model(model: torch.nn.Module) -> None:
     """Let a reload count direct copies into parameters; they go to the meta device, which loses the values.
 
     DeepSeek-V4's class for NVIDIA GPUs also derives tensors whenever it has loaded some. It waits for ``end_loading``.
-    Norms that vLLM's A.X-K1 has in dense layers and never calls are removed: the trainer's model has none.
     """
+    remove_unused(model)
     for part in model.modules():
-        if type(part).__name__ == "AXK1DecoderLayer" and not part.is_layer_sparse:
-            part.post_mlp_layernorm = torch.nn.Identity()
         if getattr(part, "finalizes_weights_during_load", False) and hasattr(part, _DERIVE):
             setattr(part, _DERIVE, lambda: None)
         names = _DIRECT_COPIES.get(type(part).__name__, ())
@@ -129,6 +127,13 @@ def prepare_model(model: torch.nn.Module) -> None:
                 if type(own) is torch.nn.Parameter and not ("sink" in name and hasattr(own, "weight_loader")):
                     own.__class__ = _DirectlyCopiedParameter
                     vars(own).update(weight_loader=_copy_values, loads_on=info.restore_device)
+
+
+def remove_unused(model: torch.nn.Module) -> None:
+    """Remove the norms that vLLM's A.X-K1 has in dense layers and never calls: the trainer's model has none."""
+    for part in model.modules():
+        if type(part).__name__ == "AXK1DecoderLayer" and not part.is_layer_sparse:
+            part.post_mlp_layernorm = torch.nn.Identity()
 
 
 def end_loading(model: torch.nn.Module) -> None:

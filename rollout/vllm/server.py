@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from ...engine.compat import versions
@@ -16,7 +15,7 @@ from ..layout.rollout_config import BACKEND, BLOCK, ROLLOUT, server_arguments, s
 from ..layout.server import Server, disaggregated
 from ..layout.specs import Channels, Rollout, SyncMode, Tower
 from . import layout
-from .layout import FP8_FAMILIES, ONLY_READ, check_sizes
+from .layout import FP8_FAMILIES, check_sizes
 from .names import ADAPTED_AS_STACKS, for_vllm
 
 __all__ = ["EXTENSION", "VLLM", "check_graphs", "check_parallelism", "has_our_extension"]
@@ -46,10 +45,6 @@ class _Vllm(Server):
     families = staticmethod(layout.families)
     known_families = staticmethod(layout.known_families)
     named = staticmethod(for_vllm)
-
-    def unrun_class(self, family: str) -> str:
-        is_unrun = family in ONLY_READ and torch.cuda.is_available()
-        return f"{self.title}'s class of {family} for GPUs was read and not run" if is_unrun else ""
 
     def rollout_of(self, config: Any) -> Rollout:
         block = BLOCK if config.get("quantization") == "fp8" else 0

@@ -130,6 +130,7 @@ class WeightSyncExtension(vLLMColocateWorkerExtension):
             raise WeightSyncError(f"the trainer plans for {len(layouts)} workers per replica; vLLM has {has}")
         models = list(self._iter_all_models_with_config())
         model, config = models[0]
+        reload_shims.remove_unused(model)
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
 
         def is_expected(name: str, own: str, is_parameter: bool) -> bool:

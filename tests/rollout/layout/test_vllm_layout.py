@@ -16,6 +16,7 @@ from epfsdp2.rollout.servers import target_slices
 from epfsdp2.rollout.vllm import layout as vllm_layout
 from epfsdp2.rollout.vllm.layout import known_families
 from tests.rollout.families import DENSE, FAMILIES, SIZES, config_of, known, model_on_meta
+from tests.rollout.served import gpu_classes
 from tests.rollout.served_families import SERVED, publish_config
 from tests.support.ranks import run_ranks
 from tests.support.rollout.loader_trace import differing_layouts, held_tensors
@@ -26,7 +27,7 @@ _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_H
 _LATENT_ATTENTION = "vllm.model_executor.models.deepseek_v2.MultiHeadLatentAttentionWrapper"
 
 
-def _compare(folder, cases, data_parallel=(), tower="sharded"):
+def _compare(folder, cases, data_parallel=(), tower="sharded", for_gpus=False):
     """Compare both layouts, first of tensor-parallel workers, then of data-parallel ones.
 
     A case has a family, changes of its config, and whether vLLM runs expert parallel.
@@ -42,13 +43,14 @@ def _compare(folder, cases, data_parallel=(), tower="sharded"):
         init_distributed_environment,
     )
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.models import ModelRegistry
 
     from epfsdp2.rollout.vllm import reload_shims
     from tests.rollout.served import ungated_experts
 
     reload_shims.install()
     ungated_experts.allow()
+    if for_gpus:
+        gpu_classes.leave_out_kernels()
     rank, world = dist.get_rank(), dist.get_world_size()
     tp, dp, differing = world, 1, []
     for index, (model, (family, sizes, expert_parallel)) in enumerate(zip(models, both, strict=True)):
@@ -61,9 +63,7 @@ def _compare(folder, cases, data_parallel=(), tower="sharded"):
         overrides = SERVED[family].settings.get("hf_overrides", {})
         (architecture,) = overrides.get("architectures", [type(model).__name__])
         model.config.architectures = [architecture]
-        # Import the class, because vLLM inspects other classes in a process that takes seconds to start.
-        if architecture in ModelRegistry.models:
-            ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+        gpu_classes.register(architecture, for_gpus)
         where = Path(folder) / f"{rank}-{index}"
         model.config.save_pretrained(where)
         publish_config(where, SERVED[family].published)
@@ -164,6 +164,12 @@ def test_vllm_layout_of_every_family_on_one_worker_and_on_four_equals_the_traced
     spread = [family for family in _KNOWN if family not in (*DENSE, "dbrx") and world > 1]
     cases = [(family, {}, False) for family in _KNOWN] + [(family, {}, True) for family in spread]
     run_ranks(_compare, world, str(tmp_path), cases, timeout=600)
+
+
+@pytest.mark.skipif(not known("deepseek_v4"), reason="this vLLM has no DeepSeek-V4")
+def test_vllm_layout_of_deepseek_v4_for_gpus_equals_the_traced_one(tmp_path):
+    cases = [("deepseek_v4", {}, whole) for whole in (False, True)]
+    run_ranks(_compare, 2, str(tmp_path), cases, (), "sharded", True, timeout=600)
 
 
 def test_vllm_layout_cases_hold_every_known_family():

@@ -1,11 +1,9 @@
 """Classes of vLLM that its CPU build can't run: they know all exported names, and a reload fills each parameter."""
 
-import importlib
 import json
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from epfsdp2.engine.compat import versions
 from epfsdp2.engine.moe.outside.families import prepare
 from epfsdp2.rollout.vllm import names
 from tests.parity.families import ALL
+from tests.rollout.served import gpu_classes
 from tests.rollout.served.served_family import TORCHVISION
 from tests.rollout.served_families import SERVED, randomise, sent
 from tests.support.ranks import run_ranks
@@ -44,8 +43,6 @@ PUBLISHED: dict[str, dict] = {
     "minimax_m3_vl": {"text_config": _MINIMAX, "vision_config": _TOWER},
 }
 SIZES = {"inkling": {"vision_config": {"patch_size": 14, "n_layers": 4}}}
-# vLLM has another class for CPUs.
-FOR_GPUS = {"DeepseekV4ForCausalLM": "vllm.models.deepseek_v4.nvidia.model"}
 
 
 def _held(model):
@@ -66,13 +63,18 @@ def _reload(family, folder):
         config[name] = {**config[name], **value} if isinstance(value, dict) else value
     config = {name: value for name, value in config.items() if value is not None}
     (Path(folder) / "config.json").write_text(json.dumps(config))
-    engine = _engine(folder, config["architectures"][0])
 
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
     from epfsdp2.rollout.vllm.reload import Reload
+
+    gpu_classes.leave_out_kernels()
+    gpu_classes.register(config["architectures"][0])
+    settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
+    engine = EngineArgs(folder, max_model_len=128, block_size=128, **settings).create_engine_config()
 
     def weights(seed):
         randomise(model, seed)
@@ -98,44 +100,6 @@ def _reload(family, folder):
     for name, values in wanted.items():
         part = slice(rows) if "embed_tokens" in name or "lm_head" in name else ...
         assert torch.equal(found[name][part], values[part]), name
-
-
-def _engine(folder, architecture):
-    """Return vLLM's config, and leave out the kernels that it lacks on a CPU."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
-    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-    from vllm.model_executor.models import ModelRegistry
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.attention.backends import cpu_attn
-
-    def nothing(*args, **settings):
-        return None
-
-    def recipe(*args):
-        return (1, 1, 128), False
-
-    backend = f"{cpu_attn.__name__}.CPUAttentionBackend"
-    for owner, name, replaced in (
-        (utils, "dispatch_cpu_unquantized_gemm", nothing),
-        (experts, "select_unquantized_moe_backend", lambda *a, **k: (UnquantizedMoeBackend.TRITON, None)),
-        (experts.UnquantizedFusedMoEMethod, "process_weights_after_loading", nothing),
-        (CpuPlatform, "get_attn_backend_cls", classmethod(lambda *a, **k: backend)),
-        (cpu_attn.CPUAttentionBackendImpl, "__init__", nothing),
-        (torch.cuda, "Event", mock.Mock),
-        (torch.cuda, "Stream", mock.Mock),
-        (importlib.import_module("vllm.models.deepseek_v4.nvidia.flashmla"), "compute_fp8_einsum_recipe", recipe),
-        (importlib.import_module("vllm.models.kimi_k3.nvidia.model"), "maybe_init_gemm_rs_ar", nothing),
-    ):
-        setattr(owner, name, replaced)
-    if module := FOR_GPUS.get(architecture):
-        own = getattr(importlib.import_module(module), architecture)
-    else:
-        own = ModelRegistry.models[architecture].load_model_cls()
-    ModelRegistry.register_model(architecture, own)
-    settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
-    return EngineArgs(folder, max_model_len=128, block_size=128, **settings).create_engine_config()
 
 
 @pytest.mark.skipif(not versions.vllm_in(">=0.32"), reason="vLLM before 0.32 does not have all of them")

@@ -39,19 +39,25 @@ def install(timeout_seconds: float) -> None:
         server.install(timeout_seconds)
 
 
-def choose_mode(requested: str, config: Any, family: str | None, *, backend: str = "naive") -> tuple[SyncMode, str]:
+def choose_mode(
+    requested: str, config: Any, family: str | None, *, backend: str = "naive", drafts: bool = False
+) -> tuple[SyncMode, str]:
     """Return the sync mode for a rollout and, if ``auto`` falls back to ``full``, the reason.
 
     Args:
         requested: ``engine.rollout_sync``; ``SettingError`` if the rollout does not support it.
         family: ``model_type`` of the model; None skips its check.
         backend: the checkpoint-engine backend.
+        drafts: whether the rollout drafts with the model's multi-token prediction layers.
     """
     if requested == "full":
         return "full", ""
     server = server_of(config)
     rollout = server.rollout_of(config)
     found = _obstacle(server, config, family, backend)
+    if drafts and family in server.unknown_drafters:
+        rule = f"how {server.title} cuts the drafter of a {family} is not known."
+        found = found or SettingError("actor_rollout_ref.model.mtp.enable_rollout", True, rule, "False")
     if found is None:
         return "sliced", ""
     cause = f"{found.setting}={found.value}: {found.rule}"

@@ -85,7 +85,7 @@ class RolloutSync:
 
     def choose_mode(self, config: Any) -> SyncMode:
         """Choose the sync mode for a rollout; warn once, on rank 0, if ``auto`` falls back to ``full``."""
-        mode, reason = choose_mode(self.settings.requested, config, self.heads.family)
+        mode, reason = choose_mode(self.settings.requested, config, self.heads.family, drafts=self.settings.drafts)
         if self.other_layout:
             mode, reason = "full", self.other_layout
         if reason and reason != self._last_warning and dist.get_rank() == 0:

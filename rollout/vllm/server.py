@@ -40,6 +40,7 @@ class _Vllm(Server):
     # 0.27, lora/peft_helper.py: one factor scales all of an adapter.
     lacking = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern")
     no_expert_adapters = ("cpu",)
+    unknown_drafters = frozenset({"deepseek_v4"})
     serves_adapters = shares_memory = is_as_fast_in_full = has_known_drafters = writes_times_of_frames = True
 
     families = staticmethod(layout.families)

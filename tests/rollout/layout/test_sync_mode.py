@@ -21,7 +21,7 @@ from epfsdp2.rollout.sglang.server import SGLANG_LOADER
 from epfsdp2.rollout.sync import RolloutSync, SyncSettings
 from epfsdp2.rollout.transport.report import TransferStats
 from epfsdp2.rollout.transport.watched_sockets import WeightSyncError
-from epfsdp2.rollout.vllm.server import EXTENSION, check_parallelism
+from epfsdp2.rollout.vllm.server import EXTENSION, VLLM, check_parallelism
 from tests.parity import families
 from tests.support.engine.sharded import sharded_model
 from tests.support.models.quantised import COMPRESSED
@@ -146,6 +146,18 @@ def test_choose_mode_for_an_untested_release_is_sliced(name, config, requested, 
     assert choose_mode(requested, config, "qwen3_moe") == ("sliced", "")
     assert untested({"name": name}) == f"{name} 9.9 was not tested with (tested: {', '.join(versions.tested(name))})"
     assert untested({"name": "trtllm"}) == ""
+
+
+def test_choose_mode_of_a_drafter_without_a_known_layout_is_full(monkeypatch):
+    known = {"deepseek_v3", "deepseek_v4"}
+    monkeypatch.setattr(type(VLLM), "known_families", staticmethod(lambda: known))
+    for family in known:
+        assert choose_mode("auto", TP2, family) == ("sliced", "")
+    assert choose_mode("auto", TP2, "deepseek_v3", drafts=True) == ("sliced", "")
+    mode, reason = choose_mode("auto", TP2, "deepseek_v4", drafts=True)
+    assert mode == "full" and "how vLLM cuts the drafter of a deepseek_v4 is not known" in reason
+    with pytest.raises(SettingError, match="mtp.enable_rollout=False"):
+        choose_mode("sliced", TP2, "deepseek_v4", drafts=True)
 
 
 def test_choose_mode_reads_verls_dataclass_like_a_mapping():

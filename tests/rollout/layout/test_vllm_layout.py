@@ -168,7 +168,9 @@ def test_vllm_layout_of_every_family_on_one_worker_and_on_four_equals_the_traced
 
 @pytest.mark.skipif(not known("deepseek_v4"), reason="this vLLM has no DeepSeek-V4")
 def test_vllm_layout_of_deepseek_v4_for_gpus_equals_the_traced_one(tmp_path):
-    cases = [("deepseek_v4", {}, whole) for whole in (False, True)]
+    cases = [
+        (family, {}, whole) for family in ("deepseek_v4", "deepseek_v32", "glm_moe_dsa") for whole in (False, True)
+    ]
     run_ranks(_compare, 2, str(tmp_path), cases, (), "sharded", True, timeout=600)
 
 

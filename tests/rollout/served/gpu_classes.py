@@ -8,8 +8,13 @@ import torch
 
 __all__ = ["FOR_GPUS", "leave_out_kernels", "register"]
 
-FOR_GPUS = {"DeepseekV4ForCausalLM": "vllm.models.deepseek_v4.nvidia.model"}
-"""Architectures for which vLLM has another class on CPUs -> the module of the one for GPUs."""
+FOR_GPUS = {
+    **dict.fromkeys(
+        ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), "deepseek_v32.nvidia.model.DeepseekV32ForCausalLM"
+    ),
+    "DeepseekV4ForCausalLM": "deepseek_v4.nvidia.model.DeepseekV4ForCausalLM",
+}
+"""Architectures for which vLLM has another class on CPUs -> the one for GPUs."""
 
 
 def leave_out_kernels() -> None:
@@ -43,7 +48,8 @@ def register(architecture: str, for_gpus: bool = True) -> None:
     from vllm.model_executor.models import ModelRegistry
 
     if for_gpus and architecture in FOR_GPUS:
-        found = getattr(importlib.import_module(FOR_GPUS[architecture]), architecture)
+        module, _, name = FOR_GPUS[architecture].rpartition(".")
+        found = getattr(_module(module), name)
     elif architecture in ModelRegistry.models:
         found = ModelRegistry.models[architecture].load_model_cls()
     else:

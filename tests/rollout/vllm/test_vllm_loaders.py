@@ -35,6 +35,7 @@ _HEARS = {"decoder_dmodel": 48, "dmel_min_value": 0.0, "dmel_max_value": 1.0, "u
 PUBLISHED: dict[str, dict] = {
     "aria": {},
     "deepseek_v4": SERVED["deepseek_v4"].published if "deepseek_v4" in SERVED else {},
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), {}),
     "glm5_next": {"text_config": {**_GLM, "indexer_rope_interleave": True}},
     "hy_v4": {},
     "inkling": {

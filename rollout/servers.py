@@ -54,10 +54,7 @@ def choose_mode(
         return "full", ""
     server = server_of(config)
     rollout = server.rollout_of(config)
-    found = _obstacle(server, config, family, backend)
-    if drafts and family in server.unknown_drafters:
-        rule = f"how {server.title} cuts the drafter of a {family} is not known."
-        found = found or SettingError("actor_rollout_ref.model.mtp.enable_rollout", True, rule, "False")
+    found = _obstacle(server, config, family, backend, drafts)
     if found is None:
         return "sliced", ""
     cause = f"{found.setting}={found.value}: {found.rule}"
@@ -68,12 +65,15 @@ def choose_mode(
     raise SettingError(_SETTING, requested, f"can't be with {cause}", works)
 
 
-def _obstacle(server: Server, config: Any, family: str | None, backend: str) -> SettingError | None:
+def _obstacle(server: Server, config: Any, family: str | None, backend: str, drafts: bool) -> SettingError | None:
     if server.name not in SERVERS:
         return SettingError(f"{ROLLOUT}.name", server.name, "it accepts full tensors alone.", DEFAULT.name)
     if backend not in ("naive", BACKEND):
         setting = f"{ROLLOUT}.checkpoint_engine.backend"
         return SettingError(setting, backend, "this backend sends full tensors.", "naive")
+    if drafts and family in server.unknown_drafters:
+        rule = f"how {server.title} cuts the drafter of a {family} is not known."
+        return SettingError("actor_rollout_ref.model.mtp.enable_rollout", True, rule, "False")
     return server.obstacle(config, family)
 
 

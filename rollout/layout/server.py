@@ -32,7 +32,7 @@ class Server:
     no_expert_adapters: tuple[str, ...] = ()  # devices without kernels for adapters of experts
     serves_adapters = False  # whether adapters load without the weights
     has_known_drafters = False  # whether the layout of multi-token prediction layers is known
-    unknown_drafters: Collection[str] = frozenset()  # families whose drafter has another layout than the model
+    unknown_drafters: Collection[str] = frozenset()  # families whose drafter's layout is not known
     writes_times_of_frames = False  # whether it writes those of videos into prompts that have them
     shares_memory = False  # whether tensors pass through a bucket in /dev/shm if devices share no memory
     is_as_fast_in_full = False  # whether a worker that keeps the whole model loads full tensors as fast as slices

@@ -108,7 +108,7 @@ class Heads:
             own, whole = (heads.keys, heads.dim, False), (keys or heads.keys, dim or heads.dim, shares)
             layers = (whole if kind == "full_attention" else own for kind in config.layer_types)
             return replace(heads, layers=tuple(layers))
-        if family == "mimo_v2_flash":
+        if family == "mimo_v2_flash":  # transformers' class doubles the key heads of layers with a window
             layers = ((heads.keys * (1 + kind.startswith("sliding")), dim, False) for kind in config.layer_types)
             return replace(heads, value_dim=config.v_head_dim, layers=tuple(layers))
         if size("index_topk"):

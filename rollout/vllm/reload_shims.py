@@ -205,4 +205,5 @@ class _Part:
 
 
 def _copy_values(param: torch.Tensor, values: torch.Tensor, *index: Any) -> None:
+    # Without a default for the index, because vLLM repeats calls for sinks by a loader that takes two arguments.
     torch.Tensor.copy_(torch.Tensor.__getitem__(param.data, index), values)

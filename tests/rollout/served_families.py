@@ -219,9 +219,11 @@ def export(model: Any, dtype: torch.dtype, folder: Path, published: Mapping[str,
 
 
 def publish_config(folder: Path, published: Mapping[str, Any]) -> None:
-    """Give a saved config the entries of the published one."""
+    """Give a saved config the entries of the published one; those that are None are removed, dicts merged."""
     if published:
-        config = json.loads((folder / "config.json").read_text()) | published
+        config = json.loads((folder / "config.json").read_text())
+        for name, value in published.items():
+            config[name] = {**config[name], **value} if isinstance(value, dict) else value
         present = {name: value for name, value in config.items() if value is not None}
         (folder / "config.json").write_text(json.dumps(present))
 

@@ -6,15 +6,15 @@ from unittest import mock
 
 import torch
 
-__all__ = ["FOR_GPUS", "leave_out_kernels", "register"]
+__all__ = ["leave_out_kernels", "register"]
 
-FOR_GPUS = {
+# Architectures for which vLLM has another class on CPUs -> the one for GPUs.
+_FOR_GPUS = {
     **dict.fromkeys(
         ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), "deepseek_v32.nvidia.model.DeepseekV32ForCausalLM"
     ),
     "DeepseekV4ForCausalLM": "deepseek_v4.nvidia.model.DeepseekV4ForCausalLM",
 }
-"""Architectures for which vLLM has another class on CPUs -> the one for GPUs."""
 
 
 def leave_out_kernels() -> None:
@@ -47,8 +47,8 @@ def register(architecture: str, for_gpus: bool = True) -> None:
     """Import the class, because vLLM inspects other classes in a process that takes seconds to start."""
     from vllm.model_executor.models import ModelRegistry
 
-    if for_gpus and architecture in FOR_GPUS:
-        module, _, name = FOR_GPUS[architecture].rpartition(".")
+    if for_gpus and architecture in _FOR_GPUS:
+        module, _, name = _FOR_GPUS[architecture].rpartition(".")
         found = getattr(_module(module), name)
     elif architecture in ModelRegistry.models:
         found = ModelRegistry.models[architecture].load_model_cls()

@@ -1,6 +1,5 @@
 """Classes of vLLM that its CPU build can't run: they know all exported names, and a reload fills each parameter."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,11 +16,12 @@ from epfsdp2.rollout.vllm.layout import known_families
 from tests.parity.families import ALL
 from tests.rollout.served import gpu_classes
 from tests.rollout.served.served_family import TORCHVISION
-from tests.rollout.served_families import SERVED, randomise, sent
+from tests.rollout.served_families import SERVED, publish_config, randomise, sent
 from tests.support.ranks import run_ranks
 from tests.support.rollout.vllm_engine import no_segments_are_left, segments_identity  # noqa: F401  (a fixture)
 
-# vLLM reads these entries of published configs, which transformers' configs do not have; None: they lack transformers'.
+# vLLM reads these entries of published configs, which transformers' configs do not have. None stands for an entry that
+# published configs do not have.
 _SPARSE = {"sparse_attention_freq": [1, 0, 1], "sparse_num_index_heads": 2, "sparse_index_dim": 12}
 _SPARSE |= {"sparse_block_size": 4, "sparse_topk_blocks": 2, "sparse_local_block": 1, "sparse_init_block": 1}
 _MINIMAX = {"hidden_act": "swigluoai", "moe_layer_freq": [0, 1, 1], "sparse_attention_config": _SPARSE}
@@ -55,6 +55,12 @@ def _held(model):
     return dict(model.named_parameters()) | kept
 
 
+def _forget(model):
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not name.endswith("attn_sink"):  # DeepSeek-V4 pads with -inf
+            parameter.fill_(torch.nan)
+
+
 def _slices(model, values):
     """Yield the parameters of a worker as a trainer sends them."""
     for name, layer in named_layers(model):
@@ -69,13 +75,10 @@ def _reload(family, folder):
     sys.path += TORCHVISION.values()
     model = SERVED[family].family.build() if family in SERVED else ALL[family].build(**SIZES.get(family, {}))
     prepare(model)
-    model.config.architectures = [type(model).__name__]
+    (architecture,) = PUBLISHED[family].get("architectures", [type(model).__name__])
+    model.config.architectures = [architecture]
     model.config.save_pretrained(folder)
-    config = json.loads((Path(folder) / "config.json").read_text())
-    for name, value in PUBLISHED[family].items():
-        config[name] = {**config[name], **value} if isinstance(value, dict) else value
-    config = {name: value for name, value in config.items() if value is not None}
-    (Path(folder) / "config.json").write_text(json.dumps(config))
+    publish_config(Path(folder), PUBLISHED[family])
 
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
@@ -85,7 +88,7 @@ def _reload(family, folder):
     from epfsdp2.rollout.vllm.reload import Reload
 
     gpu_classes.leave_out_kernels()
-    gpu_classes.register(config["architectures"][0])
+    gpu_classes.register(architecture)
     settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "enforce_eager": True}
     engine = EngineArgs(folder, max_model_len=128, block_size=128, **settings).create_engine_config()
 
@@ -97,9 +100,7 @@ def _reload(family, folder):
         init_distributed_environment(1, 0, "env://", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         theirs = initialize_model(engine)
-        for name, parameter in theirs.named_parameters():
-            if parameter.is_floating_point() and not name.endswith("attn_sink"):  # DeepSeek-V4 pads with -inf
-                parameter.fill_(torch.nan)
+        _forget(theirs)
         theirs.load_weights(weights(seed=1))
         wanted = {name: tensor.clone() for name, tensor in _held(theirs).items()}
         theirs.load_weights(weights(seed=2))
@@ -109,6 +110,7 @@ def _reload(family, folder):
         if model.config.model_type in known_families():
             ways.append(list(_slices(theirs, wanted)))
         for sent_weights in ways:
+            _forget(theirs)
             reload = Reload([(theirs, engine.model_config)], engine.parallel_config, verify=True)
             reload.start()
             reload.load(sent_weights)
@@ -117,8 +119,6 @@ def _reload(family, folder):
             for name, values in wanted.items():
                 part = slice(rows) if "embed_tokens" in name or "lm_head" in name else ...
                 assert torch.equal(found[name][part], values[part]), name
-                if name in dict(theirs.named_parameters()) and not name.endswith("attn_sink"):
-                    found[name].zero_()
 
 
 @pytest.mark.skipif(not versions.vllm_in(">=0.32"), reason="vLLM before 0.32 does not have all of them")
